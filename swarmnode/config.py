@@ -61,7 +61,7 @@ class StageConfig:
     compress: str = (
         "auto"  # what travels between stages in training: auto, a codec, or a rule of top-k; a run may say otherwise
     )
-    throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
+    throttle_units_per_s: float | None = None  # compute no faster than this, to have unequal peers on one machine
     capture: str = "auto"  # decode steps as CUDA graphs, where the device and the family can
     min_holders: int = 2  # states of units that fewer nodes train are kept on other peers' disks, too; below 2 none are
     share: float = 1.0  # of the time the device may be busy with serving

@@ -191,9 +191,9 @@ class LocalSwarm:
         arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
         return self.start(name, arguments, inside)
 
-    def trainer(self, name: str, *extra: str) -> NodeProcess:
+    def trainer(self, name: str, *extra: str, inside: Sequence[str] = ()) -> NodeProcess:
         """Start a trainer, whose events are its steps; does not wait."""
-        return self.start(name, ["train", str(self.file), "--json", *extra])
+        return self.start(name, ["train", str(self.file), "--json", *extra], inside)
 
     def server(self, name: str, *extra: str) -> NodeProcess:
         """Start a gateway to the swarm; does not wait."""

@@ -28,7 +28,7 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Times passes on one device, from one thread.
 
-    Where the device is lent for a share of the time, it rests behind each pass, which counts with its rest.
+    Where the device is lent for a share of the time, or as a slower one, it rests behind each pass, which counts with its rest.
 
     On a card, events go before and behind a pass. They are read when another pass begins or somebody asks, if the card has come to
     them by then; whoever fetches results waits for it anyway.
@@ -50,12 +50,12 @@ class Stopwatch:
         return f"<Stopwatch of {self._device}, {len(self._unread)} passes unread>"
 
     @contextmanager
-    def timing(self, tell: Tell) -> Iterator[None]:
-        """Around one pass; what fails is not told."""
+    def timing(self, tell: Tell, work: float = 0.0) -> Iterator[None]:
+        """Around one pass, of so much work (`Throttle.lent_s`); what fails is not told."""
         self.read()
-        if self._throttle.share < 1:
+        if self._throttle.slows:
             began_s = self._clock()
-            with self._throttle.duty():
+            with self._throttle.lending(work):
                 yield
                 synchronize(self._device)
             tell(self._clock() - began_s)

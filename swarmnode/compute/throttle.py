@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MOST_OVERSLEPT_S = 1.0  # that is caught up with; a machine that was suspended begins anew
-PREFILL_GAIN = 16.0  # a long prompt chunk uses a device about so much better than a single position
+PREFILL_GAIN = 16.0  # a long prompt chunk, or a microbatch, uses a device about so much better than a single position
+FORWARD_WORK, BACKWARD_WORK = 1.0, 2.0  # of a microbatch, in passes of a prompt chunk
 
 
 class Throttle:
@@ -45,22 +46,31 @@ class Throttle:
         passes = 1.0 if positions == 1 else max(1.0, positions / PREFILL_GAIN)
         return units * passes / self.units_per_s
 
-    @contextmanager
-    def pass_over(self, units: int, positions: int) -> Iterator[None]:
-        """Around one pass: what the real device needed is part of the time."""
-        began_s = self._clock()
-        yield
-        took_s = self._clock() - began_s
-        least_s = max(self.least_s(units, positions), took_s / self.share)
-        self._rest(least_s - took_s)
+    def lent_s(self, took_s: float, work: float) -> float:
+        """What takes the real device `took_s` takes so long as it is lent. `work`: positions times units, in long prompt chunks, and as
+        many times as these cost."""
+        return max(took_s / self.share, work / PREFILL_GAIN / self.units_per_s)
+
+    @property
+    def slows(self) -> bool:
+        """Whether anything takes longer than on the real device."""
+        return self.share < 1 or self.units_per_s < math.inf
 
     @contextmanager
-    def duty(self) -> Iterator[None]:
-        """Around any work: the device rests behind it as its share says."""
+    def pass_over(self, units: int, positions: int) -> Iterator[None]:
+        """Around one pass of serving: what the real device needed is part of the time."""
         began_s = self._clock()
         yield
         took_s = self._clock() - began_s
-        self._rest(took_s / self.share - took_s)
+        self._rest(max(self.least_s(units, positions), took_s / self.share) - took_s)
+
+    @contextmanager
+    def lending(self, work: float) -> Iterator[None]:
+        """Around one pass of training, or any other work."""
+        began_s = self._clock()
+        yield
+        took_s = self._clock() - began_s
+        self._rest(self.lent_s(took_s, work) - took_s)
 
     def _rest(self, seconds: float) -> None:
         """Sleep, and remember by how much it was too long."""

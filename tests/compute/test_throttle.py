@@ -131,3 +131,12 @@ def test_training_rests_as_its_share_says_and_counts_with_its_rest(watch):
     with stopwatch.timing(told.append):
         watch.now_s += 0.1
     assert told[-1] == pytest.approx(0.1)
+
+
+def test_training_takes_as_long_as_on_a_slower_device(watch):
+    throttle, told = Throttle(10.0, clock=watch.clock, sleep=watch.sleep), []
+    stopwatch = Stopwatch(torch.device("cpu"), clock=watch.clock, throttle=throttle)
+    for work in (16.0, 1600.0, 0.0):
+        with stopwatch.timing(told.append, work):
+            watch.now_s += 0.5
+    assert told == pytest.approx([0.5, 10.0, 0.5]) and watch.now_s == pytest.approx(11.0)

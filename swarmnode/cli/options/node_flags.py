@@ -30,7 +30,7 @@ THROTTLE = typer.Option(
     min=0.0,
     max=1e9,
     hidden=True,
-    help="Serve as a device of this speed would.",
+    help="Compute as a device of this speed would.",
 )
 SPAN = typer.Option("", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most.")
 PLAN = typer.Option(

@@ -21,6 +21,7 @@ from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.values import Encoded, decode_values
 from swarmnode.compute.executor import Urgency
+from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
@@ -43,6 +44,7 @@ T = TypeVar("T")
 
 LONGEST_S = 3600.0  # whatever a lease says
 URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
+WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
 
 
 class MicrobatchStage(Protocol):
@@ -305,7 +307,7 @@ class MicrobatchInFlight:
                 )
             )
 
-        return part.stopwatch.timing(told)
+        return part.stopwatch.timing(told, WORK[phase] * units.units * tokens)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         compressor, run = self._stage.compressor, self._stage.run

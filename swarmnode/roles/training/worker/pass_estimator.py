@@ -13,6 +13,7 @@ import torch
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import MEASURING_BYTES, Rates
+from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK, Throttle
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.precision import autocast_dtype
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
@@ -36,7 +37,7 @@ up."""
 
 
 class PassEstimator:
-    """Of one device, which is lent for a `share` of the time. Used on its thread: rates are measured when first asked for."""
+    """Of one device as a `throttle` lends it. Used on its thread: rates are measured when first asked for."""
 
     def __init__(
         self,
@@ -46,14 +47,14 @@ class PassEstimator:
         dummy_run: DummyRun,
         ledger: MemoryLedger,
         *,
-        share: float = 1.0,
+        throttle: Throttle | None = None,
     ) -> None:
         self._device = device
         self._ledger = ledger
         self._estimates = estimates
         self._measure = measure
         self._dummy_run = dummy_run
-        self._share = share
+        self._throttle = throttle or Throttle()
         self._rates: dict[torch.dtype | None, Rates] = {}
 
     def __repr__(self) -> str:
@@ -73,7 +74,7 @@ class PassEstimator:
         except (CheckpointError, ProtocolError, NotFinite) as error:
             log.info("no dummy run: %s", error)
             passes_s = sum(estimates_s)
-        return passes_s / units.units / self._share
+        return self._throttle.lent_s(passes_s / units.units, (FORWARD_WORK + BACKWARD_WORK) * learner.run.positions)
 
     def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
         """Of each unit, by its work."""

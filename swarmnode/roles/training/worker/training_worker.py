@@ -19,6 +19,7 @@ from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.speed import Speeds, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
+from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK, Throttle
 from swarmnode.compute.training.dummy_run import dummy_run_s
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
@@ -306,12 +307,13 @@ def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
     return estimate_span(checkpoint, run.microbatch, run.sequence)
 
 
-def measure(segment: Segment, clock: Callable[[], float], share: float = 1.0) -> Speeds:
-    """Before anything is trained, as a `share` of the time leaves it. What a graph's inputs are is known to its data alone: its
-    first real work tells."""
+def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) -> Speeds:
+    """Before anything is trained, as a device is lent. What a graph's inputs are is known to its data alone: its first real work
+    tells."""
     if not isinstance(segment, SpanSegment):
         return Speeds()
-    return Speeds(training_units_per_s=share * measure_training(segment, clock=clock).training_units_per_s)
+    position_s = 1 / measure_training(segment, clock=clock).training_units_per_s
+    return Speeds(training_units_per_s=1 / throttle.lent_s(position_s, FORWARD_WORK + BACKWARD_WORK))
 
 
 async def _load_part(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
@@ -340,7 +342,7 @@ def _part(
         functools.partial(measure_rates, clock=clock),
         functools.partial(dummy_run_s, clock=clock),
         lent.ledger,
-        share=hardware.config.share,
+        throttle=lent.throttle,
     )
     return TrainingPart(
         segment,
@@ -356,7 +358,7 @@ async def _measure_part(
 ) -> Capability:
     """On the part's own thread."""
     conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
-    measuring = functools.partial(measure, part.segment, host.clock.compute, hardware.config.share)
+    measuring = functools.partial(measure, part.segment, host.clock.compute, lent.throttle)
     return await part.call(
         "measure",
         lambda: Capability.of(conditions, cache, measuring, clock=host.clock.monotonic),

@@ -8,6 +8,7 @@ import torch
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
 from swarmnode.compute.graph.costs.work import MATMUL, ComputeWork
+from swarmnode.compute.throttle import PREFILL_GAIN, Throttle
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.ledger import MemoryLedger
@@ -42,7 +43,7 @@ def estimator(
     dummy_run: DummyRun = as_estimated,
     *,
     asked: list[torch.device] | None = None,
-    share: float = 1.0,
+    throttle: Throttle | None = None,
     limit_bytes: int | None = None,
 ) -> PassEstimator:
     def measure(device: torch.device, _dtype: torch.dtype | None) -> Rates:
@@ -50,7 +51,7 @@ def estimator(
             asked.append(device)
         return REFERENCE
 
-    return PassEstimator(CPU, estimates, measure, dummy_run, MemoryLedger(limit_bytes), share=share)
+    return PassEstimator(CPU, estimates, measure, dummy_run, MemoryLedger(limit_bytes), throttle=throttle)
 
 
 def learner(start: int = 0, end: int = 3, *, recompute: bool = False) -> Learner:
@@ -67,8 +68,17 @@ def test_a_unit_takes_its_share_of_the_work_of_the_span() -> None:
 
 
 def test_a_device_that_is_lent_for_half_of_the_time_takes_twice_as_long() -> None:
-    assert estimator(share=0.5).unit_s(learner(0, 1)) == pytest.approx(6.0)
-    assert estimator(dummy_run=lambda *_: 4.0, share=0.5).unit_s(learner(0, 1)) == pytest.approx(8.0)
+    half = Throttle(share=0.5)
+    assert estimator(throttle=half).unit_s(learner(0, 1)) == pytest.approx(6.0)
+    assert estimator(dummy_run=lambda *_: 4.0, throttle=half).unit_s(learner(0, 1)) == pytest.approx(8.0)
+
+
+def test_a_device_that_is_lent_as_a_slower_one_takes_as_long_as_that_does() -> None:
+    """There and back a microbatch costs three passes of a prompt chunk."""
+    chunks = RUN.positions / PREFILL_GAIN
+    assert estimator(throttle=Throttle(chunks)).unit_s(learner(0, 1)) == pytest.approx(3.0)
+    assert estimator(throttle=Throttle(chunks / 100)).unit_s(learner(0, 2)) == pytest.approx(300.0)
+    assert estimator(throttle=Throttle(chunks * 100)).unit_s(learner(0, 1)) == pytest.approx(3.0)
 
 
 def test_nothing_is_expected_of_work_that_cannot_be_estimated() -> None:
