@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 
 MEASURED_BYTES = 64 * 1024  # of one frame: less says more of latencies than of bandwidth
-WEIGHT = 0.5  # of the newest measurement
+FRAMES_KEPT = (
+    5  # whose median counts: what came while nobody read comes in no time, and what its sender waited with, never
+)
 SHORTEST_S = 1e-6
 
 
@@ -17,6 +21,7 @@ class ThroughputMeter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.rate_bps: float | None = None
+        self._rates_bps: deque[float] = deque(maxlen=FRAMES_KEPT)
         self._clock = clock
         self._began_s: float | None = None
         self._bytes = 0
@@ -42,5 +47,5 @@ class ThroughputMeter:
         elapsed_s = max(self._clock() - self._began_s, SHORTEST_S)
         self._began_s = None
         if self._bytes >= MEASURED_BYTES:
-            rate_bps = self._bytes * 8 / elapsed_s
-            self.rate_bps = rate_bps if self.rate_bps is None else WEIGHT * rate_bps + (1 - WEIGHT) * self.rate_bps
+            self._rates_bps.append(self._bytes * 8 / elapsed_s)
+            self.rate_bps = statistics.median_low(self._rates_bps)

@@ -46,7 +46,8 @@ class ProbeConfig:
     quick_s: float = 0.25  # a round that took longer is the last
     answer_s: float = 4.0  # patience for one answer
     hear_s: float = 1.0  # after the last round: how long to wait to be told how fast it came
-    look_s: float = 60.0  # between two tests
+    first_look_s: float = 5.0  # until the first test, and twice as long until each of the next ones, up to
+    look_s: float = 60.0
     pause_s: float = 600.0  # before the same peer is tested, or answered, again
     enough_peers: int = 3  # whose paths were measured: then the access link is known well enough
     answers_at_once: int = 1
@@ -132,8 +133,10 @@ class Prober:
     # -- asking
 
     async def _explore(self, candidates: Callable[[], Iterable[PeerId]]) -> None:
+        look_s = self._config.first_look_s
         while True:
-            await asyncio.sleep(self._config.look_s * self._random.uniform(0.5, 1.5))
+            await asyncio.sleep(look_s * self._random.uniform(0.5, 1.5))
+            look_s = min(self._config.look_s, 2 * look_s)
             if self._busy() or self._link_config.link_statistics.rated_peers >= self._config.enough_peers:
                 continue
             peer = self.choose(candidates())

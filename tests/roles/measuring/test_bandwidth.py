@@ -119,6 +119,20 @@ async def test_a_node_asks_around_until_it_knows_enough() -> None:
 
 
 @in_virtual_time
+async def test_the_first_tests_come_soon_and_later_ones_seldom() -> None:
+    made = await peers(6, Path(latency_s=0.01, bytes_per_s=30e6 / 8), enough_peers=9)
+    first, everybody = made[0], [one.network.peer_id for one in made]
+    await first.prober.start(lambda: everybody)
+    loop, seen_s = asyncio.get_running_loop(), list[float]()
+    began_s = loop.time()
+    while len(seen_s) < 5:
+        await asyncio.sleep(0.5)
+        seen_s += [loop.time() - began_s] * (len(first.prober._asked) - len(seen_s))
+    await first.prober.close()
+    assert seen_s[0] <= 8.0 and seen_s[1] <= 23.0 and seen_s[-1] - seen_s[-2] >= 25.0
+
+
+@in_virtual_time
 async def test_nobody_is_asked_twice_in_a_while() -> None:
     alice, bob = await peers(2, Path(latency_s=0.01, bytes_per_s=100e6 / 8), pause_s=50.0)
     assert alice.prober.choose([bob.network.peer_id]) == bob.network.peer_id

@@ -1,0 +1,50 @@
+"""How fast frames came, by what each read has brought."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnode.net.measuring.throughput_meter import FRAMES_KEPT, MEASURED_BYTES, ThroughputMeter
+
+READ_BYTES, FRAME_BYTES = 32 * 1024, 512 * 1024
+LINE_BPS = 20e6
+
+
+class Watch:
+    """A clock that reads move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.meter = ThroughputMeter(lambda: self.now_s)
+
+    def frame(self, bits_per_s: float, size_bytes: int = FRAME_BYTES) -> None:
+        """One, read by read."""
+        for pending_bytes in (*range(READ_BYTES, size_bytes, READ_BYTES), 0):
+            self.now_s += 8 * READ_BYTES / bits_per_s
+            self.meter.note(READ_BYTES, pending_bytes)
+
+
+def test_the_rate_of_a_line() -> None:
+    watch = Watch()
+    watch.frame(LINE_BPS, MEASURED_BYTES)
+    assert watch.meter.rate_bps is None, "its first read says nothing, and the rest is too little"
+    watch.frame(LINE_BPS)
+    assert watch.meter.rate_bps == pytest.approx(LINE_BPS)
+
+
+@pytest.mark.parametrize("bits_per_s", [1e12, 1e4])
+def test_a_frame_that_waited_to_be_read_or_sent_says_nothing_of_the_line(bits_per_s: float) -> None:
+    """The one comes in no time, as from a buffer it does; the other as if the line were slow."""
+    watch = Watch()
+    for number in range(12):
+        watch.frame(bits_per_s if number % 3 == 2 else LINE_BPS)
+        assert watch.meter.rate_bps == pytest.approx(LINE_BPS)
+
+
+def test_a_line_that_has_changed_is_known_after_a_few_frames() -> None:
+    watch = Watch()
+    for _ in range(FRAMES_KEPT):
+        watch.frame(LINE_BPS)
+    for _ in range(FRAMES_KEPT // 2 + 1):
+        watch.frame(LINE_BPS / 10)
+    assert watch.meter.rate_bps == pytest.approx(LINE_BPS / 10)
