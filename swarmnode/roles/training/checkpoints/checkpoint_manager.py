@@ -45,6 +45,7 @@ class CheckpointManager:
         self._link_config = link_config
         self._root = root
         self._board = state_board(network, hello, link_config)
+        self._fetching = asyncio.Lock()  # two who fetch into one store would be in each other's way
         self._server = server
         self._backups = backups
         self._store: StateStore | None = None
@@ -71,6 +72,7 @@ class CheckpointManager:
             if self._store is not None:
                 self._store.close()
             self._store = StateStore(self._root, run)
+            self._server.give(self._store)  # others may need what is here before this stage is in a run again
             remove_old_runs(self._root, run)
 
     def kept(self) -> tuple[int, ...]:
@@ -113,11 +115,16 @@ class CheckpointManager:
     async def fetch(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], *, at_least: int) -> int:
         """Bring a step of these blocks from the peers; which one it is."""
         assert self._store is not None
-        return await fetch_states(self._board, peers, blocks, into=self._store, at_least=at_least)
+        async with self._fetching:
+            return await fetch_states(self._board, peers, blocks, into=self._store, at_least=at_least)
 
     async def restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
         """Bring these blocks of the newest step of which all `units` are there, as backups if need be, and keep its run's
         states from now on; which step it is. None where there is none, or it is here. Raises PeerRefused, LocalError."""
+        async with self._fetching:
+            return await self._restore(peers, blocks, units)
+
+    async def _restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
         found = await find_whole_step(self._board, peers, blocks, units, self._backups)
         if found is None:
             return None

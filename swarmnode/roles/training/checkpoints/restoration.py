@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from swarmnode.codec.training_messages import Condition
 from swarmnode.errors import NetworkDown, PeerError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
@@ -26,7 +27,7 @@ LOOK_S = 2.0
 
 
 class Restoration:
-    """Of one stage, until it is in a run."""
+    """Of one stage, as long as it has no state: in no run yet, or in one whose states nobody is there to give."""
 
     def __init__(self, host: Host, stage: TrainingStage, checkpoint_manager: CheckpointManager, units: int) -> None:
         segment = stage.segment
@@ -49,8 +50,8 @@ class Restoration:
         await self._tasks.close()
 
     async def _watch(self) -> None:
-        while self._stage.run is None:
-            if self._is_needed():
+        while True:
+            if self._stage.state.condition != Condition.READY and self._is_needed():
                 await self._bring()
             await asyncio.sleep(LOOK_S)
 
@@ -59,9 +60,9 @@ class Restoration:
 
     @property
     def is_last(self) -> bool:
-        """Whether no other node has learnt some unit of this stage. In a run none says so alone: it has averaged with this one."""
+        """Whether no other node has learnt some unit of this stage. To one that has none says so alone: it has averaged with it."""
         held, announced = range(self._stage.segment.start, self._stage.segment.end), self._host.directory.peers()
-        met = None if self._stage.run is None else self._stage.state.replicas
+        met = self._stage.state.replicas if self._stage.state.condition == Condition.READY else None
         return bool(learnt_alone(announced.values(), self._host.peer_id, held, self._units, met))
 
     @property
@@ -71,10 +72,10 @@ class Restoration:
         return any(not any(peer.holds(unit) for peer in holding) for unit in range(self._units))
 
     def _is_needed(self) -> bool:
-        """Whether others train already, and some unit of this stage has no holder but this one."""
+        """Whether something is trained already, and some unit of this stage has no holder but this one."""
         announced = self._host.directory.peers()
         ready = (announced[peer] for peer in self._others() if announced[peer].life is State.READY)
-        return any(peer.training_step > 0 for peer in ready) and self.is_last
+        return (self._stage.state.step > 0 or any(peer.training_step > 0 for peer in ready)) and self.is_last
 
     async def _bring(self) -> None:
         try:

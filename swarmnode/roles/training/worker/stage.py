@@ -139,7 +139,7 @@ class TrainingStage:
         await self.switchboard.close()
         if self.spot_checks is not None:
             await self.spot_checks.close()
-        if self.state.condition == Condition.READY:
+        if self.state.condition == Condition.READY and not self.state.is_as_founded:
             try:
                 await asyncio.wait_for(self.state.save(), SAVE_S)
             except asyncio.TimeoutError:

@@ -50,6 +50,7 @@ class StageState:
         self.replicas: dict[int, set[PeerId]] = {}
         self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
         self.last = (0.0, 0.0)
+        self._is_founding = True  # parameters are those that the swarm was founded with
         self._told_unit_s = 0.0
         self._update: asyncio.Future[None] | None = None  # the last one, which may be under way
         self._parts = parts
@@ -74,6 +75,16 @@ class StageState:
     def run_id(self) -> bytes:
         """Empty before a run has begun."""
         return b"" if self.run is None else self.run.id
+
+    @property
+    def learnt_step(self) -> int:
+        """The step of which the state is here; 0 where nothing was learnt yet, or what was is still being fetched."""
+        return self.step if self.condition == Condition.READY else 0
+
+    @property
+    def is_as_founded(self) -> bool:
+        """Whether there is nothing here that whoever comes has not, too: step 0 of the first run."""
+        return self.step == 0 and self._is_founding
 
     @property
     def learner(self) -> DeviceLearners:
@@ -139,16 +150,15 @@ class StageState:
 
     async def begin(self, run: Run) -> None:
         """Step 0 of a run, with the parameters as they are."""
-        again = self.run is not None  # parameters are not the founding ones any more: a joiner must find step 0 here
         await self._take_up(run, 0)
-        if again:
-            await self.save()
+        if not self._is_founding:
+            await self.save()  # a joiner must find step 0 here
         self.condition = Condition.READY
 
     async def restore(self, run: Run, step: int) -> None:
         """A step on the disk. Raises CheckpointError."""
         learner = await self._take_up(run, step)
-        await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, step))
+        await self._load(learner, step)
         self.condition = Condition.READY
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
@@ -157,13 +167,17 @@ class StageState:
         learner = await self._take_up(run, step)
         self.condition = Condition.LISTENING
         fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
-        await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, fetched))
+        await self._load(learner, fetched)
         self.step = fetched
         while (missed := self._missed.take(self.step)) is not None:
             with missed.memory:
                 await self._call("update", partial(missed.agreed.commit, learner, missed.norm))
             self.step += 1
         self.condition = Condition.READY
+
+    async def _load(self, learner: DeviceLearners, step: int) -> None:
+        self._is_founding = False
+        await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, step))
 
     async def _take_up(self, run: Run, step: int) -> DeviceLearners:
         """A new learner, which is not ready yet. Raises ProtocolError where the model has no such positions."""
@@ -192,6 +206,7 @@ class StageState:
             return None
         learner = self.learner
         self.step, self.last, self.losses = body.step + 1, (body.norm, body.loss), {}
+        self._is_founding = False
         self._update = done = self._call("update", lambda: agreed.commit(learner, body.norm))
         meeting = self._meetings.pop(self.step, None)
         if meeting is not None and not meeting.done():

@@ -184,7 +184,7 @@ class TrainingWorker:
     def bound(self) -> bool:
         """Whether something was learnt of these units that no other node has. While others have nobody that counts for little: this
         node may take them beside its own, of which the last kept state is on its disk (`plan/training/placement.py`)."""
-        return self._training.state.step > 0 and self._restoration.is_last and not self._restoration.is_gap
+        return self._training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
 
     def rest_s(self) -> float:
         """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
@@ -195,7 +195,8 @@ class TrainingWorker:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
         self._step_time.note(self._training.state.step, self._clock())
-        news = TrainingNews(training_step=self._training.state.step, step_load=self._step_load(), sends=self._sends())
+        step = self._training.state.learnt_step
+        news = TrainingNews(training_step=step, step_load=self._step_load(), sends=self._sends())
         own = news, self._speeds()
         return own if self._serving is None else (*self._serving.sections(), *own)
 
