@@ -33,7 +33,7 @@ from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.layout import STANDING_BY, cut
-from swarmnode.plan.training.rule import SETTLING, TrainingRule
+from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.roles.training.organisation import MICROBATCHES, POSITIONS, announced_network
@@ -119,7 +119,9 @@ def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
         view = case.told(world, seen, run.tokens)
         return announced_network(view, view.peers, run.tokens)
 
-    return TrainingRule(lambda: load, network, lambda peer: world.met[peer.peer].capacity_units, lambda: False)
+    return TrainingRule(
+        StepOutlook(lambda: load, network), lambda peer: world.met[peer.peer].capacity_units, lambda: False
+    )
 
 
 def simulated(

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def throttle(self) -> str:
-        """Units per second of `run --throttle`: a microbatch is three passes of a prompt, sixteen times as fast as single positions."""
+        """Units/s of `run --throttle`: a microbatch is three passes of a prompt, sixteen times as fast as single positions."""
         return str(3 * self.microbatch * SEQUENCE / 16 / self.unit_s)
 
     def settings(self, steps: int) -> list[str]:
@@ -55,7 +55,7 @@ class Run:
         return ["--data", typing.__file__, *named, "--compress", "none", "--checkpoint-steps", "1000"]
 
 
-RUNS = {"activations": Run(128, 6, 256, 4, 0.02), "gradients": Run(384, 6, 16, 4, 0.1)}
+RUNS = {"activations": Run(128, 6, 256, 4, 0.02), "gradients": Run(256, 6, 16, 4, 0.1)}
 
 
 def by_hand(units: int) -> dict[str, dict[str, list[str]]]:
@@ -151,7 +151,9 @@ def main() -> None:
     options = parser.parse_args()
     with SlowLine(delay_s=options.delay_ms / 1000, bits_per_s=1e6 * options.mbps) as line:
         for name in options.runs:
-            print(json.dumps({"run": name, **vars(options), **compared(name, line, options.steps)}, indent=2), flush=True)
+            print(
+                json.dumps({"run": name, **vars(options), **compared(name, line, options.steps)}, indent=2), flush=True
+            )
 
 
 if __name__ == "__main__":

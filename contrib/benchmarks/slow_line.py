@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 from swarmnode.net.libp2p.parent import die_with_parent
 
@@ -85,7 +86,7 @@ class SlowLine:
 def open_device(holder_pid: int) -> int:
     """A device for packets in another namespace, in which this thread stays; its file."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{holder_pid}/ns/net") as namespace:
+    with Path(f"/proc/{holder_pid}/ns/net").open() as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     device = os.open("/dev/net/tun", os.O_RDWR)

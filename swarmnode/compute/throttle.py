@@ -47,8 +47,8 @@ class Throttle:
         return units * passes / self.units_per_s
 
     def lent_s(self, took_s: float, work: float) -> float:
-        """What takes the real device `took_s` takes so long as it is lent. `work`: positions times units, in long prompt chunks, and as
-        many times as these cost."""
+        """What takes the real device `took_s` takes so long as it is lent. `work`: positions times units, in long prompt chunks,
+        and as many times as these cost."""
         return max(took_s / self.share, work / PREFILL_GAIN / self.units_per_s)
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from swarmnode.decisions import Topic
+from swarmnode.net.deadlines import Backoff
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.grounds import grounds
 from swarmnode.plan.spans.hysteresis import Hysteresis
@@ -33,6 +34,12 @@ class PlacementConfig:
     claim_crowd: int = 5  # peers: when hundreds come at once, their looks must not be all that they do
     look_s: float = 1.0  # between two looks for a better place, at least
     calm_look_s: float = 5.0  # and at most, where nothing changes
+    first_pause_s: float = (
+        30.0  # behind a move that disturbs others before the next one, and twice as long behind that, up to
+    )
+    longest_pause_s: float = (
+        600.0  # links that are measured meanwhile are busy with what the move itself has brought about
+    )
     move_policy: MovePolicy = field(default_factory=MovePolicy)
 
 
@@ -64,6 +71,12 @@ class Placement:
         self._wish: _Wish | None = None
         self._move_s = config.move_policy.move_s
         self._leaving_s: float | None = None
+        self._pauses = Backoff(
+            self._clock,
+            first_s=config.first_pause_s,
+            ceiling_s=config.longest_pause_s,
+            forget_s=config.move_policy.stay_s,
+        )
         self._rest_s = endless
 
     def __repr__(self) -> str:
@@ -112,6 +125,8 @@ class Placement:
                 self._note_stay(view, fixed=fixed)
             elif self._stands(move):
                 self._leaving_s = self._clock()
+                if move.disturbs:
+                    self._pauses.failed(self._host.peer_id)
                 self._note(view, f"moves to units {move.span}", move.span, *_reasons(move))
                 return move
             else:
@@ -146,12 +161,13 @@ class Placement:
             self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
 
     def _stands(self, move: Move) -> bool:
-        """Whether the wish has stood long enough."""
+        """Whether the wish has stood long enough, and the last move was long enough ago."""
         if self._wish is not None and move.is_same_wish(self._wish.move):
             self._wish = replace(self._wish, move=move)
         else:
             self._wish = _Wish(move, self._clock())
-        return self._clock() - self._wish.since_s >= move.delay_s
+        rests = move.disturbs and not move.fills and self._pauses.pause_s(self._host.peer_id) > 0
+        return not rests and self._clock() - self._wish.since_s >= move.delay_s
 
     def _note_stay(self, view: View, *, fixed: bool) -> None:
         """Where it is, there it remains."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from swarmnode.codec.training_messages import Condition
 from swarmnode.compute.memory import limit_bytes_for
 from swarmnode.net.identity import Identity
 from swarmnode.net.identity_slot import IdentitySlot
@@ -37,6 +38,7 @@ ISLANDS = {"ada": 0, "bob": 0, "cyd": 1}
 DATA = Path(typing.__file__)
 SETTINGS = Run(NO_DATA, 12, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
 PASS_S = 0.3
+CRAWL = NetworkPath(latency_s=0.01, bytes_per_s=5e3)
 INSIDE, BETWEEN = NetworkPath(0.001, 12.5e6), NetworkPath(0.05, 2e5)  # of two clusters
 STEADY_S = 60.0  # in which a node would move, if it were to
 HALF_BYTES = limit_bytes_for(450_000)  # of the four units
@@ -157,8 +159,8 @@ async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_
 async def test_who_trains_comes_to_another_layout_when_links_change_and_nothing_is_lost_with_it(
     training: Founded, gpt2: Path, tmp_path: Path
 ) -> None:
-    """Of four nodes two hold one half, and two the other. Then those two and two are joined by a slow link alone, which all that is
-    trained would cross: one of each two changes over, and learns from the two that it goes to."""
+    """Of four nodes two hold one half, and two the other. Then one and one are joined with the others by a slow link alone, which
+    gradients would cross, of which a step of this run has most: two change over, and learn from those that they go to."""
     endless = msgspec.structs.replace(SETTINGS, steps=400, schedule="constant")
     async with VirtualSwarm(tmp_path) as swarm:
         training.into(swarm)
@@ -173,13 +175,11 @@ async def test_who_trains_comes_to_another_layout_when_links_change_and_nothing_
         await trainer.wait_for_step(2)
         members.sort(key=span_of)
         assert [span_of(member) for member in members] == [Span(0, 2), Span(0, 2), Span(2, 4), Span(2, 4)]
-        for here, there in product(members[:2], members[2:]):
+        places = members[::2], members[1::2]
+        for here, there in product(*places):
             swarm.world.set_path(here.peer, there.peer, BETWEEN)
-
-        def both_halves(place: list[VirtualMember]) -> bool:
-            return {*map(span_of, place)} == {Span(0, 2), Span(2, 4)}
-
-        await trainer.wait_until(lambda: both_halves(members[:2]) and both_halves(members[2:]))
+        halves = [{Span(0, 2)}, {Span(2, 4)}]
+        await trainer.wait_until(lambda: [{*map(span_of, place)} for place in places] in (halves, halves[::-1]))
         settled = max(trainer.losses)
         await trainer.wait_until(
             lambda: trainer.peers[max(trainer.losses)] == len(members) and max(trainer.losses) > settled
@@ -188,6 +188,56 @@ async def test_who_trains_comes_to_another_layout_when_links_change_and_nothing_
     done = msgspec.structs.replace(endless, steps=len(trainer.losses))
     alone = losses_of_one_process(training.swarm.manifest, gpt2, DATA, done)
     assert_same_curve(trainer.losses, alone, steps=done.steps)
+
+
+@in_virtual_time
+async def test_what_the_last_who_had_learnt_left_on_its_disk_is_fetched_by_who_waits_for_it_in_the_run(
+    training: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Bob is in the run, and has next to nothing of its state when ada goes to half of the units."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        training.into(swarm)
+        await swarm.bootstrap()
+
+        def start(name: str, span: str) -> VirtualMember:
+            return swarm.node(name, span, cost_s=lambda _item: PASS_S, compress="none")
+
+        ada = start("ada", "0:4")
+        await ada.wait_for("ready")
+        trainer = swarm.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_for_step(0)
+        bob = start("bob", "0:4")
+        await bob.wait_for("joined")
+        swarm.world.set_path(ada.peer, bob.peer, CRAWL)
+        await trainer.wait_until(lambda: condition_of(bob) == Condition.LISTENING)
+        await trainer.wait_for_step(max(trainer.losses) + 1)
+        assert bob.node._host is not None and bob.node._host.directory.own is not None
+        assert bob.node._host.directory.own.training_step == 0, "nobody takes it for a holder"
+        await ada.stop()
+        swarm.world.set_path(ada.peer, bob.peer, INSIDE)
+        start("ada", "0:2")
+        assert await trainer.finish() == SETTINGS.steps
+        assert_same_curve(trainer.losses, alone, steps=SETTINGS.steps)
+
+
+@in_virtual_time
+async def test_who_leaves_in_the_first_step_keeps_nothing_of_it(training: Founded, tmp_path: Path) -> None:
+    """Whoever comes has it, too: a state on a disk would be one that others must fetch."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        training.into(swarm)
+        await swarm.bootstrap()
+        ada = swarm.node("ada", "0:4", cost_s=lambda _item: 10.0, compress="none")
+        await ada.wait_for("ready")
+        trainer = swarm.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_until(lambda: condition_of(ada) == Condition.READY)
+        await ada.stop()
+        assert not trainer.losses and not list((tmp_path / "homes" / "ada").glob("training/*/*/step-*"))
+
+
+def condition_of(member: VirtualMember) -> Condition | None:
+    """Of its stage in a run; None before it has one."""
+    stage = member.node._stage
+    return None if stage is None else stage._training.state.condition  # type: ignore[attr-defined]
 
 
 @in_virtual_time

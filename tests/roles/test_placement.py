@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import msgspec
 import pytest
 
 from swarmnode.net.clock import Clock
-from swarmnode.plan.spans.placement import MovePolicy
+from swarmnode.plan.spans.placement import BY_THROUGHPUT, Move, MovePolicy, PlacementRule
+from swarmnode.plan.view import Span
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.sections import Machine, Section, said
@@ -61,7 +63,9 @@ class Directory:
         self.own = self.known[ME] = msgspec.structs.replace(own, **said(sections))
 
 
-def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) -> Placement:
+def place(
+    directory: Directory, capacity: int, config: PlacementConfig = QUICK, rule: PlacementRule = BY_THROUGHPUT
+) -> Placement:
     manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0), mode="serve")
     swarm = SimpleNamespace(manifest=manifest)
     standing = SimpleNamespace(shunned=frozenset())
@@ -73,7 +77,7 @@ def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) 
         clock=Clock(monotonic=asyncio.get_running_loop().time),
         decisions=SimpleNamespace(note=lambda *_facts, **_units: None),
     )
-    return Placement(host, capacity, config)  # type: ignore[arg-type]
+    return Placement(host, capacity, config, rule)  # type: ignore[arg-type]
 
 
 async def reason(where: Placement) -> Any:
@@ -107,6 +111,33 @@ async def test_a_bound_node_stays() -> None:
     where = place(Directory(announcement("a", (0, 3)), announcement(ME, (0, 3))), 3)
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(where.reason_to_move(bound=lambda: True, news=tuple), 0.3)
+
+
+@pytest.mark.parametrize("disturbs", [True, False])
+@in_virtual_time
+async def test_who_disturbs_others_by_moving_stays_the_longer_the_more_often_it_has_moved(disturbs: bool) -> None:
+    """By forecasts of which each wants another place: links are measured while they are busy with the last move."""
+    loop = asyncio.get_running_loop()
+    rule = PlacementRule(lambda *_: Span(0, 3), lambda *_: Move(Span(3, 6), 1.0, 0.0, disturbs=disturbs))
+    where = place(Directory(announcement("a", (0, 6)), announcement(ME, (0, 3))), 3, rule=rule)
+    waited_s = list[float]()
+    for _ in range(4):
+        began_s = loop.time()
+        await reason(where)
+        waited_s.append(round(loop.time() - began_s))
+        where.arrived()
+    assert waited_s == ([0, 30, 60, 120] if disturbs else [0, 0, 0, 0])
+
+
+@in_virtual_time
+async def test_a_gap_is_filled_however_short_ago_the_last_move_was() -> None:
+    loop = asyncio.get_running_loop()
+    gains = iter((1.0, math.inf))
+    rule = PlacementRule(lambda *_: Span(0, 3), lambda *_: Move(Span(3, 6), next(gains), 0.0, disturbs=True))
+    where = place(Directory(announcement("a", (0, 6)), announcement(ME, (0, 3))), 3, rule=rule)
+    began_s = loop.time()
+    assert [(await reason(where)).fills for _ in range(2)] == [False, True]
+    assert loop.time() - began_s < 1.0
 
 
 @in_virtual_time

@@ -72,6 +72,7 @@ class Move:
     span: Span
     gain: float  # relative throughput; infinite where a gap is filled
     delay_s: float
+    disturbs: bool = False  # what the others are at
 
     @property
     def fills(self) -> bool:

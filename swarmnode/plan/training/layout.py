@@ -73,16 +73,19 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
     ]
 
 
-def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
+def common_layout(forecast: StepForecast, capacity_units: Sequence[int], *, least_holding: int = 0) -> StageLayout:
     """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
     what says whether anybody is left out, and which layouts come into question; the best of them is taken, unless with
-    another one the step is forecast to be shorter, and clearly so where units have fewer holders."""
+    another one the step is forecast to be shorter, and clearly so where units have fewer holders. `least_holding`: so many have a
+    stage at least, where as many are able to hold one."""
     capacity_N = np.array(capacity_units)
     candidates = sorted(_candidates(forecast, capacity_N), key=lambda one: (one.missing, one.estimate_s))
+    most_able = max((len(one.able) for one in candidates), default=0)
+    candidates = [one for one in candidates if len(one.able) >= min(least_holding, most_able)]
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
         return _along(forecast, cut(forecast.unit_s(1), 1), [])
-    laid = [_laid(forecast, one, capacity_N) for one in likely]
+    laid = [_laid(forecast, one, capacity_N, least_holding) for one in likely]
     margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
     values = [margin * step_s for margin, (step_s, _) in zip(margins, laid, strict=True)]
     return laid[int(np.argmin(values))][1]
@@ -140,7 +143,9 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield order_N[member_N[order_N] > 0]
 
 
-def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple[float, StageLayout]:
+def _laid(
+    forecast: StepForecast, one: _Candidate, capacity_N: Indexes, least_holding: int
+) -> tuple[float, StageLayout]:
     """The best of the ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than
     what pipelines hand on; or a stage for each of the fastest teams. Its step counts longer for what is fragile and who is left
     out."""
@@ -153,6 +158,7 @@ def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple
         if 0 < holders * count <= len(able):
             teams = _teams(forecast, one.able, holders, count)
             layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
+    layouts = [layout for layout in layouts if layout.holding >= min(least_holding, pipelines.holding)]
     costs = [one.weight * _left_out_cost(layout.holding, forecast.network.peers) for layout in layouts]
     steps_s = [cost * forecast.arranged_s(layout.places) for cost, layout in zip(costs, layouts, strict=True)]
     return min(zip(steps_s, layouts, strict=True), key=itemgetter(0))

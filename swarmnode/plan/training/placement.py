@@ -25,6 +25,7 @@ from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
 HYSTERESIS = 0.002  # relative: a step must become so much shorter
+POSSIBLE = 1.0  # likewise, at most: where units have nobody, but those of a peer's own place have
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class TrainingPeers:
     def cover(self, units: int) -> bool:
         """Whether every unit has a holder."""
         return bool(held_units(self.spans, units).any(axis=0).all())
+
+    def lack(self, place: Span, units: int) -> bool:
+        """Whether some unit of a place has no holder."""
+        held_NU = held_units(self.spans, units)
+        return not held_NU[:, place.start : place.end].any(axis=0).all()
 
     def kept_units(self, peer: int, units: int) -> set[int]:
         """What this one must not leave: units that fewer than two others have learnt; while units have no holder at all, those that
@@ -129,7 +135,8 @@ def choose_training_place(
         place = layout.places[peer]
         together = _worth(forecast, layout.places, peer, [place])[0]
         if not together.missing:
-            return TrainingPlace(place, 0.0 if place == now else together.gain(stays))
+            gain = 0.0 if place == now else together.gain(stays)
+            return TrainingPlace(place, gain if peers.lack(place, forecast.load.units) else min(gain, POSSIBLE))
     if worth_of[best].missing and layout is not None:
         return None
     gain, may_stay = worth_of[best].gain(stays), now in windows

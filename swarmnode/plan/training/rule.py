@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout, common_layout
@@ -29,31 +30,63 @@ from swarmnode.swarm.records.announcement import State
 SETTLING = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
 RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever moves once something is trained
 
+STANDING_BY_TURNS = (
+    5  # as many as others wait for: nothing is urgent about it, and where each knows other links, all would go
+)
+
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 """What is known of these peers' speeds and of the links between them"""
 
 
+class StepOutlook:
+    """What steps will take. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same."""
+
+    def __init__(self, load_of: Callable[[], TrainingLoad], network_of: NetworkOf) -> None:
+        self.load_of = load_of
+        self._network_of = network_of
+        self._seen: tuple[object, StepForecast] | None = None
+        self._layout: tuple[int, StageLayout] | None = None  # by that forecast
+
+    def __repr__(self) -> str:
+        load = self.load_of()
+        return f"<StepOutlook on {load.units} units and {load.microbatches} microbatches>"
+
+    def forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
+        """The same for all who know the same of the same peers; as it was, as long as little is different."""
+        load, network = self.load_of(), self._network_of(view, seen)
+        who = load, [peer.peer for peer in seen], capacities
+        if self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1].network):
+            self._seen, self._layout = (who, StepForecast(load, network)), None
+        return self._seen[1]
+
+    def layout(self, forecast: StepForecast, capacities: Sequence[int], *, least_holding: int = 0) -> StageLayout:
+        """By the last forecast. Found once for each: with many peers it takes long."""
+        if self._layout is None or self._layout[0] != least_holding:
+            self._layout = least_holding, common_layout(forecast, capacities, least_holding=least_holding)
+        return self._layout[1]
+
+
 class TrainingRule:
-    """Of one swarm. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same. `capacity_of`:
-    units that fit into the memory of another peer. `has_begun`: whether something is trained already."""
+    """Of one swarm. `run`: steps of the run in force, by which stages are laid. `usual`: steps that ask more, where that is a small
+    one: for these everybody is there who would help. `capacity_of`: units that fit into the memory of another peer. `has_begun`:
+    whether something is trained already; `under_way`: whether a run is, as before its first step is done."""
 
     def __init__(
         self,
-        load_of: Callable[[], TrainingLoad],
-        network_of: NetworkOf,
+        run: StepOutlook,
         capacity_of: Callable[[PeerView], int],
         has_begun: Callable[[], bool],
+        *,
+        usual: StepOutlook | None = None,
+        under_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._load_of = load_of
-        self._network_of = network_of
+        self._run, self._usual = run, usual or run
         self._capacity_of = capacity_of
         self._has_begun = has_begun
-        self._seen: tuple[object, StepForecast] | None = None
-        self._layout: StageLayout | None = None  # by that forecast
+        self._under_way = under_way
 
     def __repr__(self) -> str:
-        load = self._load_of()
-        return f"<TrainingRule for {load.units} units and {load.microbatches} microbatches>"
+        return f"<TrainingRule by {self._run!r}>"
 
     def choose(self, view: View, joiner: Joiner) -> Span:
         """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
@@ -74,7 +107,9 @@ class TrainingRule:
         if place.span == own.span or (trains and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
-        return Move(place.span, place.gain, turn * move_policy.turn_s * (1 + len(view.peers) / 3))
+        turn *= 1 if place.span.units else STANDING_BY_TURNS
+        delay_s = turn * move_policy.turn_s * (1 + len(view.peers) / 3)
+        return Move(place.span, place.gain, delay_s, disturbs=self._under_way())
 
     def _place(
         self, view: View, joiner: Joiner, move_policy: MovePolicy, *, may_stand: bool = False
@@ -84,40 +119,50 @@ class TrainingRule:
         others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
-        forecast = self._forecast(view, seen, capacities)
+        usual, run, layout = self._forecasts(view, seen, capacities)
         ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         learnt = [number for number in ready if seen[number].has_trained or not begun]
         spans = [STANDING_BY if peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
-        layout = self._common_layout(forecast, capacities)
+        alone = partial(_place_alone, run, usual, peers, number, move_policy.hysteresis)
         if begun:
-            return _trained_place(forecast, layout, peers, number, move_policy)
-        stays = may_stand and gain_of_all(forecast, layout.places, spans) <= move_policy.hysteresis
-        settled = None if stays else layout
-        return choose_training_place(forecast, settled, peers, number, hysteresis=move_policy.hysteresis)
+            return _trained_place(Resettling(run, layout, peers), alone, number, move_policy)
+        if may_stand and gain_of_all(run, layout.places, spans) <= move_policy.hysteresis:
+            return alone()
+        return choose_training_place(run, layout, peers, number, hysteresis=move_policy.hysteresis)
 
-    def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
-        """The same for all who know the same of the same peers; as it was, as long as little is different."""
-        load, network = self._load_of(), self._network_of(view, seen)
-        who = load, [peer.peer for peer in seen], capacities
-        if self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1].network):
-            self._seen, self._layout = (who, StepForecast(load, network)), None
-        return self._seen[1]
+    def _forecasts(
+        self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]
+    ) -> tuple[StepForecast, StepForecast, StageLayout]:
+        """Of usual steps, of those of the run in force, and the common layout: for the run, with everybody who is needed for usual
+        steps."""
+        usual = self._usual.forecast(view, seen, capacities)
+        layout = self._usual.layout(usual, capacities)
+        if self._run.load_of() is self._usual.load_of():
+            return usual, usual, layout
+        run = self._run.forecast(view, seen, capacities)
+        return usual, run, self._run.layout(run, capacities, least_holding=layout.holding)
 
-    def _common_layout(self, forecast: StepForecast, capacities: Sequence[int]) -> StageLayout:
-        """Found once for each forecast: with many peers it takes long."""
-        if self._layout is None:
-            self._layout = common_layout(forecast, capacities)
-        return self._layout
+
+def _place_alone(
+    run: StepForecast, usual: StepForecast, peers: TrainingPeers, peer: int, hysteresis: float
+) -> TrainingPlace | None:
+    """Where this one helps while the others stay. Whether it is needed usual steps say; who holds something stays where steps of
+    the run would become longer otherwise."""
+    place, now = choose_training_place(usual, None, peers, peer, hysteresis=hysteresis), peers.spans[peer]
+    moves = place is not None and place.span != now and now.units > 0 and place.gain < math.inf
+    if place is None or not moves or run is usual:
+        return place
+    moved = [place.span if one == peer else span for one, span in enumerate(peers.spans)]
+    return place if gain_of_all(run, moved, peers.spans) > 0 else TrainingPlace(now)
 
 
 def _trained_place(
-    forecast: StepForecast, layout: StageLayout, peers: TrainingPeers, peer: int, move_policy: MovePolicy
+    resettling: Resettling, alone_of: Callable[[], TrainingPlace | None], peer: int, move_policy: MovePolicy
 ) -> TrainingPlace | None:
     """Once something is trained: in the layout, where it pays that all go there; else, or meanwhile, where this one helps alone."""
-    resettling = Resettling(forecast, layout, peers)
     pays = resettling.pays(move_policy.move_s, move_policy.stay_s)
     spare_s = resettling.spare_s(peer) if pays else math.inf
-    alone = choose_training_place(forecast, None, peers, peer, hysteresis=move_policy.hysteresis) if spare_s else None
+    alone = alone_of() if spare_s else None
     helps = not pays or (alone is not None and alone.fetching_s <= spare_s)
     return alone if helps else resettling.place(peer)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
 from swarmnode.plan.routes.delays import bandwidths, likely_delays
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
-from swarmnode.plan.training.rule import SETTLING, TrainingRule
+from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.roles.host import Host
@@ -42,8 +43,9 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
 
 
 def training_rule(directory: Directory, hardware: Hardware, positions: int) -> TrainingRule:
-    """Of one swarm. Its step is that of the run that is announced, unless a usual one asks more: before a trainer comes, and where
-    small steps would leave nodes out that the next run needs. `positions`: of a microbatch of a usual one; samples, of a module."""
+    """Of one swarm. Stages are laid for the run that is announced, and for a usual one before a trainer comes. Small steps leave no
+    nodes out that the next run needs: whether one is needed is asked for a usual step, unless the run asks more. `positions`: of a
+    microbatch of a usual one; samples, of a module."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
@@ -51,15 +53,28 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int) -> T
 
     usual = StepLoad(MICROBATCHES, positions, 1000 * FLOAT32_BYTES)
 
-    def step_load() -> StepLoad:
-        told = middle_load(StepLoad(*peer.step_load) for peer in directory.peers().values() if peer.life is State.READY)
-        return told if told.all_positions > usual.all_positions else usual
+    def announced() -> StepLoad:
+        return middle_load(StepLoad(*peer.step_load) for peer in directory.peers().values() if peer.life is State.READY)
 
-    def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
-        return announced_network(view, peers, step_load().positions)
+    def told() -> StepLoad:
+        return known if (known := announced()).all_positions else usual
 
     load_of = lru_cache(maxsize=8)(partial(training_load, hardware))
-    return TrainingRule(lambda: load_of(step_load()), network, capacity, lambda: has_begun(directory))
+
+    def outlook(step_load: Callable[[], StepLoad]) -> StepOutlook:
+        def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
+            return announced_network(view, peers, step_load().positions)
+
+        return StepOutlook(lambda: load_of(step_load()), network)
+
+    needed = outlook(lambda: max(usual, told(), key=attrgetter("all_positions")))
+    return TrainingRule(
+        outlook(told),
+        capacity,
+        lambda: has_begun(directory),
+        usual=needed,
+        under_way=lambda: bool(announced().all_positions),
+    )
 
 
 def step_load_of(run: Run, width: int) -> StepLoad:

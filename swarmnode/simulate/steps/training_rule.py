@@ -10,7 +10,7 @@ import numpy as np
 from swarmnode.compute.memory import STATE_BYTES
 from swarmnode.plan.training.averaging_clusters import may_cluster
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
-from swarmnode.plan.training.rule import TrainingRule
+from swarmnode.plan.training.rule import StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.simulate.environment.world import World
@@ -39,7 +39,7 @@ def simulated_rule(
     def network(_view: View, seen: Sequence[PeerView]) -> TrainingNetwork:
         return _network(world, settings.tokens, seen)
 
-    return TrainingRule(lambda: load, network, lambda peer: world.met[peer.peer].capacity_units, has_begun)
+    return TrainingRule(StepOutlook(lambda: load, network), lambda peer: world.met[peer.peer].capacity_units, has_begun)
 
 
 def _network(world: World, tokens: int, seen: Sequence[PeerView]) -> TrainingNetwork:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,9 +16,9 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.net.measuring.coordinate import Coordinate
 from swarmnode.plan.spans.placement import Joiner, MovePolicy
 from swarmnode.plan.training import rule as training_rule
-from swarmnode.plan.training.layout import STANDING_BY
-from swarmnode.plan.training.rule import TrainingRule
-from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad
+from swarmnode.plan.training.layout import STANDING_BY, StageLayout
+from swarmnode.plan.training.rule import StepOutlook, TrainingRule
+from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, held_units
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.roles.training.organisation import announced_network, step_load_of
 from swarmnode.swarm.records.announcement import State
@@ -48,8 +49,9 @@ def measured(view: View) -> View:
     return replace(view, rtt_s=rtt_s, path_bps=path_bps)
 
 
-def rule(*, begun: bool = False, load: TrainingLoad = LOAD) -> TrainingRule:
-    return TrainingRule(lambda: load, announced_network, lambda peer: peer.memory_bytes, lambda: begun)
+def rule(*, begun: bool = False, load: TrainingLoad = LOAD, usual: TrainingLoad | None = None) -> TrainingRule:
+    run, needed = StepOutlook(lambda: load, announced_network), StepOutlook(lambda: usual or load, announced_network)
+    return TrainingRule(run, lambda peer: peer.memory_bytes, lambda: begun, usual=needed)
 
 
 def joiner(peer: PeerView) -> Joiner:
@@ -145,9 +147,14 @@ def test_once_training_has_begun_who_comes_takes_what_one_peer_alone_holds() -> 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_layout_is_looked_for_once(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as little is different: it takes long."""
-    looked_for = []
+    looked_for = list[tuple[Any, ...]]()
     find = training_rule.common_layout
-    monkeypatch.setattr(training_rule, "common_layout", lambda *about: looked_for.append(about) or find(*about))
+
+    def look(*about: Any, **options: int) -> StageLayout:
+        looked_for.append(about)
+        return find(*about, **options)
+
+    monkeypatch.setattr(training_rule, "common_layout", look)
     view, one = swarm([f"peer {number}" for number in range(4)], [SPEED] * 4), rule(begun=begun)
     for peer in view.peers:
         one.choose(view, joiner(peer))
@@ -188,12 +195,51 @@ def test_what_a_step_asks_is_looked_at_anew_once_it_is_known() -> None:
     """Next to nothing is handed on between stages of the usual run; of this one nearly all is, so pipelines stay on islands."""
     loads = [replace(LOAD, activation_bytes=1.0, gradient_bytes_U=np.full(UNITS, 4e7))]
     view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
-    one = TrainingRule(lambda: loads[-1], announced_network, lambda peer: peer.memory_bytes, lambda: False)
+    one = TrainingRule(StepOutlook(lambda: loads[-1], announced_network), lambda peer: peer.memory_bytes, lambda: False)
     usual = [one.choose(view, joiner(peer)) for peer in view.peers]
     assert not {*usual[::2]} & {*usual[1::2]}, "whole stages on islands: replicas are near"
     loads.append(replace(LOAD, activation_bytes=4e7, gradient_bytes_U=np.full(UNITS, 1.0)))
     known = [one.choose(view, joiner(peer)) for peer in view.peers]
     assert {*known[::2]} == {*known[1::2]} == {HALF, Span(4, 8)}, "whole pipelines on islands"
+
+
+SMALL = replace(LOAD, microbatches=1, activation_bytes=1e3, gradient_bytes_U=np.full(UNITS, 4e6))
+"""A run, whose stages are whole on islands."""
+HANDED_ON = replace(LOAD, activation_bytes=4e7, gradient_bytes_U=np.full(UNITS, 1.0))
+"""The usual steps then, by which pipelines stay on islands"""
+
+
+def as_a_run_asks(view: View, run: TrainingLoad, usual: TrainingLoad = HANDED_ON) -> list[Span]:
+    one = rule(load=run, usual=usual)
+    return [one.choose(view, joiner(peer)) for peer in view.peers]
+
+
+def test_stages_are_laid_for_a_small_run() -> None:
+    view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    spans = as_a_run_asks(view, SMALL)
+    assert held_units(spans, UNITS).sum(axis=0).min() == 2
+    assert not {*spans[::2]} & {*spans[1::2]}
+
+
+def test_a_small_run_leaves_nobody_out_who_is_needed_for_usual_ones() -> None:
+    """Of which little but delays would be waited for."""
+    toy = replace(SMALL, gradient_bytes_U=np.full(UNITS, 1e3))
+    view = measured(swarm([f"peer {number}" for number in range(8)], [100 * SPEED] * 8))
+    assert STANDING_BY in as_a_run_asks(view, toy, toy)
+    spans = as_a_run_asks(view, toy)
+    assert STANDING_BY not in spans
+    assert held_units(spans, UNITS).sum(axis=0).min() >= 2
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_stands_as_a_small_run_asks_stays_although_usual_steps_ask_otherwise(begun: bool) -> None:
+    view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    spans = as_a_run_asks(view, SMALL)
+    view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, spans, strict=True)))
+    for run, moves in ((SMALL, False), (HANDED_ON, True)):
+        one = rule(begun=begun, load=run, usual=HANDED_ON)
+        wishes = [one.reconsider(view, joiner(peer), MovePolicy(move_s=1.0)) for peer in view.peers]
+        assert any(wishes) == moves
 
 
 @pytest.mark.parametrize(
