@@ -186,6 +186,10 @@ class TrainingWorker:
         node may take them beside its own, of which the last kept state is on its disk (`plan/training/placement.py`)."""
         return self._training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
 
+    async def settled(self) -> None:
+        """Wait for a moment in which nobody waits for this stage."""
+        await self._training.settled()
+
     def rest_s(self) -> float:
         """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
         run = self._training.run
