@@ -173,6 +173,7 @@ class Status(Body, frozen=True):
     unit_s: Duration = 0.0  # one microbatch through one unit, forward and back: measured, or until then estimated
     window: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # microbatches that it has room for at once; 0: not known
     slowest_link_s: Duration = 0.0  # measured: a microbatch's values, uncompressed, over the slowest of its links
+    founded: bool = False  # it began the run, with what the swarm was founded with: its step 0 can be had again
 
     def check(self) -> None:
         inside = (self.start, *(unit for run in self.counted for unit in (run.start, run.end)), self.end)

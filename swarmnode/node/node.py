@@ -36,6 +36,7 @@ from swarmnode.node.description import described
 from swarmnode.node.node_config import NodeConfig as NodeConfig
 from swarmnode.node.stage_loader import StageLoader
 from swarmnode.node.texts import LENDING, STANDS_BY, Tell, introduce, outdated, reason_of
+from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
@@ -44,7 +45,7 @@ from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
-from swarmnode.roles.placement import Placement, endless
+from swarmnode.roles.placement import Placement
 from swarmnode.roles.planned_place import PlannedPlace
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
@@ -247,13 +248,19 @@ class Node:
                 self._tell("spare", STANDS_BY)
             self.lending.happened(LendingEvent.LOADED)
             place.arrived()
-            news, rest_s = (tuple, endless) if self._stage is None else (self._stage.sections, self._stage.rest_s)
-            move = await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s)
+            move = await self._reason_to_move(place)
             self._tell("moving", reason_of(move), span=list(move.span), gain=None if move.fills else move.gain)
             self._moves += 1
             self.lending.happened(LendingEvent.MOVED)
             await self._leave_stage(host)
             self._span = move.span
+
+    async def _reason_to_move(self, place: Placement) -> Move:
+        stage = self._stage
+        if stage is None:
+            return await place.reason_to_move(bound=self._bound, news=tuple)
+        news, rest_s, settled = stage.sections, stage.rest_s, stage.settled
+        return await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s, settled=settled)
 
     async def _report(self, host: Host) -> None:
         """Tell now and then what this node has done for others, where there is something new."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from swarmnode.decisions import Topic
@@ -46,6 +46,10 @@ class PlacementConfig:
 def endless() -> float:
     """How long something goes on of which nobody knows an end, in seconds."""
     return math.inf
+
+
+async def at_once() -> None:
+    """Nothing is under way."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,12 @@ class Placement:
         bound: Callable[[], bool],
         news: Callable[[], Iterable[Section]],
         rest_s: Callable[[], float] = endless,
+        settled: Callable[[], Awaitable[None]] = at_once,
     ) -> Move:
         """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
 
-        `news` is what the node's announcement says of its work; it is refreshed at each look. `rest_s`: how long the work goes on.
+        `news` is what the node's announcement says of its work; it is refreshed at each look. `rest_s`: how long the work goes on;
+        `settled` waits for a moment in which it may be left.
         """
         self._wish = None
         self._rest_s = rest_s
@@ -124,6 +130,9 @@ class Placement:
                 self._wish = None
                 self._note_stay(view, fixed=fixed)
             elif self._stands(move):
+                await settled()
+                if bound():
+                    continue
                 self._leaving_s = self._clock()
                 if move.disturbs:
                     self._pauses.failed(self._host.peer_id)

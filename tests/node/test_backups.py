@@ -6,6 +6,7 @@ import shutil
 import typing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from swarmnode.compute.executor import WorkItem
@@ -69,6 +70,31 @@ async def test_a_run_whose_only_holder_is_lost_for_good_goes_on(
         assert await trainer.finish() == STEPS
         assert_same_curve(trainer.losses, alone, steps=STEPS)
         assert newcomer.node.describe()["span"] == [0, 4]
+
+
+@pytest.mark.parametrize("lost", ["the process", "the disk, too"])
+def test_a_run_whose_only_holder_is_lost_before_anything_is_kept_begins_anew(
+    training: Founded, gpt2: Path, tmp_path: Path, lost: str
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, checkpoint_steps=50)
+
+    losses = dict[int, float]()
+
+    @in_virtual_time
+    async def trains() -> None:
+        async with School(tmp_path) as school:
+            await school.open(training)
+            trainer = school.trainer("trainer", DATA, settings)
+            await trainer.wait_for_step(3)
+            await school.members[BACK].kill()
+            if lost != "the process":
+                shutil.rmtree(school.members[BACK].home)
+            school.start(BACK, BACK)
+            assert await trainer.finish() == STEPS
+            losses.update(trainer.losses)
+
+    trains()
+    assert_same_curve(losses, losses_of_one_process(training.swarm.manifest, gpt2, DATA, settings), steps=STEPS)
 
 
 @in_virtual_time

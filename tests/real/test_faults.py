@@ -17,7 +17,7 @@ from swarmnode.roles.serving.client.generation import Generation
 from tests.real.conftest import Stages
 from tests.tiny import PROMPT, TinyModel
 
-TOKENS = 48
+TOKENS = 240  # nodes draw on while a client that gets no processor reads nothing: so many are never over before they are struck
 
 
 async def generate_and(client: SwarmClient, at: int, strike: object) -> Generation:
@@ -49,7 +49,7 @@ async def test_killed_nodes_do_not_change_the_text(stages: Stages, tiny: TinyMod
             for hop in route:
                 stages.member(hop.peer).kill()  # type: ignore[attr-defined]
 
-        result = await generate_and(client, 17, strike)
+        result = await generate_and(client, 3, strike)
     assert result.ids == tiny.alone(PROMPT, TOKENS)
     assert result.reroutes >= 1
 
@@ -62,7 +62,7 @@ async def test_a_hung_node_is_left_and_cannot_disturb_when_it_wakes(stages: Stag
                 member = stages.member(route[1].peer)  # type: ignore[attr-defined]
                 hung.enter_context(stopped(psutil.Process(member.pid)))
 
-            result = await generate_and(client, 10, strike)
+            result = await generate_and(client, 3, strike)
         assert result.ids == tiny.alone(PROMPT, TOKENS)
         assert result.reroutes >= 1
         again = await client.generate(PROMPT, max_new_tokens=TOKENS)
@@ -78,7 +78,7 @@ async def test_a_killed_p2pd_is_mended_and_its_node_used_again(stages: Stages, t
             (p2pd,) = psutil.Process(stages.member(struck[0]).pid).children()
             p2pd.kill()
 
-        result = await generate_and(client, 10, strike)
+        result = await generate_and(client, 3, strike)
         assert result.ids == tiny.alone(PROMPT, TOKENS)
         for name, member in stages.nodes.items():
             if name.startswith("b") and member.peer != struck[0]:
@@ -96,7 +96,7 @@ async def test_a_leaving_node_hands_its_sessions_over(stages: Stages, tiny: Tiny
             leaving.append(stages.member(route[1].peer))  # type: ignore[attr-defined]
             leaving[0].kill(signal.SIGINT)
 
-        result = await generate_and(client, 10, strike)
+        result = await generate_and(client, 3, strike)
         await asyncio.to_thread(leaving[0].finish, STOP_TIMEOUT_S)
     assert result.ids == tiny.alone(PROMPT, TOKENS)
     assert leaving[0].process.returncode == 0

@@ -62,6 +62,15 @@ class Segment(ABC):
         raise CheckpointError("what comes into these units is known to their data alone")
 
 
+def refound(segment: Segment, founding: Segment) -> None:
+    """Give a segment the parameters and buffers of another one that has some of its units."""
+    with torch.no_grad():
+        for held, theirs in ((segment.parameters(), founding.parameters()), (segment.buffers(), founding.buffers())):
+            for block, tensors in theirs.items():
+                for name, tensor in tensors.items():
+                    held[block][name].copy_(tensor)
+
+
 class SplitSegment(Segment):
     """Neighbouring segments, each on a device of its own, as one. What the ends share is the first one's."""
 

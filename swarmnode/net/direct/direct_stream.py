@@ -163,6 +163,8 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
         except (PeerLost, asyncio.TimeoutError):
             self.drop()
         else:
+            if self._transport.is_closing():  # the peer's reset came with the last of what we sent
+                return
             self._linger = self._loop.call_later(LINGER_S, self.drop)
             self._transport.write_eof()
             if self._ended:

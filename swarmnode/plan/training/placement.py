@@ -135,7 +135,7 @@ def choose_training_place(
         place = layout.places[peer]
         together = _worth(forecast, layout.places, peer, [place])[0]
         if not together.missing:
-            gain = 0.0 if place == now else together.gain(stays)
+            gain = 0.0 if place == now else gain_of_all(forecast, layout.places, peers.spans)
             return TrainingPlace(place, gain if peers.lack(place, forecast.load.units) else min(gain, POSSIBLE))
     if worth_of[best].missing and layout is not None:
         return None

@@ -21,11 +21,13 @@ class HoldingReport:
     ready: bool
     reduced: bool = False
     kept: frozenset[int] = frozenset()
+    founded: bool = False  # began the run with what the swarm was founded with
 
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """The step to go on from, and what each peer does to get there; `missing` units have nobody who could."""
+    """The step to go on from, and what each peer does to get there; `missing` units have nobody who could. `anew`: all begin with
+    what the swarm was founded with."""
 
     step: int
     stay: frozenset[PeerId] = frozenset()
@@ -33,6 +35,21 @@ class RecoveryPlan:
     restore: frozenset[PeerId] = frozenset()
     sync: frozenset[PeerId] = frozenset()
     missing: tuple[int, ...] = ()
+    anew: bool = False
+
+
+def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport]) -> RecoveryPlan | None:
+    """All back to step 0, for when nobody has any later step on its disk: there it is, too, of a later run. The first one's is what
+    the swarm was founded with, where by the word of more than half of those who have come further it is the first. None where
+    neither is so, or units have nobody."""
+    kept = {step for report in reports.values() for step in report.kept}
+    if kept:
+        again = _covering(units, reports, 0, disk=True)
+        return None if max(kept) or again.missing else again
+    further = [report for report in reports.values() if report.ready and report.step > 0]
+    is_first = 2 * sum(report.founded for report in further) > len(further)
+    held = {unit for report in reports.values() for unit in range(*report.span)}
+    return RecoveryPlan(0, restore=frozenset(reports), anew=True) if is_first and len(held) == units else None
 
 
 def plan_recovery(units: int, reports: Mapping[PeerId, HoldingReport], *, roll_back: bool) -> RecoveryPlan:

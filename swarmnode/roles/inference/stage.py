@@ -89,6 +89,9 @@ class InferenceStage:
         """Whether these units hold something that others do not have."""
         return False
 
+    async def settled(self) -> None:
+        """Sessions move to other peers at any time."""
+
     def rest_s(self) -> float:
         """How long it will be of use: nobody knows an end."""
         return math.inf

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from swarmnode.plan.training.recovery import RecoveryPlan, plan_recovery
+from swarmnode.plan.training.recovery import RecoveryPlan, plan_anew, plan_recovery
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 
 ANSWERS_S = 3.0
+ANEW_AFTER_S = 60.0  # before all begin a first run anew, of which nothing is left: who has it may only be away
 ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
 
 
@@ -39,6 +40,8 @@ class Rendezvous:
         waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
         alone = not any(report.ready for report in reports.values())
         found = plan_recovery(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
+        if found.missing and waited_s >= ANEW_AFTER_S:
+            found = plan_anew(self._units, reports) or found
         self.missing = found.missing
         if not found.missing:
             return found

@@ -107,7 +107,7 @@ class StepLoop:
 
     def gather(self, found: RecoveryPlan) -> None:
         """Everybody to the step that a rendezvous found."""
-        self._as_founded = all(member.is_as_founded for member in self._worker_group.answered())
+        self._as_founded = found.anew or all(member.is_as_founded for member in self._worker_group.answered())
         members = self._worker_group.members
         told = next((members[peer].status for peer in found.stay if peer in members), None)
         for peer in found.stay | found.commit | found.restore:

@@ -163,4 +163,5 @@ class WorkerHandle:
         assert status is not None
         begun = status.run == run and status.condition == Condition.READY
         kept = frozenset(status.kept) if status.run == run else frozenset()
-        return HoldingReport(self.span, status.step if begun else 0, begun or fresh, begun and status.reduced, kept)
+        step, founded = (status.step, status.founded) if begun else (0, False)
+        return HoldingReport(self.span, step, begun or fresh, begun and status.reduced, kept, founded)

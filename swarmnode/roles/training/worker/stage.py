@@ -7,6 +7,7 @@ FORWARD must be of; one of the step after it waits for the COMMIT that may still
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 
 TRAIN_PROTOCOL = "/swarmnode/train/1"
 RETRY_S = 0.5
+WAITED_FOR_S = 60.0  # nobody who wants to move stays longer than that for the others' averaging
 
 
 class TrainingStage:
@@ -97,6 +99,8 @@ class TrainingStage:
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
         self._admission_queue = AdmissionQueue(parts)
         self.completed = completed or CompletedWork()
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
         self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
@@ -337,6 +341,7 @@ class TrainingStage:
         state = self.state
         listening = state.condition == Condition.LISTENING
         state.agreed = None
+        self._settled.clear()
         if state.run is not None and any(len(group.members) > 1 for group in body.groups):
             self.parts.average(state.run)
         answer: Body
@@ -364,8 +369,16 @@ class TrainingStage:
             log.warning("step %d, attempt %d to reduce: %s", body.step, body.attempt, error)
             unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
             answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit, body.run)
+        if isinstance(answer, Failed):
+            self._settled.set()
         if line.open:
             line.send(answer)
+
+    async def settled(self) -> None:
+        """Wait, for a while at most, until what replicas are agreeing on, or have agreed on, is committed: else it may be lost with
+        this stage, and all begin the step anew."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), WAITED_FOR_S)
 
     @property
     def _checking(self) -> SpotChecks | None:
@@ -379,6 +392,7 @@ class TrainingStage:
         if done is None:
             self._answer(line, FrameKind.COMMIT)
             return
+        self._settled.set()
         self._forget_records()
         self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")

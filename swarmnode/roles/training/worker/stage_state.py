@@ -51,6 +51,7 @@ class StageState:
         self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
         self.last = (0.0, 0.0)
         self._is_founding = True  # parameters are those that the swarm was founded with
+        self._founded = False  # the run was begun with these
         self._told_unit_s = 0.0
         self._update: asyncio.Future[None] | None = None  # the last one, which may be under way
         self._parts = parts
@@ -123,6 +124,7 @@ class StageState:
             unit_s,
             self._parts.window,
             slowest_link_s,
+            self._founded,
         )
 
     def has_new_speed(self) -> bool:
@@ -151,15 +153,27 @@ class StageState:
     async def begin(self, run: Run) -> None:
         """Step 0 of a run, with the parameters as they are."""
         await self._take_up(run, 0)
-        if not self._is_founding:
+        self._founded = self._is_founding
+        if not self._founded:
             await self.save()  # a joiner must find step 0 here
         self.condition = Condition.READY
 
     async def restore(self, run: Run, step: int) -> None:
-        """A step on the disk. Raises CheckpointError."""
+        """A step on the disk; step 0 of a first run is what the swarm was founded with. Raises CheckpointError, LocalError."""
+        self._checkpoint_manager.open(run)
+        if step == 0 and step not in self._checkpoint_manager.kept():
+            await self._begin_anew(run)
+            return
         learner = await self._take_up(run, step)
         await self._load(learner, step)
         self.condition = Condition.READY
+
+    async def _begin_anew(self, run: Run) -> None:
+        self.condition = Condition.BLANK
+        if not self._is_founding:
+            await self._parts.refound()
+            self._is_founding = True
+        await self.begin(run)
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
         """Fetch a state of `step` or later while the all-reduces are heard, then catch up. Raises PeerRefused, LocalError."""
@@ -186,6 +200,7 @@ class StageState:
         self._checkpoint_manager.open(run)
         self._checkpoint_manager.give(self._fresh)
         self.run, self.step, self.agreed, self.losses, self.replicas = run, step, None, {}, {}
+        self._founded = False
         self._learner = await self._parts.begin(run, step)
         return self._learner
 
@@ -242,6 +257,8 @@ class StageState:
             meeting = self._meetings.setdefault(at_least, asyncio.get_running_loop().create_future())
             await asyncio.wait([meeting], timeout=MEET_S)
             self._meetings.pop(at_least, None)
+        if self.is_as_founded:
+            raise LocalError("nothing is learnt here yet that others would not have")
         return await self._checkpoint_manager.save(self.learner, self._executor)
 
     def _call(self, kind: str, function: Callable[[], T]) -> asyncio.Future[T]:

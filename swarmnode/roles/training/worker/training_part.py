@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.segment import Segment
+from swarmnode.compute.training.segment import Segment, refound
 from swarmnode.errors import LocalError
-from swarmnode.ledger import MemoryLedger
+from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.pass_estimator import PassEstimator
@@ -19,6 +20,8 @@ from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.run import Run
 
 T = TypeVar("T")
+LoadUnits = Callable[[int, int], Segment]
+"""(start, end): these units as the swarm was founded with them. Raises CheckpointError, LocalError."""
 
 
 class TrainingPart:
@@ -32,6 +35,7 @@ class TrainingPart:
         memory: TrainingMemory | None = None,
         stopwatch: Stopwatch | None = None,
         estimator: PassEstimator | None = None,
+        load: LoadUnits | None = None,
     ) -> None:
         self.segment = segment
         self.executor = executor
@@ -39,6 +43,7 @@ class TrainingPart:
         self.stopwatch = stopwatch or Stopwatch(segment.device)
         self.unit_time = UnitTime()
         self._estimator = estimator
+        self._load = load
         self._learner: Learner | None = None
 
     def __repr__(self) -> str:
@@ -73,6 +78,20 @@ class TrainingPart:
         await self.call("estimate a microbatch", lambda: self._estimate(learner), owner=f"step {step}")
         self._learner = learner
         return learner
+
+    def refound(self) -> asyncio.Future[None]:
+        """The parameters that the swarm was founded with, on the part's thread. Raises CheckpointError, LocalError."""
+        return self.call("load what the swarm was founded with", self._refound)
+
+    def _refound(self) -> None:
+        """One unit after another: there may be no room for a second copy of all."""
+        if self._load is None:
+            raise LocalError("nothing is known here of what the swarm was founded with")
+        held = self.segment.parameters()
+        for unit in range(self.segment.start, self.segment.end):
+            tensors = (tensor for block in (unit, SHARED) for tensor in held.get(block, {}).values())
+            with self.memory.ledger.reserve(Account.CHECKPOINTS, sum(tensor.nbytes for tensor in tensors)):
+                refound(self.segment, self._load(unit, unit + 1))
 
     def _estimate(self, learner: Learner) -> None:
         self.unit_time.begin(0.0 if self._estimator is None else self._estimator.unit_s(learner))

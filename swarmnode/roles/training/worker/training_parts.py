@@ -79,6 +79,11 @@ class TrainingParts:
             held |= part.blocks
         return DeviceLearners(learners, self.segment)
 
+    async def refound(self) -> None:
+        """Everything as the swarm was founded with it. Raises CheckpointError, LocalError."""
+        for part in self:
+            await part.refound()
+
     # -- microbatches
 
     def admit(self, body: Forward, place: int) -> bool:

@@ -53,7 +53,7 @@ from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.pass_estimator import PassEstimator
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.roles.training.worker.step_time import StepTime
-from swarmnode.roles.training.worker.training_part import TrainingPart
+from swarmnode.roles.training.worker.training_part import LoadUnits, TrainingPart
 from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
@@ -185,6 +185,10 @@ class TrainingWorker:
         """Whether something was learnt of these units that no other node has. While others have nobody that counts for little: this
         node may take them beside its own, of which the last kept state is on its disk (`plan/training/placement.py`)."""
         return self._training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
+
+    async def settled(self) -> None:
+        """Wait for a moment in which nobody waits for this stage."""
+        await self._training.settled()
 
     def rest_s(self) -> float:
         """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
@@ -319,10 +323,15 @@ def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) ->
 
 async def _load_part(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
     """Units that are ready to be trained, and the number of their device. Raises CheckpointError, LocalError."""
-    device, (start, end) = hardware.lent[part.device].device.torch_device, part.span
+    load = _loading(checkpoint, str(hardware.lent[part.device].device.torch_device))
+    return part.device, await asyncio.to_thread(load, *part.span)
+
+
+def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
+    """Of units as the swarm was founded with them."""
     if isinstance(checkpoint, GraphCheckpoint):
-        return part.device, await asyncio.to_thread(load_graph_segment, checkpoint.path, start, end, device=device)
-    return part.device, await asyncio.to_thread(load_segment, checkpoint, start, end, device=device)
+        return functools.partial(load_graph_segment, checkpoint.path, device=device)
+    return functools.partial(load_segment, checkpoint, device=device)
 
 
 async def _load_twin(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
@@ -351,6 +360,7 @@ def _part(
         memory=TrainingMemory(lent.ledger, segment, estimated),
         stopwatch=Stopwatch(segment.device, clock=clock, throttle=lent.throttle),
         estimator=estimator,
+        load=_loading(checkpoint, "cpu"),
     )
 
 

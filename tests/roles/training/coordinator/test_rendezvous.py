@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from swarmnode.codec.training_messages import Condition, Status
-from swarmnode.roles.training.coordinator.rendezvous import ROLL_BACK_AFTER_S, Rendezvous, furthest_run
+from swarmnode.roles.training.coordinator.rendezvous import ANEW_AFTER_S, ROLL_BACK_AFTER_S, Rendezvous, furthest_run
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
 from swarmnode.swarm.records.run import Run, encode_run
 
@@ -14,12 +14,20 @@ RUN, OTHER = (Run(data=bytes(32), steps=steps, batch=8, microbatch=4) for steps 
 
 
 def member(
-    peer: str, start: int, end: int, condition: Condition, *, step: int = 0, run: Run | None = RUN, kept: Any = ()
+    peer: str,
+    start: int,
+    end: int,
+    condition: Condition,
+    *,
+    step: int = 0,
+    run: Run | None = RUN,
+    kept: Any = (),
+    founded: bool = False,
 ) -> WorkerHandle:
     """A stage that has said so much."""
     found = WorkerHandle(peer, cast("Any", None), lambda: 0.0)
     raw = b"" if run is None else encode_run(run)
-    found.hear(Status(1, condition, start, end, raw, step, (), tuple(kept)))
+    found.hear(Status(1, condition, start, end, raw, step, (), tuple(kept), founded=founded))
     return found
 
 
@@ -34,6 +42,21 @@ def test_steps_on_disk_count_once_units_have_been_missing_for_a_while() -> None:
     now_s[0] += 0.2
     found = rendezvous.find([here, back], RUN)
     assert found is not None and found.step == 4 and found.restore == {"a", "b"} and not rendezvous.missing
+
+
+def test_a_first_run_begins_anew_once_units_have_been_missing_for_long() -> None:
+    now_s = [100.0]
+    rendezvous = Rendezvous(UNITS, lambda: now_s[0])
+    stages = [
+        member("a", 0, 2, Condition.READY, step=7, founded=True),
+        member("b", 2, 4, Condition.BLANK, run=None),
+    ]
+    assert rendezvous.find(stages, RUN) is None
+    now_s[0] += ANEW_AFTER_S - 0.1
+    assert rendezvous.find(stages, RUN) is None, "who has them may only be away"
+    now_s[0] += 0.2
+    found = rendezvous.find(stages, RUN)
+    assert found is not None and found.step == 0 and found.anew and found.restore == {"a", "b"}
 
 
 def test_where_nobody_has_anything_in_memory_the_disk_counts_at_once() -> None:
