@@ -34,12 +34,8 @@ class PlacementConfig:
     claim_crowd: int = 5  # peers: when hundreds come at once, their looks must not be all that they do
     look_s: float = 1.0  # between two looks for a better place, at least
     calm_look_s: float = 5.0  # and at most, where nothing changes
-    first_pause_s: float = (
-        30.0  # behind a move that disturbs others before the next one, and twice as long behind that, up to
-    )
-    longest_pause_s: float = (
-        600.0  # links that are measured meanwhile are busy with what the move itself has brought about
-    )
+    first_pause_s: float = 30.0  # behind a move that disturbs others, and twice as long behind the next one, up to
+    longest_pause_s: float = 600.0  # lines that are measured meanwhile are busy with what the move has brought about
     move_policy: MovePolicy = field(default_factory=MovePolicy)
 
 
@@ -117,7 +113,7 @@ class Placement:
         """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
 
         `news` is what the node's announcement says of its work; it is refreshed at each look. `rest_s`: how long the work goes on;
-        `settled` waits for a moment in which it may be left.
+        `settled` waits for a moment in which it may be left, where nobody lacks this node elsewhere.
         """
         self._wish = None
         self._rest_s = rest_s
@@ -130,9 +126,10 @@ class Placement:
                 self._wish = None
                 self._note_stay(view, fixed=fixed)
             elif self._stands(move):
-                await settled()
-                if bound():
-                    continue
+                if not move.fills:
+                    await settled()
+                    if bound():
+                        continue
                 self._leaving_s = self._clock()
                 if move.disturbs:
                     self._pauses.failed(self._host.peer_id)

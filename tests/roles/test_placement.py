@@ -183,3 +183,24 @@ async def test_in_a_sample_a_peer_weighs_less() -> None:
     known = [announcement("a", (0, 3)), announcement("b", (0, 3)), announcement("d", (3, 6), speed=150.0)]
     assert not await stays(place(Directory(*known, announcement(ME, (0, 3))), 3))
     assert await stays(place(Directory(*known, announcement(ME, (0, 3)), crowd=1000.0), 3))
+
+
+@in_virtual_time
+async def test_who_wants_to_move_waits_for_a_moment_in_which_it_may_and_stays_where_it_must() -> None:
+    """By then it may have become the last that has something."""
+    step, is_last = asyncio.Event(), [False]
+    rule = PlacementRule(lambda *_: Span(0, 3), lambda *_: Move(Span(3, 6), 1.0, 0.0))
+    where = place(Directory(announcement("a", (0, 6)), announcement(ME, (0, 3))), 3, rule=rule)
+
+    async def settled() -> None:
+        await step.wait()
+
+    moving = asyncio.ensure_future(where.reason_to_move(bound=lambda: is_last[0], news=tuple, settled=settled))
+    await asyncio.sleep(5.0)
+    assert not moving.done()
+    is_last[0] = True
+    step.set()
+    await asyncio.sleep(5.0)
+    assert not moving.done()
+    is_last[0] = False
+    assert (await moving).span == (3, 6)

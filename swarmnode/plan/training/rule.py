@@ -30,9 +30,7 @@ from swarmnode.swarm.records.announcement import State
 SETTLING = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
 RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever moves once something is trained
 
-STANDING_BY_TURNS = (
-    5  # as many as others wait for: nothing is urgent about it, and where each knows other links, all would go
-)
+STANDING_BY_TURNS = 5  # instead of one: nothing is urgent about it, and where each knows other links, all would go
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 """What is known of these peers' speeds and of the links between them"""

@@ -56,6 +56,8 @@ class HandMoved(asyncio.Transport):
         return self._closing
 
     def write_eof(self) -> None:
+        if self._closing:
+            raise RuntimeError("the handler is closed")  # as uvloop says it
         self.ended = True
 
     def close(self) -> None:
@@ -108,6 +110,21 @@ async def test_bytes_come_in_order_and_into_small_buffers() -> None:
     while len(read) < 7:
         read += buffer[: await there.read_into(memoryview(buffer))]
     assert read == b"abcdefg"
+
+
+@in_virtual_time
+async def test_a_reset_that_comes_while_it_closes_is_no_error() -> None:
+    here, wire, _, _ = pair()
+    here.write([b"bye"])
+    drain = here.drain
+
+    async def drained() -> None:
+        await drain()
+        wire.abort()
+
+    here.drain = drained  # type: ignore[method-assign]
+    await closed(here, wire)
+    assert not wire.ended and here.closed.done()
 
 
 @in_virtual_time
