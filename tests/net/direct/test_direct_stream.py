@@ -85,6 +85,7 @@ async def closed(stream: DirectStream, wire: HandMoved) -> bytes:
     while not closing.done():
         await asyncio.sleep(0)
         sent += wire.take()
+    closing.result()
     return sent
 
 
