@@ -104,7 +104,15 @@ def case_of(ninth: str, mbps: float, hidden: int, gb: int, seed: int) -> Case:
 
 
 def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
-    """That of live nodes, for steps as in this run."""
+    """That of live nodes, for steps as in this run, and with who is needed for a usual one, where that asks more."""
+    steps = outlook_of(case, world, run)
+    is_small = run.microbatches * run.tokens < USUAL.microbatches * USUAL.tokens
+    usual = outlook_of(case, world, USUAL) if is_small else steps
+    return TrainingRule(steps, lambda peer: world.met[peer.peer].capacity_units, lambda: False, usual=usual)
+
+
+def outlook_of(case: Case, world: World, run: TrainSettings) -> StepOutlook:
+    """On such steps."""
     width_bytes = 2 if run.compress == "fp16" else 4
     gradient_bytes_U = GRADIENT_BYTES * np.array(case.model.parameters, dtype=float)
     load = TrainingLoad(
@@ -119,9 +127,7 @@ def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
         view = case.told(world, seen, run.tokens)
         return announced_network(view, view.peers, run.tokens)
 
-    return TrainingRule(
-        StepOutlook(lambda: load, network), lambda peer: world.met[peer.peer].capacity_units, lambda: False
-    )
+    return StepOutlook(lambda: load, network)
 
 
 def simulated(
