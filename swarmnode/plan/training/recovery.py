@@ -38,14 +38,16 @@ class RecoveryPlan:
     anew: bool = False
 
 
-def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport]) -> RecoveryPlan | None:
-    """All back to step 0, for when nobody has any later step on its disk: there it is, too, of a later run. The first one's is what
-    the swarm was founded with, where by the word of more than half of those who have come further it is the first. None where
-    neither is so, or units have nobody."""
+def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, kept_from: int) -> RecoveryPlan | None:
+    """All back to step 0, for when no other way is left. Of a later run it is on disks. The first one's is what the swarm was
+    founded with, where by the word of more than half of those who have come further it is the first. None where neither is so,
+    units have nobody, or step `kept_from` was reached, which all write down: who is away may have it."""
     kept = {step for report in reports.values() for step in report.kept}
-    if kept:
+    if max(kept | {report.step for report in reports.values()}, default=0) >= kept_from:
+        return None
+    if 0 in kept:
         again = _covering(units, reports, 0, disk=True)
-        return None if max(kept) or again.missing else again
+        return None if again.missing else again
     further = [report for report in reports.values() if report.ready and report.step > 0]
     is_first = 2 * sum(report.founded for report in further) > len(further)
     held = {unit for report in reports.values() for unit in range(*report.span)}

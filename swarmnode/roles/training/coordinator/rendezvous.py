@@ -41,7 +41,7 @@ class Rendezvous:
         alone = not any(report.ready for report in reports.values())
         found = plan_recovery(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
         if found.missing and waited_s >= ANEW_AFTER_S:
-            found = plan_anew(self._units, reports) or found
+            found = plan_anew(self._units, reports, kept_from=run.checkpoint_steps) or found
         self.missing = found.missing
         if not found.missing:
             return found
