@@ -113,14 +113,14 @@ class TrainingRule:
         self, view: View, joiner: Joiner, move_policy: MovePolicy, *, may_stand: bool = False
     ) -> TrainingPlace | None:
         begun, own = self._has_begun(), joiner.seen_in(view)
-        here = (*HOLDING, State.DRAINING) if begun else HOLDING  # who drains may be on its way to another place
+        here = (*HOLDING, State.DRAINING)  # who drains may be on its way to another place
         others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
         usual, run, layout = self._forecasts(view, seen, capacities)
         ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         learnt = [number for number in ready if seen[number].has_trained or not begun]
-        spans = [STANDING_BY if peer.state is State.DRAINING else peer.span for peer in seen]
+        spans = [STANDING_BY if begun and peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
         alone = partial(_place_alone, run, usual, peers, number, move_policy.hysteresis)
         if begun:
