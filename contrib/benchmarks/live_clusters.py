@@ -1,11 +1,11 @@
 """Two clusters of two nodes that a slow line joins, real ones: steps as they organise themselves, and as laid by hand. Prints JSON.
 
-    python contrib/benchmarks/live_clusters.py [--runs activations gradients] [--mbps 10] [--delay-ms 20] [--steps 12]
+    python contrib/benchmarks/live_clusters.py [--runs activations gradients] [--mbps 10] [--delay-ms 20] [--steps 12] [--ahead-s 60]
 
 Nodes are processes of their own with p2pd, throttled, in two network namespaces (`slow_line.py`: root, iproute2). Each may hold all
 units. `activations`: what pipelines hand on weighs more than gradients, which is the other way round in `gradients`. `live` begins
-with nodes that know nothing of one another; a trainer comes once they are ready. Arrangements by hand are nodes with `--span`, by
-what each holds. `step_s` is the median of the last half of all steps, `off` how far forecasts of these were from them (median of
+with nodes that know nothing of one another; a trainer comes so long after they are ready. Arrangements by hand are nodes with
+`--span`, by what each holds. `step_s` is the median of the last half of all steps, `off` how far forecasts of these were from them (median of
 the absolute), `crossed_mb` what went over the line in such a step.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,10 @@ def by_hand(units: int) -> dict[str, dict[str, list[str]]]:
 class Bench:
     """One model and run on one line."""
 
-    def __init__(self, run: Run, model: Path, line: SlowLine, steps: int) -> None:
-        self._run, self._model, self._line, self._steps = run, model, line, steps
+    def __init__(self, run: Run, model: Path, line: SlowLine, options: argparse.Namespace) -> None:
+        self._run, self._model, self._line = run, model, line
+        self._steps: int = options.steps
+        self._ahead_s: float = options.ahead_s
 
     def measure(self, spans: dict[str, list[str]] | None) -> dict[str, Any]:
         """Steps of nodes that hold these, or that organise themselves."""
@@ -90,6 +93,7 @@ class Bench:
             }
             for node in [node for members in nodes.values() for node in members]:
                 node.wait_until(lambda event: event["event"] in ("ready", "spare"), "place")
+            time.sleep(self._ahead_s if spans is None else 0.0)
             return self._steps_of(local, nodes)
 
     def _node(self, local: LocalSwarm, place: str, number: int, span: str | None) -> NodeProcess:
@@ -130,12 +134,12 @@ def held_by(node: NodeProcess) -> list[str]:
     return [f"{event['event']} {':'.join(map(str, event.get('span') or []))}" for event in placed]
 
 
-def compared(name: str, line: SlowLine, steps: int) -> dict[str, Any]:
+def compared(name: str, line: SlowLine, options: argparse.Namespace) -> dict[str, Any]:
     """As they organise themselves, beside every arrangement by hand."""
     run = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as folder:
         make_checkpoint(model := Path(folder) / "model", run.layers, run.hidden)
-        bench = Bench(run, model, line, steps)
+        bench = Bench(run, model, line, options)
         live = bench.measure(None)
         tried = {how: bench.measure(spans) for how, spans in by_hand(run.units).items()}
     best = min(tried, key=lambda how: tried[how]["step_s"])
@@ -148,12 +152,12 @@ def main() -> None:
     parser.add_argument("--mbps", type=float, default=10.0, help="of the line, each way")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="of the line, one way")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--ahead-s", type=float, default=60.0, help="in which nodes get to know their lines")
     options = parser.parse_args()
     with SlowLine(delay_s=options.delay_ms / 1000, bits_per_s=1e6 * options.mbps) as line:
         for name in options.runs:
-            print(
-                json.dumps({"run": name, **vars(options), **compared(name, line, options.steps)}, indent=2), flush=True
-            )
+            found = {"run": name, **vars(options), **compared(name, line, options)}
+            print(json.dumps(found, indent=2), flush=True)
 
 
 if __name__ == "__main__":
