@@ -1,12 +1,13 @@
 """Two clusters of two nodes that a slow line joins, real ones: steps as they organise themselves, and as laid by hand. Prints JSON.
 
-    python contrib/benchmarks/live_clusters.py [--runs activations gradients] [--mbps 10] [--delay-ms 20] [--steps 12] [--ahead-s 60]
+    python contrib/benchmarks/live_clusters.py [--runs activations gradients] [--mbps 10] [--delay-ms 20] [--steps 12]
+        [--ahead-s 60]
 
 Nodes are processes of their own with p2pd, throttled, in two network namespaces (`slow_line.py`: root, iproute2). Each may hold all
 units. `activations`: what pipelines hand on weighs more than gradients, which is the other way round in `gradients`. `live` begins
 with nodes that know nothing of one another; a trainer comes so long after they are ready. Arrangements by hand are nodes with
-`--span`, by what each holds. `step_s` is the median of the last half of all steps, `off` how far forecasts of these were from them (median of
-the absolute), `crossed_mb` what went over the line in such a step.
+`--span`, by what each holds. `step_s` is the median of the last half of all steps, `off` how far forecasts of these were from them
+(median of the absolute), `crossed_mb` what went over the line in such a step.
 """
 
 from __future__ import annotations
