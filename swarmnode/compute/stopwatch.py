@@ -51,11 +51,11 @@ class Stopwatch:
 
     @contextmanager
     def timing(self, tell: Tell, work: float = 0.0) -> Iterator[None]:
-        """Around one pass, of so much work (`Throttle.lent_s`); what fails is not told."""
+        """Around one pass, of so much work (`Throttle.least_of_work_s`); what fails is not told."""
         self.read()
         if self._throttle.slows:
             began_s = self._clock()
-            with self._throttle.lending(work):
+            with self._throttle.lending(self._throttle.least_of_work_s(work)):
                 yield
                 synchronize(self._device)
             tell(self._clock() - began_s)

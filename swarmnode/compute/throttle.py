@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 MOST_OVERSLEPT_S = 1.0  # that is caught up with; a machine that was suspended begins anew
 PREFILL_GAIN = 16.0  # a long prompt chunk, or a microbatch, uses a device about so much better than a single position
 FORWARD_WORK, BACKWARD_WORK = 1.0, 2.0  # of a microbatch, in passes of a prompt chunk
+TRAINING_WORK = FORWARD_WORK + BACKWARD_WORK
 
 
 class Throttle:
@@ -46,31 +47,30 @@ class Throttle:
         passes = 1.0 if positions == 1 else max(1.0, positions / PREFILL_GAIN)
         return units * passes / self.units_per_s
 
-    def lent_s(self, took_s: float, work: float) -> float:
-        """What takes the real device `took_s` takes so long as it is lent. `work`: positions times units, in long prompt chunks,
-        and as many times as these cost."""
-        return max(took_s / self.share, work / PREFILL_GAIN / self.units_per_s)
+    def least_of_work_s(self, work: float) -> float:
+        """The same of training. `work`: positions times units, in long prompt chunks, and as many times as these cost."""
+        return work / PREFILL_GAIN / self.units_per_s
+
+    def lent_s(self, took_s: float, least_s: float) -> float:
+        """What takes the real device `took_s`, and `least_s` as a slower one, takes so long as it is lent."""
+        return max(took_s / self.share, least_s)
 
     @property
     def slows(self) -> bool:
         """Whether anything takes longer than on the real device."""
         return self.share < 1 or self.units_per_s < math.inf
 
-    @contextmanager
-    def pass_over(self, units: int, positions: int) -> Iterator[None]:
-        """Around one pass of serving: what the real device needed is part of the time."""
-        began_s = self._clock()
-        yield
-        took_s = self._clock() - began_s
-        self._rest(max(self.least_s(units, positions), took_s / self.share) - took_s)
+    def pass_over(self, units: int, positions: int) -> AbstractContextManager[None]:
+        """Around one pass of serving."""
+        return self.lending(self.least_s(units, positions))
 
     @contextmanager
-    def lending(self, work: float) -> Iterator[None]:
-        """Around one pass of training, or any other work."""
+    def lending(self, least_s: float) -> Iterator[None]:
+        """Around any work that takes so long at least: what the real device needed is part of the time."""
         began_s = self._clock()
         yield
         took_s = self._clock() - began_s
-        self._rest(self.lent_s(took_s, work) - took_s)
+        self._rest(self.lent_s(took_s, least_s) - took_s)
 
     def _rest(self, seconds: float) -> None:
         """Sleep, and remember by how much it was too long."""

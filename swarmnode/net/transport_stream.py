@@ -6,20 +6,19 @@ import asyncio
 from typing import cast
 
 from swarmnode.errors import PeerLost
-from swarmnode.net.interfaces import PeerId, Stream
-from swarmnode.net.limits.stream_limits import StreamLimits
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.counted_stream import CountedStream
 
 WRITE_HIGH_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 2.0
 
 
-class TransportStream(Stream):
+class TransportStream(CountedStream):
     """A stream that is its transport's protocol, too: of which kind, its subclasses say."""
 
     def __init__(self) -> None:
         self.peer: PeerId = ""
         self.protocol = ""
-        self.limits: StreamLimits | None = None  # that counts it, where it was opened by the peer
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._ended = False  # nothing more will be read
@@ -57,14 +56,6 @@ class TransportStream(Stream):
         self._writable = None
 
     # -- the owner's side
-
-    def let_in(self) -> None:
-        if self.limits is not None:
-            self.limits.let_in(self)
-
-    def give_place_up(self) -> None:
-        if self.limits is not None:
-            self.limits.leave(self)
 
     def _open_transport(self) -> asyncio.Transport:
         """To write to. Raises PeerLost."""

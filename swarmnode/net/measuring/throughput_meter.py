@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 MEASURED_BYTES = 64 * 1024  # of one frame: less says more of latencies than of bandwidth
-FRAMES_KEPT = (
-    5  # whose median counts: what came while nobody read comes in no time, and what its sender waited with, never
-)
+FRAMES_KEPT = 5  # whose median counts: one that waited to be read came in no time, one that waited to be sent never
 SHORTEST_S = 1e-6
 
 

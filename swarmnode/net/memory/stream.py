@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from swarmnode.errors import PeerLost
-from swarmnode.net.interfaces import Buffer, PeerId, Stream
-from swarmnode.net.limits.stream_limits import StreamLimits
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.limits.counted_stream import CountedStream
 
 HIGH_WATER_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
@@ -97,13 +97,12 @@ class Pipe:
                 future.set_result(None)
 
 
-class FakeStream(Stream):
+class FakeStream(CountedStream):
     """One end of a stream."""
 
     def __init__(self, peer: PeerId, protocol: str, incoming: Pipe, outgoing: Pipe) -> None:
         self.peer = peer
         self.protocol = protocol
-        self.limits: StreamLimits | None = None  # that counts it, where it was opened by the peer
         self._incoming = incoming
         self._outgoing = outgoing
         self._closed = False
@@ -137,14 +136,6 @@ class FakeStream(Stream):
     def over(self) -> bool:
         """Whether nothing will be read or written here any more."""
         return self._closed or self._incoming.broken
-
-    def let_in(self) -> None:
-        if self.limits is not None:
-            self.limits.let_in(self)
-
-    def give_place_up(self) -> None:
-        if self.limits is not None:
-            self.limits.leave(self)
 
     async def close(self) -> None:
         self._end()

@@ -136,7 +136,7 @@ class TrainingRule:
         steps."""
         usual = self._usual.forecast(view, seen, capacities)
         layout = self._usual.layout(usual, capacities)
-        if self._run.load_of() is self._usual.load_of():
+        if self._run.load_of() is usual.load:
             return usual, usual, layout
         run = self._run.forecast(view, seen, capacities)
         return usual, run, self._run.layout(run, capacities, least_holding=layout.holding)

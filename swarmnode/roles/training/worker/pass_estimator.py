@@ -13,7 +13,7 @@ import torch
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import MEASURING_BYTES, Rates
-from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK, Throttle
+from swarmnode.compute.throttle import TRAINING_WORK, Throttle
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.precision import autocast_dtype
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
@@ -74,7 +74,8 @@ class PassEstimator:
         except (CheckpointError, ProtocolError, NotFinite) as error:
             log.info("no dummy run: %s", error)
             passes_s = sum(estimates_s)
-        return self._throttle.lent_s(passes_s / units.units, (FORWARD_WORK + BACKWARD_WORK) * learner.run.positions)
+        least_s = self._throttle.least_of_work_s(TRAINING_WORK * learner.run.positions)
+        return self._throttle.lent_s(passes_s / units.units, least_s)
 
     def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
         """Of each unit, by its work."""

@@ -19,7 +19,7 @@ from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.speed import Speeds, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
-from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK, Throttle
+from swarmnode.compute.throttle import TRAINING_WORK, Throttle
 from swarmnode.compute.training.dummy_run import dummy_run_s
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
@@ -318,7 +318,7 @@ def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) ->
     if not isinstance(segment, SpanSegment):
         return Speeds()
     position_s = 1 / measure_training(segment, clock=clock).training_units_per_s
-    return Speeds(training_units_per_s=1 / throttle.lent_s(position_s, FORWARD_WORK + BACKWARD_WORK))
+    return Speeds(training_units_per_s=1 / throttle.lent_s(position_s, throttle.least_of_work_s(TRAINING_WORK)))
 
 
 async def _load_part(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
