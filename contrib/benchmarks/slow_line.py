@@ -2,85 +2,57 @@
 
     with SlowLine(delay_s=0.02, bits_per_s=20e6) as line: subprocess.run([*line.inside("west"), "ip", "addr"])
 
-At a place everybody has the address `ADDRESSES[place]` and the speed of loopback. A namespace belongs to a process that dies with
-us, so nothing is left behind. Needs root, iproute2 and util-linux.
+At a place everybody has the address `ADDRESSES[place]` and the speed of loopback. Nothing is left behind, and what is needed says
+`tests/real/network_lab.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import json
 import os
 import select
 import struct
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
 
-from swarmnode.net.libp2p.parent import die_with_parent
+sys.path.append(str(Path(__file__).parents[2]))  # networks of namespaces belong to the tests
+
+from tests.real.network_lab import NetworkLab
 
 ADDRESSES = {"west": "5.5.6.1", "east": "5.5.6.2"}  # of a public range: libp2p tells nobody of private ones
 DEVICE, MTU_BYTES = "line", 9000
 MOST_QUEUED_S = 0.5  # what a line's sender has not sent yet; beyond that packets are dropped
-HOLD = ("sh", "-c", "echo held; exec sleep infinity")
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
-class SlowLine:
+class SlowLine(NetworkLab):
     """A line of `bits_per_s` each way, on which a packet is under way for `delay_s`."""
 
     def __init__(self, *, delay_s: float, bits_per_s: float) -> None:
+        super().__init__()
         self.delay_s, self.bits_per_s = delay_s, bits_per_s
-        self._stack = contextlib.ExitStack()
-        self._holders: dict[str, int] = {}  # pids
-
-    def __enter__(self) -> SlowLine:
-        try:
-            for place in ADDRESSES:
-                self._holders[place] = self._child("unshare", "--net", "--", *HOLD)
-                self._ip(place, "link set lo up")
-            relay = (sys.executable, __file__, *self._holders.values(), self.delay_s, self.bits_per_s)
-            self._child(*map(str, relay))
-            for place, address in ADDRESSES.items():
-                self._ip(place, f"addr add {address}/24 dev {DEVICE}")
-                self._ip(place, f"link set {DEVICE} mtu {MTU_BYTES} up")
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def inside(self, place: str) -> list[str]:
-        """What to put before a command that is to run at a place."""
-        return ["nsenter", f"--target={self._holders[place]}", "--net", "--"]
 
     def crossed_bytes(self) -> int:
         """What the places have sent to each other until now."""
         shown = [json.loads(self._ip(place, f"-j -s link show {DEVICE}"))[0] for place in ADDRESSES]
         return sum(int(link["stats64"]["tx"]["bytes"]) for link in shown)
 
-    def _child(self, *command: str) -> int:
-        """A process that ends with us, once it has said that it is ready; its pid."""
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
-        self._stack.enter_context(child)
-        self._stack.callback(child.kill)
-        assert child.stdout is not None
-        if not child.stdout.readline():
-            raise OSError(f"{command[0]} ended with code {child.wait()}: are network namespaces permitted?")
-        return child.pid
-
-    def _ip(self, place: str, arguments: str) -> str:
-        command = [*self.inside(place), "ip", *arguments.split()]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    def _build(self) -> None:
+        for place in ADDRESSES:
+            self._hold(place)
+        arguments = *self.holders.values(), self.delay_s, self.bits_per_s
+        if self._started([sys.executable, __file__, *map(str, arguments)], "up") is None:
+            raise OSError("the line's relay ended: may this machine have devices for packets (/dev/net/tun)?")
+        for place, address in ADDRESSES.items():
+            self._ip(place, f"addr add {address}/24 dev {DEVICE}")
+            self._ip(place, f"link set {DEVICE} mtu {MTU_BYTES} up")
 
 
 def open_device(holder_pid: int) -> int:

@@ -2,22 +2,18 @@
 
     home ---- router ==== the internet (a bridge; addresses of a public range, since libp2p takes no private one for public)
 
-Nothing of it is connected with this machine's own network. A namespace has no name but belongs to a process that holds it
-and dies with us, so nothing is left behind, however we end. Needs root, iproute2, nftables and util-linux.
+Nothing of it is connected with this machine's own network, and nothing is left behind (`network_lab.py`). Needs nftables, too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from swarmnode.net.libp2p.parent import die_with_parent
+from tests.real.network_lab import NetworkLab, child, program
 
 PUBLIC = "5.5.5"
 DOORS = tuple(f"{PUBLIC}.{number}" for number in range(1, 5))
@@ -59,7 +55,6 @@ table ip filter {{
 BAR = f'add rule ip filter barred iifname "lan" ip daddr != {DOOR_NETWORK} reject with tcp reset'
 """The home speaks with the doors only from now on: no hole stays open, and none can be punched."""
 
-HOLD = ("sh", "-c", "echo held; exec sleep infinity")
 FORWARD = ("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 
 LISTEN = """
@@ -70,12 +65,6 @@ print("listening", flush=True)
 server.accept()
 """
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4001), timeout=1)"
-
-
-@functools.cache
-def program(name: str) -> str | None:
-    """Where a program is, the administrator's included: users' PATH often lacks their folders."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
 def lacking() -> str | None:
@@ -94,47 +83,30 @@ def lacking() -> str | None:
 
 def reaches(caller: Sequence[str], listener: Sequence[str], address: str) -> bool:
     """Whether a TCP connection from one place to another comes about."""
-    with _child([*listener, sys.executable, "-c", LISTEN]) as server:
+    with child([*listener, sys.executable, "-c", LISTEN]) as server:
         assert server.stdout is not None and server.stdout.readline() == "listening\n"
         called = subprocess.run([*caller, sys.executable, "-c", CONNECT, address], capture_output=True)
         return called.returncode == 0
 
 
-class NatLab:
+class NatLab(NetworkLab):
     """`with NatLab(["a", "b"]) as lab`: homes behind routers, and the places `doors` and `visitor` on the internet."""
 
     def __init__(self, homes: Sequence[str]) -> None:
+        super().__init__()
         self._homes = tuple(homes)
-        self._stack = contextlib.ExitStack()
-        self.holders: dict[str, int] = {}  # pids, by place
         if len(self._homes) > len(HOME_NUMBERS):
             raise ValueError(f"no more than {len(HOME_NUMBERS)} homes")
 
     def __repr__(self) -> str:
         return f"<NatLab of {', '.join(self._homes)}>"
 
-    def __enter__(self) -> NatLab:
-        try:
-            self._build()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def inside(self, place: str) -> list[str]:
-        """What to put before a command that is to run at a place."""
-        return [_known("nsenter"), f"--target={self.holders[place]}", "--net", "--"]
-
     def map_ports(self, home: str) -> str:
         """From now on the home's router opens ports for those who ask it (NAT-PMP); the address that it has outside."""
         number = HOME_NUMBERS[self._homes.index(home)]
         lan, wan = f"192.168.{number}.1", f"{PUBLIC}.{number}"
         mapper = [*self.inside(f"{home}-router"), sys.executable, "-m", "tests.real.port_mapper", lan, wan]
-        started = self._stack.enter_context(_child(mapper))
-        assert started.stdout is not None and started.stdout.readline() == "listening\n"
+        assert self._started(mapper, "listening") is not None
         return wan
 
     def direct_bytes(self, home: str) -> int:
@@ -174,15 +146,6 @@ class NatLab:
         self._run(router, *FORWARD)
         self._run(router, "nft", "-f", "-", text=RULES)
 
-    def _hold(self, place: str) -> None:
-        """A new place: a namespace with a process that keeps it."""
-        holder = self._stack.enter_context(_child([_known("unshare"), "--net", "--", *HOLD]))
-        assert holder.stdout is not None
-        if holder.stdout.readline() != "held\n":
-            raise OSError("network namespaces are not permitted")
-        self.holders[place] = holder.pid
-        self._ip(place, "link set lo up")
-
     def _plug(self, place: str, end: str) -> None:
         """A cable into the internet."""
         port = f"to-{place}"
@@ -193,28 +156,3 @@ class NatLab:
         self._ip(one, f"link add {one_end} type veth peer name {other_end} netns {self.holders[other]}")
         self._ip(one, f"link set {one_end} up")
         self._ip(other, f"link set {other_end} up")
-
-    def _ip(self, place: str, arguments: str) -> None:
-        self._run(place, "ip", *arguments.split())
-
-    def _run(self, place: str, name: str, *arguments: str, text: str | None = None) -> str:
-        """What a command printed at a place. Raises CalledProcessError."""
-        command = [*self.inside(place), _known(name), *arguments]
-        return subprocess.run(command, input=text, check=True, capture_output=True, text=True).stdout
-
-
-def _known(name: str) -> str:
-    return program(name) or name
-
-
-@contextlib.contextmanager
-def _child(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the block, or with us."""
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=die_with_parent
-    )
-    with child:
-        try:
-            yield child
-        finally:
-            child.kill()
