@@ -45,7 +45,7 @@ def build(path: str) -> tuple[LlamaForCausalLM, StageRunner]:
     model.save_pretrained(path)
     checkpoint = Checkpoint(path)
     span = load_span(checkpoint, 0, checkpoint.units)
-    span.packing.run()
+    span.packings.at_once.run()
     return model, StageRunner(span, RunnerConfig(cache_bytes=1 << 30))
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in half precision whose weights lie in the order in which a library multiplies them, two bytes a weight.
+"""Linear layers whose weights lie in the order in which a library multiplies them fastest, as many bytes as before.
 
 A packed layer takes the place of the one that it was made of: one copy is in memory, and the pages that were mapped from a file
 are let go. Which form is of use, if any, is found by timing (`model/linear.py`).
@@ -11,18 +11,28 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 LARGEST_EXPONENT = 15  # of float16
+BLOCK = 16  # outputs: a cache line of float32
 FEW_ROWS = 64  # for which oneDNN is asked to block: a chunk of a prompt, or many sessions
 PAGEOUT = 21  # MADV_PAGEOUT: let go of the pages; whoever touches them again gets them back
 
 
 class PackedLinear(nn.Module):
     """An nn.Linear of these values, which subclasses pack. Its own `weight` is empty, for families that look at its dtype."""
+
+    compared_rows: ClassVar[Sequence[int]] = (1, 8, 64)
+    """One session, several, and a prompt: a form is taken if it is faster on the average over these."""
+
+    packs_fast: ClassVar[bool] = False
+    """Whether many matrices can be packed just to be timed."""
+
+    waits_for_company: ClassVar[bool] = False
+    """Whether it is slower while there is one session alone."""
 
     def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
         super().__init__()
@@ -92,7 +102,55 @@ class OneDnnLinear(PackedLinear):
         return y
 
 
-FORMS: Sequence[type[PackedLinear]] = (FbgemmLinear, OneDnnLinear)
+class BlockedLinear(PackedLinear):
+    """For float32, several sessions and CPUs with AVX2: a cache line holds what an input weighs for BLOCK outputs
+    (`multiply_blocks`). With AVX-512 weights may lie as they are."""
+
+    compared_rows = (2, 4, 8)
+    packs_fast = True
+    waits_for_company = True
+
+    def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
+        super().__init__(weight_OI, bias_O)
+        blocks_NIB, rest_OI = in_blocks(weight_OI)
+        self._blocks_NIB, self._rest_OI = blocks_NIB.contiguous(), rest_OI.clone()
+
+    @staticmethod
+    def works() -> bool:
+        """Whether this CPU, or what torch is held to, is one of those."""
+        return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., I) -> (..., O)."""
+        return multiply_blocks(x, self._blocks_NIB, self._rest_OI, self.bias)
+
+
+def in_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(blocks_NIB, rest_OI): views of a matrix as blocks of BLOCK outputs, and of the outputs that fill none."""
+    outputs, inputs = weight_OI.shape
+    whole = outputs - outputs % BLOCK
+    return weight_OI[:whole].view(-1, BLOCK, inputs).transpose(1, 2), weight_OI[whole:]
+
+
+def multiply_blocks(x: Tensor, blocks_NIB: Tensor, rest_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x (..., I) -> (..., O) as a batch of N small products: MKL multiplies those from where they lie, where it puts one large
+    matrix into an order of its own first, whatever the number of rows."""
+    blocks, inputs, width = blocks_NIB.shape
+    x_RI = x.reshape(-1, inputs)
+    y_NRB = torch.bmm(x_RI.expand(blocks, *x_RI.shape), blocks_NIB)
+    y_RO = y_NRB.transpose(0, 1).reshape(len(x_RI), blocks * width)
+    if len(rest_OI):
+        y_RO = torch.cat((y_RO, x_RI @ rest_OI.t()), dim=1)
+    if bias_O is not None:
+        y_RO += bias_O
+    return y_RO.view(*x.shape[:-1], y_RO.shape[1])
+
+
+FORMS: Mapping[torch.dtype, Sequence[type[PackedLinear]]] = {
+    torch.float32: (BlockedLinear,),
+    torch.bfloat16: (FbgemmLinear, OneDnnLinear),
+    torch.float16: (FbgemmLinear, OneDnnLinear),
+}
 
 
 class Packing:
@@ -125,6 +183,23 @@ class Packing:
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pack") as threads:
             for _ in threads.map(pack, list(self._left.items())):
                 pass
+
+
+class Packings(NamedTuple):
+    """What of a model is to be packed when."""
+
+    at_once: Packing
+    in_company: Packing
+    """Once several sessions are there."""
+
+    @classmethod
+    def of(cls, model: nn.Module, linears: Mapping[str, tuple[nn.Linear, type[PackedLinear]]]) -> Packings:
+        """Of all layers that are to be packed at some time."""
+        later = {name for name, (_, form) in linears.items() if form.waits_for_company}
+        return cls(
+            Packing(model, {name: entry for name, entry in linears.items() if name not in later}),
+            Packing(model, {name: entry for name, entry in linears.items() if name in later}),
+        )
 
 
 def packed_bytes(model: nn.Module) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.packed import FORMS, PackedLinear, Packing
+from swarmnode.compute.packed import FORMS, PackedLinear, Packings, in_blocks, multiply_blocks
 
 T = TypeVar("T")
 
@@ -30,15 +30,15 @@ Sample = Mapping[torch.Size, Sequence[Tensor]]
 """Per shape of a layer's matrix, the matrices (or their first rows) that are timed for it."""
 
 TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # between two of them the lower one decides
-COMPARED_ROWS = (1, 8, 64)
 MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie, and as long for each part of them
 TURNS = 3
 PACKED_TURNS = 4  # of a packed matrix and one that is not
 HOPELESS = 1.5  # times the usual time
 MIN_GAIN = 0.9  # of the usual time: below it another way is taken
 SAMPLE_BYTES = 96 << 20
+PACKED_SAMPLE_BYTES = 32 << 20
 TALLEST = 8192  # outputs of a matrix that are timed: a head has 100,000
-SAMPLE_OUTPUTS = 1024  # where it meets many rows, or is packed to see whether that pays
+SAMPLE_OUTPUTS = 1024  # where it meets many rows, or takes long to be packed for a try
 MIN_ELEMENTS = 1 << 16  # smaller matrices are all overhead
 HALVES = (torch.bfloat16, torch.float16)
 TILE_BYTES, MIN_TILE_ROWS = 1 << 20, 16
@@ -54,6 +54,7 @@ class TimedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = like.in_features, like.out_features
         self.weight, self.bias = like.weight, like.bias
+        self._forward_hooks = like._forward_hooks  # one table, whichever of the two an adapter finds
         self.products = tuple(products)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,6 +79,11 @@ def onednn_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
     """By oneDNN, which torch leaves to MKL for float32."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight_OI, bias_O, "none", [], "")
     return y
+
+
+def blocked_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """As a batch of small products: for a few rows and AVX-512 (`packed.py`)."""
+    return multiply_blocks(x, *in_blocks(weight_OI), bias_O)
 
 
 def plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -107,7 +113,7 @@ def tiled_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 USUAL: Product = functional.linear
 OTHERS: Mapping[torch.dtype, Sequence[Product]] = {
-    torch.float32: (weight_first_linear, onednn_linear),
+    torch.float32: (weight_first_linear, onednn_linear, blocked_linear),
     torch.bfloat16: (plain_linear, tiled_linear),
     torch.float16: (plain_linear, tiled_linear),
 }
@@ -118,9 +124,9 @@ _forms: dict[Kind, type[PackedLinear] | None] = {}  # None: as it is
 
 
 @torch.inference_mode()
-def speed_up_linears(model: nn.Module) -> Packing:
-    """Let the large linear layers on the CPU choose how they multiply. Those that do best packed work as they are, until the
-    packing that is returned has `run`. A model on the meta device chooses ahead for one that will be loaded."""
+def speed_up_linears(model: nn.Module) -> Packings:
+    """Let the large linear layers on the CPU choose how they multiply. Those that do best packed work as they are, until their
+    packing has `run`. A model on the meta device chooses ahead for one that will be loaded."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     to_pack: dict[str, tuple[nn.Linear, type[PackedLinear]]] = {}
     for dtype, others in OTHERS.items():
@@ -128,7 +134,7 @@ def speed_up_linears(model: nn.Module) -> Packing:
         choices = _remembered(
             _products, [module.weight for module in linears.values()], partial(_choose, others=others)
         )
-        own = {name: module for name, module in linears.items() if dtype in HALVES and uses[id(module.weight)] == 1}
+        own = {name: module for name, module in linears.items() if uses[id(module.weight)] == 1}
         forms = _remembered(
             _forms, [module.weight for module in own.values()], partial(_forms_to_pack, choices=choices)
         )
@@ -138,7 +144,7 @@ def speed_up_linears(model: nn.Module) -> Packing:
             chosen = choices[module.weight.shape]
             if any(product is not USUAL for product in chosen):
                 model.set_submodule(name, TimedLinear(module, chosen))
-    return Packing(model, to_pack)
+    return Packings.of(model, to_pack)
 
 
 def _is_candidate(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
@@ -194,29 +200,31 @@ def _forms_to_pack(
     weights: Sequence[Tensor], choices: Mapping[torch.Size, Sequence[Product]]
 ) -> dict[torch.Size, type[PackedLinear] | None]:
     """Per shape, the form in which it is faster, if any: on the average over one session, several, and a prompt."""
-    forms = [form for form in FORMS if form.works()] if weights else []
+    matrices = _first_bytes(weights, PACKED_SAMPLE_BYTES)
     best: dict[torch.Size, type[PackedLinear] | None] = {}
-    for shape, weight_OI in {weight.shape: weight for weight in weights}.items():
-        part = _material(weight_OI[:SAMPLE_OUTPUTS])
-        times = {form: _time_beside(form(part, None), part, choices[shape]) for form in forms}
+    for shape, dtype in {weight.shape: weight.dtype for weight in weights}.items():
+        forms = [form for form in FORMS[dtype] if form.works()]
+        times = {form: _time_beside(form, matrices[shape], choices[shape]) for form in forms}
         fastest = min(times, key=times.__getitem__, default=None)
         best[shape] = fastest if fastest is not None and times[fastest] < MIN_GAIN else None
     return best
 
 
-def _time_beside(packed: PackedLinear, weight_OI: Tensor, chosen: Sequence[Product]) -> float:
+def _time_beside(form: type[PackedLinear], matrices: Sequence[Tensor], chosen: Sequence[Product]) -> float:
     """The time of packed products, in multiples of what those chosen take. Both in turn: a busy machine is as busy for one as for
     the other."""
+    shape = matrices[0].shape
+    parts = matrices if form.packs_fast else [matrices[0][:SAMPLE_OUTPUTS]]
+    packed = {part.data_ptr(): form(part, None) for part in parts}
 
-    def by_packed(x: Tensor, *_: object) -> Tensor:
-        y: Tensor = packed(x)
+    def by_packed(x: Tensor, weight_OI: Tensor, _bias_O: Tensor | None) -> Tensor:
+        y: Tensor = packed[weight_OI.data_ptr()](x)
         return y
 
     ratios: list[float] = []
-    shape = weight_OI.shape
     for product, rows in zip(chosen, TIMED_ROWS, strict=True):
-        if rows in COMPARED_ROWS:
-            times_s = _time_in_turns([by_packed, product], {shape: [weight_OI]}, rows, turns=PACKED_TURNS)
+        if rows in form.compared_rows:
+            times_s = _time_in_turns([by_packed, product], {shape: parts}, rows, turns=PACKED_TURNS)
             ratios.append(times_s[by_packed][shape] / times_s[product][shape])
     return sum(ratios) / len(ratios)
 

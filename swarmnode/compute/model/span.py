@@ -23,7 +23,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.quantize import Quantization, quantize_layers
 from swarmnode.compute.model.stack import Stack
-from swarmnode.compute.packed import PackedLinear, Packing, packed_bytes
+from swarmnode.compute.packed import PackedLinear, Packings, packed_bytes
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 class ModelSpan:
     """Units [start, end) of a model, ready to run.
 
-    `model` is the family's causal language model, cut down. Not safe for use from two threads at once, but for `packing`.
+    `model` is the family's causal language model, cut down. Not safe for use from two threads at once, but for `packings`.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class ModelSpan:
         start: int,
         end: int,
         quantization: Quantization | None = None,
-        packing: Packing | None = None,
+        packings: Packings | None = None,
     ) -> None:
         self.family = family
         self.model = model
         self.start = start
         self.end = end
         self.quantization = quantization
-        self.packing = Packing(model, {}) if packing is None else packing
+        self.packings = Packings.of(model, {}) if packings is None else packings
         self.adapters = SpanAdapters(model)
         self.stack: Stack = model.get_submodule(family.stack_name)
         parameter = next(p for p in model.parameters() if p.is_floating_point())
@@ -209,8 +209,8 @@ def load_span(
     """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
 
     Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
-    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process). The span's `packing` is
-    left to the caller: it may run beside the first passes.
+    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process). The span's `packings` are
+    left to the caller: they may run beside passes.
     """
     family = checkpoint.family
     model = load_model(checkpoint, start, end, dtype=dtype, check=check)

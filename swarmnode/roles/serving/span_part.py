@@ -21,6 +21,7 @@ from swarmnode.roles.measuring.meters import DECODE
 from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
 from swarmnode.roles.serving.worker import Worker
 
+COMPANY_PASSES = 64  # of several sessions, after which more are expected
 MAX_BATCH = 64  # rows of a pass that the ledger counts with
 
 
@@ -53,7 +54,9 @@ class SpanPart:
         self._measure = measure
         self._memory = [passes] if loaded.weights is None else [passes, loaded.weights]
         self._closed = False
-        worker.on_lone_pass = self._note_pass
+        self._loop, self._company = asyncio.get_running_loop(), asyncio.Event()
+        self._shared_passes = 0
+        worker.on_pass = self._note_pass
 
     def __repr__(self) -> str:
         return f"<SpanPart {self.span!r} on device {self.device}>"
@@ -77,7 +80,7 @@ class SpanPart:
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, units.units, lent)
             measure = partial(measure_serving, runner, clock=clock.compute)
-            lasting = not span.packing  # else a few units will do: all is measured again once they are packed
+            lasting = not span.packings.at_once  # else a few units will do: all is measured again once they are packed
             at_first = partial(measure, few=not lasting)
             capability = await worker.call(
                 "measure", lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
@@ -103,16 +106,26 @@ class SpanPart:
 
     async def pack(self) -> bool:
         """Rearrange weights while sessions go on; whether there was something to do."""
-        await asyncio.to_thread(self.span.packing.run, lambda: self._closed)
+        await asyncio.to_thread(self.span.packings.at_once.run, lambda: self._closed)
         return not self._capability.lasting
+
+    async def pack_in_company(self) -> None:
+        """The same, of layers that are slower so while a session is alone: once several have shared passes for a while."""
+        if self.span.packings.in_company:
+            await self._company.wait()
+            await asyncio.to_thread(self.span.packings.in_company.run, lambda: self._closed)
 
     async def measure_again(self) -> None:
         """What was measured before weights were rearranged does not last. Nobody else may compute meanwhile."""
         await self.worker.call("measure", lambda: self._capability.measure(self._measure))
 
-    def _note_pass(self, phase: str, positions: int, units: int, seconds: float) -> None:
+    def _note_pass(self, phase: str, sessions: int, positions: int, units: int, seconds: float) -> None:
         """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
-        if phase == DECODE:
+        if sessions > 1:
+            self._shared_passes += 1
+            if self._shared_passes == COMPANY_PASSES:
+                self._loop.call_soon_threadsafe(self._company.set)
+        elif phase == DECODE:
             self._capability.note("decode_units_per_s", seconds / units)
         elif positions >= PREFILL_POSITIONS:
             self._capability.note("prefill_units_per_s", seconds / (units * positions))

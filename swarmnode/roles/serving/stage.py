@@ -60,7 +60,7 @@ class ServingStage:
         self._statements = statements
         self._tasks = tasks
         for part in self._parts:
-            if part.span.packing:
+            if any(part.span.packings):
                 tasks.spawn(self._pack(part), "pack")
 
     def __repr__(self) -> str:
@@ -183,6 +183,7 @@ class ServingStage:
         """Sessions go on beside it. It is measured again if nobody computes now, else real work will show it."""
         if await part.pack() and not self._server.load:
             await part.measure_again()
+        await part.pack_in_company()
 
     @property
     def bound(self) -> bool:

@@ -49,8 +49,8 @@ T = TypeVar("T")
 Finish = Callable[[Sequence[Tensor]], JobResult]
 """From what was fetched to what came of a job, on the host"""
 
-OnLonePass = Callable[[str, int, int, float], None]
-"""(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
+OnPass = Callable[[str, int, int, int, float], None]
+"""(phase, sessions, positions and units of the first, seconds) of a pass that came to something; called on the compute thread"""
 OnJobs = Callable[[Sequence[Job]], None]
 
 
@@ -90,7 +90,7 @@ class Worker:
         self._waiting: dict[int, deque[Job]] = {}
         self.steps = 0
         self.positions = 0
-        self.on_lone_pass: OnLonePass = lambda _phase, _positions, _units, _seconds: None
+        self.on_pass: OnPass = lambda _phase, _sessions, _positions, _units, _seconds: None
         self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
 
     def __repr__(self) -> str:
@@ -243,8 +243,8 @@ class Worker:
 
         def told(pass_s: float) -> None:
             self.meter.note_pass(phase, pass_s, microbatches=len(works), tokens=new_tokens, unit_tokens=unit_tokens)
-            if len(works) == 1 and not isinstance(outcomes[0], Exception):
-                self.on_lone_pass(phase, works[0].count, units[0], pass_s)
+            if not isinstance(outcomes[0], Exception):
+                self.on_pass(phase, len(works), works[0].count, units[0], pass_s)
 
         with self._stopwatch.timing(told):
             outcomes += self.runner.run_each(works)

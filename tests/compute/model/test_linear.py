@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model import linear
 from swarmnode.compute.model.linear import TIMED_ROWS, TimedLinear, speed_up_linears
-from swarmnode.compute.packed import FORMS, PackedLinear, packed_bytes
+from swarmnode.compute.packed import FORMS, BlockedLinear, PackedLinear, packed_bytes
 
 INPUTS, OUTPUTS = 300, 260
 
@@ -25,7 +25,13 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_forms", {})
 
 
-WAYS = (linear.weight_first_linear, linear.onednn_linear, linear.plain_linear, linear.tiled_linear)
+WAYS = (
+    linear.weight_first_linear,
+    linear.onednn_linear,
+    linear.blocked_linear,
+    linear.plain_linear,
+    linear.tiled_linear,
+)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -42,12 +48,23 @@ def test_all_ways_come_to_the_same(way: linear.Product, shape: tuple[int, ...], 
     assert torch.backends.mkldnn.enabled
 
 
-@pytest.fixture(params=FORMS, ids=lambda form: form.__name__)
+@pytest.fixture(params=FORMS[torch.bfloat16], ids=lambda form: form.__name__)
 def form(request: pytest.FixtureRequest) -> type[PackedLinear]:
     if not request.param.works():
         pytest.skip("this torch cannot, or not on this CPU")
     chosen: type[PackedLinear] = request.param
     return chosen
+
+
+@pytest.mark.parametrize("outputs", [1, 16, OUTPUTS])
+@pytest.mark.parametrize("rows", [(1, 1), (4,), (2, 8), (100,)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_blocks_of_float32_multiply_as_before(outputs: int, rows: tuple[int, ...], has_bias: bool) -> None:
+    weight, x = drawn(outputs, INPUTS), drawn(*rows, INPUTS, seed=1)
+    bias = nn.Parameter(drawn(outputs, seed=2)) if has_bias else None
+    with torch.no_grad():
+        y = BlockedLinear(weight, bias)(x)
+        torch.testing.assert_close(y, functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -84,7 +101,8 @@ def test_what_is_packed_is_held_once_and_what_is_shared_stays(
     with torch.no_grad():
         expected, logits = model.own(x), model.head(x)
     monkeypatch.setattr(linear, "_forms_to_pack", lambda weights, choices: {one.shape: form for one in weights})
-    packing = speed_up_linears(model)
+    packing, later = speed_up_linears(model)
+    assert not later
     packing.run(stopped=lambda: True)
     assert len(packing) == 1 and isinstance(model.own, nn.Linear)
     packing.run()
@@ -93,6 +111,24 @@ def test_what_is_packed_is_held_once_and_what_is_shared_stays(
     with torch.inference_mode():
         torch.testing.assert_close(model.own(x), expected)
         torch.testing.assert_close(model.head(x), logits)
+
+
+def test_a_hook_outlives_timing_and_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter may come before or after either."""
+    model, x = Two(), drawn(2, INPUTS)
+    monkeypatch.setattr(
+        linear, "_choose", lambda weights, others: {one.shape: [linear.blocked_linear] * 6 for one in weights}
+    )
+    monkeypatch.setattr(
+        linear, "_forms_to_pack", lambda weights, choices: {one.shape: BlockedLinear for one in weights}
+    )
+    at_once, in_company = speed_up_linears(model)
+    assert isinstance(model.own, TimedLinear) and not at_once and len(in_company) == 1
+    model.own.register_forward_hook(lambda *_: torch.zeros(2, OUTPUTS))
+    in_company.run()
+    assert isinstance(model.own, BlockedLinear)
+    with torch.no_grad():
+        assert not model.own(x).any()
 
 
 def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +191,7 @@ def test_what_is_chosen_without_weights_holds_when_they_are_there(monkeypatch: p
     monkeypatch.setattr(linear, "_time_in_turns", noted)
     with torch.device("meta"):
         outline = Two()
-    assert len(speed_up_linears(outline)) == 0 and timed
+    assert not any(speed_up_linears(outline)) and timed
     timed.clear()
     model = Two()
     speed_up_linears(model)

@@ -28,7 +28,7 @@ class Ends:
         units = checkpoint.units
         nothing = RunnerConfig(cache_bytes=0)
         head = load_span(checkpoint, units - 1, units)
-        head.packing.run()
+        head.packings.at_once.run()
         return cls(StageRunner(load_span(checkpoint, 0, 1), nothing), StageRunner(head, nothing))
 
     @property
