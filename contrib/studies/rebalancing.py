@@ -78,6 +78,11 @@ class Standing:
     def begin(self) -> None:
         self._world.clock.after(LOOK_S, self._look)
 
+    @property
+    def has_learnt(self) -> bool:
+        """It serves."""
+        return False
+
     def gauges(self) -> dict[str, float]:
         return {}
 

@@ -8,6 +8,7 @@ those outside the cluster is to stand by.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -57,6 +58,15 @@ class StageLayout:
         return _parts(self.stages, capacity)
 
 
+@dataclass(frozen=True)
+class LikelyLayout:
+    """One that comes into question. `step_s`: of its step, the longer for what is fragile, for who is left out, and for what others
+    had to be missed by before it is taken."""
+
+    step_s: float
+    layout: StageLayout
+
+
 def windows_between(spans: Sequence[Span], units: int, capacity: int) -> list[Span]:
     """What a peer can hold that begins and ends where one of the spans does; of what is too long parts, as above."""
     edges = sorted({0, units, *(edge for span in spans if span.units for edge in span)})
@@ -74,21 +84,28 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 
 
 def common_layout(forecast: StepForecast, capacity_units: Sequence[int], *, least_holding: int = 0) -> StageLayout:
-    """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
-    what says whether anybody is left out, and which layouts come into question; the best of them is taken, unless with
-    another one the step is forecast to be shorter, and clearly so where units have fewer holders. `least_holding`: so many have a
-    stage at least, where as many are able to hold one."""
+    """The first of the likely ones."""
+    return likely_layouts(forecast, capacity_units, least_holding=least_holding)[0].layout
+
+
+def likely_layouts(
+    forecast: StepForecast, capacity_units: Sequence[int], *, least_holding: int = 0
+) -> Sequence[LikelyLayout]:
+    """Layouts with which fewest places are missing, one at least, the one first with which a step takes least. An estimate that
+    knows nothing of who holds what says whether anybody is left out, and which layouts come into question; the best of them is
+    first, unless with another one the step is forecast to be shorter, and clearly so where units have fewer holders.
+    `least_holding`: so many have a stage at least, where as many are able to hold one."""
     capacity_N = np.array(capacity_units)
     candidates = sorted(_candidates(forecast, capacity_N), key=lambda one: (one.missing, one.estimate_s))
     most_able = max((len(one.able) for one in candidates), default=0)
     candidates = [one for one in candidates if len(one.able) >= min(least_holding, most_able)]
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
-        return _along(forecast, cut(forecast.unit_s(1), 1), [])
+        return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
     laid = [_laid(forecast, one, capacity_N, least_holding) for one in likely]
     margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
-    values = [margin * step_s for margin, (step_s, _) in zip(margins, laid, strict=True)]
-    return laid[int(np.argmin(values))][1]
+    weighed = [LikelyLayout(margin * s, layout) for margin, (s, layout) in zip(margins, laid, strict=True)]
+    return sorted(weighed, key=lambda one: one.step_s)
 
 
 def _margin(layout: StageLayout, usual: StageLayout) -> float:

@@ -45,6 +45,11 @@ class TrainingPeers:
         """Whether every unit has a holder."""
         return bool(held_units(self.spans, units).any(axis=0).all())
 
+    def go_on(self, units: int) -> bool:
+        """Whether every unit has a holder that has what is learnt of it: steps can be done."""
+        learnt = [STANDING_BY, *(self.spans[peer] for peer in self.learnt)]
+        return bool(held_units(learnt, units).any(axis=0).all())
+
     def lack(self, place: Span, units: int) -> bool:
         """Whether some unit of a place has no holder."""
         held_NU = held_units(self.spans, units)

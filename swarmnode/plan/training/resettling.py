@@ -48,7 +48,7 @@ class Resettling:
         can go, or are on their way. Units without a holder are filled first."""
         if not WORTH_IT < self._gain < math.inf:
             return False
-        together = TrainingPlace(STANDING_BY, self._gain, self._missed(), self._fetching_s())
+        together = TrainingPlace(STANDING_BY, self._gain, self._missed(), self.fetching_s())
         return together.pays(move_s, stay_s) and any(
             self._is_on_its_way(one) or self._may_go(one) for one in range(len(self._places))
         )
@@ -134,7 +134,7 @@ class Resettling:
         stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
         return float(1 - ((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())
 
-    def _fetching_s(self) -> float:
+    def fetching_s(self) -> float:
         """Until all have arrived: one in each stage, then the others, one after another."""
         return max((self._stage_fetching_s(place) for place in {*self._places} - {STANDING_BY}), default=0.0)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
-from swarmnode.plan.training.layout import STANDING_BY, StageLayout, common_layout
+from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, StageLayout, likely_layouts
 from swarmnode.plan.training.placement import (
     HYSTERESIS,
     TrainingPeers,
@@ -30,6 +30,10 @@ from swarmnode.swarm.records.announcement import State
 SETTLING = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
 RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever moves once something is trained
 
+# Of what is learnt: who comes before the first step loads parameters, without AdamW's two memories of them.
+LOADED_SHARE = 1 / 3
+MUCH = 0.5  # relative, of a step: for less not all go to another layout than the best
+
 STANDING_BY_TURNS = 5  # instead of one: nothing is urgent about it, and where each knows other links, all would go
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
@@ -43,7 +47,7 @@ class StepOutlook:
         self.load_of = load_of
         self._network_of = network_of
         self._seen: tuple[object, StepForecast] | None = None
-        self._layout: tuple[int, StageLayout] | None = None  # by that forecast
+        self._layouts: tuple[int, Sequence[LikelyLayout]] | None = None  # by that forecast
 
     def __repr__(self) -> str:
         load = self.load_of()
@@ -54,14 +58,16 @@ class StepOutlook:
         load, network = self.load_of(), self._network_of(view, seen)
         who = load, [peer.peer for peer in seen], capacities
         if self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1].network):
-            self._seen, self._layout = (who, StepForecast(load, network)), None
+            self._seen, self._layouts = (who, StepForecast(load, network)), None
         return self._seen[1]
 
-    def layout(self, forecast: StepForecast, capacities: Sequence[int], *, least_holding: int = 0) -> StageLayout:
+    def layouts(
+        self, forecast: StepForecast, capacities: Sequence[int], *, least_holding: int = 0
+    ) -> Sequence[LikelyLayout]:
         """By the last forecast. Found once for each: with many peers it takes long."""
-        if self._layout is None or self._layout[0] != least_holding:
-            self._layout = least_holding, common_layout(forecast, capacities, least_holding=least_holding)
-        return self._layout[1]
+        if self._layouts is None or self._layouts[0] != least_holding:
+            self._layouts = least_holding, likely_layouts(forecast, capacities, least_holding=least_holding)
+        return self._layouts[1]
 
 
 class TrainingRule:
@@ -102,7 +108,8 @@ class TrainingRule:
         place = self._place(view, joiner, policy, may_stand=True)
         if place is None:
             return reconsider(view, joiner, move_policy)
-        if place.span == own.span or (trains and not place.pays(move_policy.move_s, move_policy.stay_s)):
+        holds = own.state is State.READY and own.span.units > 0
+        if place.span == own.span or (holds and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         turn *= 1 if place.span.units else STANDING_BY_TURNS
@@ -117,29 +124,34 @@ class TrainingRule:
         others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
-        usual, run, layout = self._forecasts(view, seen, capacities)
+        usual, run, layouts = self._forecasts(view, seen, capacities)
         ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         learnt = [number for number in ready if seen[number].has_trained or not begun]
         spans = [STANDING_BY if begun and peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
         alone = partial(_place_alone, run, usual, peers, number, move_policy.hysteresis)
+        settled, layout = begun or may_stand or self._under_way(), layouts[0].layout
+        if begun and peers.go_on(run.load.units):
+            layout = _in_reach(run, layouts, peers, move_policy.stay_s)
+        elif settled:
+            layout = _soonest(run, layouts, peers, move_policy.stay_s, 1.0 if begun else LOADED_SHARE)
         if begun:
             return _trained_place(Resettling(run, layout, peers), alone, number, move_policy)
-        if may_stand and gain_of_all(run, layout.places, spans) <= move_policy.hysteresis:
+        if settled and not _pays_to_load(run, layout, peers, move_policy):
             return alone()
         return choose_training_place(run, layout, peers, number, hysteresis=move_policy.hysteresis)
 
     def _forecasts(
         self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]
-    ) -> tuple[StepForecast, StepForecast, StageLayout]:
-        """Of usual steps, of those of the run in force, and the common layout: for the run, with everybody who is needed for usual
+    ) -> tuple[StepForecast, StepForecast, Sequence[LikelyLayout]]:
+        """Of usual steps, of those of the run in force, and the likely layouts: for the run, with everybody who is needed for usual
         steps."""
         usual = self._usual.forecast(view, seen, capacities)
-        layout = self._usual.layout(usual, capacities)
+        layouts = self._usual.layouts(usual, capacities)
         if self._run.load_of() is usual.load:
-            return usual, usual, layout
+            return usual, usual, layouts
         run = self._run.forecast(view, seen, capacities)
-        return usual, run, self._run.layout(run, capacities, least_holding=layout.holding)
+        return usual, run, self._run.layouts(run, capacities, least_holding=layouts[0].layout.holding)
 
 
 def _place_alone(
@@ -153,6 +165,39 @@ def _place_alone(
         return place
     moved = [place.span if one == peer else span for one, span in enumerate(peers.spans)]
     return place if gain_of_all(run, moved, peers.spans) > 0 else TrainingPlace(now)
+
+
+def _in_reach(
+    forecast: StepForecast, layouts: Sequence[LikelyLayout], peers: TrainingPeers, stay_s: float
+) -> StageLayout:
+    """The first layout; where nobody can fetch in `stay_s` what it asks for, the first one in time with which steps become much
+    shorter. What is less peers may gain alone."""
+    reached = (one.layout for one in layouts if Resettling(forecast, one.layout, peers).fetching_s() < stay_s)
+    best = next(reached, layouts[0].layout)
+    return best if gain_of_all(forecast, best.places, peers.spans) > MUCH else layouts[0].layout
+
+
+def _soonest(
+    forecast: StepForecast, layouts: Sequence[LikelyLayout], peers: TrainingPeers, stay_s: float, share: float
+) -> StageLayout:
+    """The layout with which most steps are done in `stay_s`, none of them while a share of what is learnt is fetched."""
+    best, least_s = layouts[0].layout, math.inf
+    for likely in layouts:
+        if likely.step_s >= least_s:
+            break
+        left_s = stay_s - share * Resettling(forecast, likely.layout, peers).fetching_s()
+        if left_s > 0 and likely.step_s * stay_s / left_s < least_s:
+            best, least_s = likely.layout, likely.step_s * stay_s / left_s
+    return best
+
+
+def _pays_to_load(forecast: StepForecast, layout: StageLayout, peers: TrainingPeers, move_policy: MovePolicy) -> bool:
+    """Before anything is trained: whether a layout is worth it that its units have to be loaded. Nothing is computed meanwhile."""
+    gain = gain_of_all(forecast, layout.places, peers.spans)
+    if gain <= move_policy.hysteresis:
+        return False
+    loading_s = LOADED_SHARE * Resettling(forecast, layout, peers).fetching_s()
+    return TrainingPlace(STANDING_BY, gain, 1.0, loading_s).pays(0.0, move_policy.stay_s)
 
 
 def _trained_place(

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.memory import TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
+from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
 from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
 
 WEIGHT_BYTES = 2  # bf16 or fp16, as GPUs serve and train
-STATE_BYTES = 12  # of a parameter in training
+PARAMETER_BYTES = 4  # float32, as training begins
 ID_BYTES = 8  # of a token
 CONFIG_NAME = "config.json"
 
@@ -125,9 +125,11 @@ class Model:
         """What is left beside a span, for caches."""
         return max(0, usable_bytes(memory_bytes) - sizes.need_bytes(span.start, span.end, 0))
 
-    def loaded_bytes(self, span: Span, *, trains: bool) -> int:
-        """What a peer gets from others to hold a span; in training parameters and AdamW's two memories, in float32."""
-        return (STATE_BYTES if trains else WEIGHT_BYTES) * sum(self.parameters[span.start : span.end])
+    def loaded_bytes(self, span: Span, *, trains: bool, learnt: bool) -> int:
+        """What a peer gets from others to hold a span; in training parameters in float32 and, once something is learnt, AdamW's two
+        memories."""
+        trained_bytes = STATE_BYTES if learnt else PARAMETER_BYTES
+        return (trained_bytes if trains else WEIGHT_BYTES) * sum(self.parameters[span.start : span.end])
 
     def block_parameters(self, block: int) -> int:
         """Of one block of gradients: a unit without what the ends share, or that (SHARED)."""

@@ -37,6 +37,10 @@ Choose = Callable[[View, Joiner], Span]
 class SimulatedWorkload(Protocol):
     """What the swarm is there for. Told of what happens to peers."""
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether there is more to fetch than the weights that all began with."""
+
     def begin(self) -> None:
         """All peers are in place."""
 
@@ -219,7 +223,7 @@ class World:
 
     def _loading_s(self, peer: Peer) -> float:
         """To get the weights from the nearest peer that holds some of them, and onto the device."""
-        size_bytes = self.model.loaded_bytes(peer.span, trains=self._trains)
+        size_bytes = self.model.loaded_bytes(peer.span, trains=self._trains, learnt=self.workload.has_learnt)
         asked = self._chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
         holders = [
             other.index for other in asked if other.serves and other is not peer and other.span.overlaps(peer.span)

@@ -56,6 +56,11 @@ class Serving:
             raise UsageError("the devices together cannot hold the model: nothing can be served")
         self.clock.after(self._chance.expovariate(self.arrivals_per_s), self._arrive)
 
+    @property
+    def has_learnt(self) -> bool:
+        """Weights are all there is."""
+        return False
+
     def gauges(self) -> dict[str, float]:
         """What a curve shows of this moment."""
         running = {session for sessions in self._sessions.values() for session in sessions}

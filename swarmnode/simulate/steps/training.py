@@ -48,7 +48,7 @@ class Training:
         self.settings = settings
         self.encoder = Encoder(world.links, settings.compress)
         self.step = 0
-        rule = simulated_rule(world, settings, self.encoder, lambda: self.step > 0)
+        rule = simulated_rule(world, settings, self.encoder, lambda: self.has_learnt)
         world.follow(PlacementRule(rule.choose, rule.reconsider), SETTLING)
         self._run = settings.run
         self._pipelines = pipelines
@@ -75,6 +75,11 @@ class Training:
 
     def __repr__(self) -> str:
         return f"<Training step {self.step}, {len(self._stages)} stages, {self._ledger!r}>"
+
+    @property
+    def has_learnt(self) -> bool:
+        """Since the first step."""
+        return self.step > 0
 
     def begin(self) -> None:
         """The first step; the eldest coordinates."""

@@ -39,7 +39,12 @@ def simulated_rule(
     def network(_view: View, seen: Sequence[PeerView]) -> TrainingNetwork:
         return _network(world, settings.tokens, seen)
 
-    return TrainingRule(StepOutlook(lambda: load, network), lambda peer: world.met[peer.peer].capacity_units, has_begun)
+    return TrainingRule(
+        StepOutlook(lambda: load, network),
+        lambda peer: world.met[peer.peer].capacity_units,
+        has_begun,
+        under_way=lambda: world.clock.now_s > 0,
+    )
 
 
 def _network(world: World, tokens: int, seen: Sequence[PeerView]) -> TrainingNetwork:

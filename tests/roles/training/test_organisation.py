@@ -40,12 +40,12 @@ def swarm(names: list[str], speeds: list[float], capacity: int = 4) -> View:
     return View(UNITS, peers, coordinates=coordinates)
 
 
-def measured(view: View) -> View:
+def measured(view: View, between_bps: float = 1e8) -> View:
     """All told each other's delays and bandwidths, slow between the islands."""
     names = [peer.peer for peer in view.peers]
     pairs = list(permutations(range(len(names)), 2))
     rtt_s = {(names[one], names[other]): 0.1 if (one - other) % 2 else 0.002 for one, other in pairs}
-    path_bps = {(names[one], names[other]): 1e8 if (one - other) % 2 else 1e9 for one, other in pairs}
+    path_bps = {(names[one], names[other]): between_bps if (one - other) % 2 else 1e9 for one, other in pairs}
     return replace(view, rtt_s=rtt_s, path_bps=path_bps)
 
 
@@ -148,34 +148,57 @@ def test_once_training_has_begun_who_comes_takes_what_one_peer_alone_holds() -> 
 def test_a_layout_is_looked_for_once(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as little is different: it takes long."""
     looked_for = list[tuple[Any, ...]]()
-    find = training_rule.common_layout
+    find = training_rule.likely_layouts
 
     def look(*about: Any, **options: int) -> StageLayout:
         looked_for.append(about)
         return find(*about, **options)
 
-    monkeypatch.setattr(training_rule, "common_layout", look)
+    monkeypatch.setattr(training_rule, "likely_layouts", look)
     view, one = swarm([f"peer {number}" for number in range(4)], [SPEED] * 4), rule(begun=begun)
     for peer in view.peers:
         one.choose(view, joiner(peer))
     assert len(looked_for) == 1
 
 
-def test_once_training_has_begun_all_go_to_other_stages_where_the_rest_of_the_run_pays_for_it() -> None:
-    """Eight peers by turns on two islands hold the halves so that all that is trained crosses the link between these. First one
-    goes on each island: what it has to learn crosses the link once."""
+@pytest.mark.parametrize(("begun", "first"), [(True, 2), (False, 8)])
+def test_all_go_to_other_stages_where_the_rest_of_the_run_pays_for_what_is_fetched(begun: bool, first: int) -> None:
+    """Eight peers by turns on two islands hold the halves so that all that is trained crosses the link between these. Once
+    something is trained one goes first on each island: what it has to learn crosses the link once."""
     view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
     across = [Span(4, 8) if number % 2 else HALF for number in range(8)]
     view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, across, strict=True)))
 
-    own_rule = rule(begun=True, load=replace(LOAD, activation_bytes=4e7))
+    own_rule = rule(begun=begun, load=replace(LOAD, activation_bytes=4e7))
 
     def movers(stay_s: float) -> int:
         policy = MovePolicy(move_s=1.0, stay_s=stay_s)
         return sum(own_rule.reconsider(view, joiner(peer), policy) is not None for peer in view.peers)
 
-    assert movers(1800.0) == 2
+    assert 0 < movers(1800.0) <= first
     assert movers(1.0) == 0
+
+
+@pytest.mark.parametrize(("between_bps", "goes_across"), [(1e5, False), (1e9, True)])
+def test_where_no_step_can_be_done_those_go_on_who_have_the_weights_soonest(
+    between_bps: float, goes_across: bool
+) -> None:
+    """One half is lost. On the other island are cards three times as fast, to which the weights would take hours, or seconds."""
+    speeds = [SPEED, 3 * SPEED] * 4
+    view = measured(swarm([f"peer {number}" for number in range(8)], speeds, capacity=UNITS), between_bps)
+    peers = tuple(
+        replace(peer, span=STANDING_BY, state=State.JOINING) if number % 2 else replace(peer, span=HALF)
+        for number, peer in enumerate(view.peers)
+    )
+    view = replace(view, peers=peers)
+    one = TrainingRule(
+        StepOutlook(lambda: LOAD, announced_network),
+        lambda peer: peer.memory_bytes,
+        lambda: False,
+        under_way=lambda: True,
+    )
+    across = [one.choose(view, joiner(peer)) for peer in view.peers[1::2]]
+    assert any(span.units for span in across) == goes_across
 
 
 def test_who_is_there_but_has_not_trained_yet_is_no_holder_that_others_may_leave_behind() -> None:
