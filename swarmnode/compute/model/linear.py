@@ -40,7 +40,6 @@ PACKED_SAMPLE_BYTES = 32 << 20
 TALLEST = 8192  # outputs of a matrix that are timed: a head has 100,000
 SAMPLE_OUTPUTS = 1024  # where it meets many rows, or takes long to be packed for a try
 MIN_ELEMENTS = 1 << 16  # smaller matrices are all overhead
-HALVES = (torch.bfloat16, torch.float16)
 TILE_BYTES, MIN_TILE_ROWS = 1 << 20, 16
 
 Kind = tuple[torch.dtype, torch.Size, int]
@@ -199,14 +198,16 @@ def _rivals(products: Sequence[Product], sample: Sample, rows: int) -> list[Prod
 def _forms_to_pack(
     weights: Sequence[Tensor], choices: Mapping[torch.Size, Sequence[Product]]
 ) -> dict[torch.Size, type[PackedLinear] | None]:
-    """Per shape, the form in which it is faster, if any: on the average over one session, several, and a prompt."""
-    matrices = _first_bytes(weights, PACKED_SAMPLE_BYTES)
+    """Per shape, the form in which it is faster, if any, on the average over the rows that it is compared for. All are of one
+    dtype."""
+    forms = [form for form in FORMS[weights[0].dtype] if form.works()] if weights else []
+    if not forms:  # no matrices are made up just to be timed
+        return dict.fromkeys(weight.shape for weight in weights)
     best: dict[torch.Size, type[PackedLinear] | None] = {}
-    for shape, dtype in {weight.shape: weight.dtype for weight in weights}.items():
-        forms = [form for form in FORMS[dtype] if form.works()]
-        times = {form: _time_beside(form, matrices[shape], choices[shape]) for form in forms}
-        fastest = min(times, key=times.__getitem__, default=None)
-        best[shape] = fastest if fastest is not None and times[fastest] < MIN_GAIN else None
+    for shape, matrices in _first_bytes(weights, PACKED_SAMPLE_BYTES).items():
+        times = {form: _time_beside(form, matrices, choices[shape]) for form in forms}
+        fastest = min(times, key=times.__getitem__)
+        best[shape] = fastest if times[fastest] < MIN_GAIN else None
     return best
 
 

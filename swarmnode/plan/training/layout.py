@@ -60,8 +60,8 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LikelyLayout:
-    """One that comes into question. `step_s`: of its step, the longer for what is fragile, for who is left out, and for what others
-    had to be missed by before it is taken."""
+    """One that comes into question. `step_s`: of its step, the longer for what is fragile, for who is left out, and by what another
+    one than the estimate's best has to be better."""
 
     step_s: float
     layout: StageLayout
