@@ -57,7 +57,7 @@ class Link:
             else RateLimitedStream(stream, config.rate_limiter, on_left=self._left)
         )
         self._reader = FrameReader(config.max_payload_bytes, config.ledger, greeted=False)
-        self._throughput_meter = ThroughputMeter(config.clock)
+        self._throughput_meter = ThroughputMeter(config.clock, config.link_statistics.arrivals(self.peer))
         self._round_trips = RoundTrips(config.clock)
         self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
         self._early: list[Frame] = []  # frames that came in one read with HELLO

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.measuring.throughput_meter import Arrivals
 
 SAMPLES_KEPT = 5  # of round trips: their median counts, for a single one may have queued behind a payload
 PEERS_KEPT = 256
@@ -30,6 +31,7 @@ class PathMeasurement:
     down_bps: float = 0.0
     down_at_s: float = float("-inf")
     heard_at_s: float = float("-inf")  # on the loop's clock
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     @property
     def rtt_s(self) -> float | None:
@@ -72,6 +74,10 @@ class LinkStatistics:
         """When something came of it last."""
         path_measurement = self._peers.get(peer)
         return float("-inf") if path_measurement is None else path_measurement.heard_at_s
+
+    def arrivals(self, peer: PeerId) -> Arrivals:
+        """What all links to the peer count together."""
+        return self._of(peer).arrivals
 
     def rtt_s(self, peer: PeerId) -> float | None:
         """The round trip to a peer, as far as it is known."""

@@ -11,39 +11,58 @@ FRAMES_KEPT = 5  # whose median counts: one that waited to be read came in no ti
 SHORTEST_S = 1e-6
 
 
-class ThroughputMeter:
-    """Fed after every read with what has come and how much of it belongs to a frame that is not whole yet.
+class Arrivals:
+    """What comes of one peer, on all links to it."""
 
-    Only the time within large frames counts: between frames the sender may have had nothing to say.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self) -> None:
+        self.total_bytes = 0
         self.rate_bps: float | None = None
         self._rates_bps: deque[float] = deque(maxlen=FRAMES_KEPT)
-        self._clock = clock
-        self._began_s: float | None = None
-        self._bytes = 0
 
     def __repr__(self) -> str:
-        return (
-            "<ThroughputMeter unknown>"
-            if self.rate_bps is None
-            else f"<ThroughputMeter {self.rate_bps / 1e6:.3g} Mbit/s>"
-        )
+        rate = "unknown" if self.rate_bps is None else f"{self.rate_bps / 1e6:.3g} Mbit/s"
+        return f"<Arrivals {self.total_bytes} bytes, {rate}>"
+
+    def measured(self, rate_bps: float) -> None:
+        """While a large frame came, everything of the peer came so fast."""
+        self._rates_bps.append(rate_bps)
+        self.rate_bps = statistics.median_low(self._rates_bps)
+
+
+class ThroughputMeter:
+    """Of one link. Fed after every read with what has come and how much of it belongs to a frame that is not whole yet.
+
+    Only the time within large frames counts: between frames the sender may have had nothing to say. What comes of the peer on its
+    other links meanwhile counts, too: they share the way.
+    """
+
+    def __init__(self, clock: Callable[[], float], arrivals: Arrivals | None = None) -> None:
+        self._arrivals = arrivals or Arrivals()
+        self._clock = clock
+        self._began_s: float | None = None
+        self._bytes = 0  # of the frame
+        self._before_bytes = 0  # of the peer, before it
+
+    def __repr__(self) -> str:
+        return f"<ThroughputMeter, {self._arrivals!r}>"
+
+    @property
+    def rate_bps(self) -> float | None:
+        """How fast the peer's large frames come in, on whichever link; None where none has."""
+        return self._arrivals.rate_bps
 
     def note(self, read_bytes: int, pending_bytes: int) -> None:
         """`read_bytes` came; `pending_bytes` of all that came are of an unfinished frame."""
+        self._arrivals.total_bytes += read_bytes
         if self._began_s is not None:
-            self._bytes += read_bytes - (pending_bytes if pending_bytes < read_bytes else 0)
+            next_bytes = pending_bytes if pending_bytes < read_bytes else 0  # of the next frame
+            self._bytes += read_bytes - next_bytes
             if pending_bytes < read_bytes:  # the frame is whole, or another began: the measurement is over
-                self._finish()
+                self._finish(self._began_s, self._arrivals.total_bytes - self._before_bytes - next_bytes)
         if self._began_s is None and pending_bytes:
-            self._began_s, self._bytes = self._clock(), 0
+            self._began_s, self._bytes, self._before_bytes = self._clock(), 0, self._arrivals.total_bytes
 
-    def _finish(self) -> None:
-        assert self._began_s is not None
-        elapsed_s = max(self._clock() - self._began_s, SHORTEST_S)
+    def _finish(self, began_s: float, came_bytes: int) -> None:
         self._began_s = None
         if self._bytes >= MEASURED_BYTES:
-            self._rates_bps.append(self._bytes * 8 / elapsed_s)
-            self.rate_bps = statistics.median_low(self._rates_bps)
+            self._arrivals.measured(came_bytes * 8 / max(self._clock() - began_s, SHORTEST_S))

@@ -26,7 +26,7 @@ class ExpectedStep:
     def __init__(self) -> None:
         self.expected_s = 0.0
         self._forecast_s = 0.0
-        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+        self._ratios = deque([1.0], maxlen=REMEMBERED)  # a first step, which warms up, is not believed alone
 
     def __repr__(self) -> str:
         return f"<ExpectedStep {self.expected_s:.3f} s, {self.correction:.2f} times what was forecast>"
@@ -34,7 +34,7 @@ class ExpectedStep:
     @property
     def correction(self) -> float:
         """How many times as long as forecast the last steps took."""
-        return statistics.median(self._ratios) if self._ratios else 1.0
+        return statistics.median(self._ratios)
 
     def begin(self, forecast_s: float) -> None:
         """A step begins, of which this is forecast: what peers tell of themselves may make it anything."""

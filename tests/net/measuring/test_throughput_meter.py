@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.measuring.throughput_meter import FRAMES_KEPT, MEASURED_BYTES, ThroughputMeter
+from swarmnode.net.measuring.throughput_meter import FRAMES_KEPT, MEASURED_BYTES, Arrivals, ThroughputMeter
 
 READ_BYTES, FRAME_BYTES = 32 * 1024, 512 * 1024
 LINE_BPS = 20e6
@@ -15,7 +15,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.meter = ThroughputMeter(lambda: self.now_s)
+        self.arrivals = Arrivals()
+        self.meter = ThroughputMeter(lambda: self.now_s, self.arrivals)
 
     def frame(self, bits_per_s: float, size_bytes: int = FRAME_BYTES) -> None:
         """One, read by read."""
@@ -48,3 +49,24 @@ def test_a_line_that_has_changed_is_known_after_a_few_frames() -> None:
     for _ in range(FRAMES_KEPT // 2 + 1):
         watch.frame(LINE_BPS / 10)
     assert watch.meter.rate_bps == pytest.approx(LINE_BPS / 10)
+
+
+def test_frames_on_two_links_at_once_share_the_line() -> None:
+    """Each alone comes at half the line's rate; and what comes of the peer comes at the line's."""
+    now_s, arrivals = 0.0, Arrivals()
+    meters = [ThroughputMeter(lambda: now_s, arrivals) for _ in range(2)]
+    for pending_bytes in (*range(READ_BYTES, FRAME_BYTES, READ_BYTES), 0):
+        for meter in meters:
+            now_s += 8 * READ_BYTES / LINE_BPS
+            meter.note(READ_BYTES, pending_bytes)
+    for meter in meters:
+        assert meter.rate_bps == pytest.approx(LINE_BPS, rel=0.05)
+
+
+def test_a_link_that_is_quiet_tells_what_the_busy_one_measures() -> None:
+    watch = Watch()
+    watch.frame(LINE_BPS)
+    quiet = ThroughputMeter(lambda: watch.now_s, watch.arrivals)
+    for _ in range(FRAMES_KEPT):
+        watch.frame(LINE_BPS / 10)
+    assert quiet.rate_bps == pytest.approx(LINE_BPS / 10)

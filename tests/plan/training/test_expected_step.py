@@ -72,13 +72,26 @@ def test_forecasts_are_corrected_by_the_median_of_the_last_steps() -> None:
 def test_a_step_teaches_by_what_is_known_when_it_is_over() -> None:
     expected = ExpectedStep()
     expected.begin(1.0)  # as stages had estimated it
-    expected.end(3.0, 2.5)  # as they have measured it since
+    for _ in range(2):
+        expected.end(3.0, 2.5)  # as they have measured it since
     assert expected.correction == pytest.approx(1.2)
     for nothing in (0.0, math.nan, math.inf):
         again = ExpectedStep()
         again.begin(1.0)
         again.end(3.0, nothing)
-        assert again.correction == pytest.approx(3.0)
+        assert again.correction == pytest.approx(2.0)
+
+
+def test_a_first_step_that_takes_longer_is_half_believed() -> None:
+    expected = ExpectedStep()
+    expected.begin(2.0)
+    expected.end(3.0)  # all warms up
+    expected.begin(2.0)
+    assert expected.expected_s == pytest.approx(2.5)
+    for _ in range(3):
+        expected.end(2.0)
+        expected.begin(2.0)
+    assert expected.expected_s == pytest.approx(2.0)
 
 
 def test_room_for_few_microbatches_at_once_is_waited_for() -> None:

@@ -79,6 +79,7 @@ class StepLoop:
         self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
         self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
         self._expected = ExpectedStep()
+        self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # the step, and the stages
         self._begins = True  # nothing is leased yet
         self._stopped: Stopped | None = None
 
@@ -92,6 +93,11 @@ class StepLoop:
     def counted(self) -> int:
         """Microbatches that all units have counted in this step."""
         return self.run.microbatches - len(self._step_progress.ledger.missing())
+
+    @property
+    def expected_s(self) -> float:
+        """What the step in force is expected to take; 0 where nothing is known."""
+        return self._expected.expected_s
 
     # -- to the first step
 
@@ -273,7 +279,7 @@ class StepLoop:
             self._worker_group.members[peer].discard(self.run.id)
         if self._begins:
             self._step_progress.began_at_s = self._office.clock()
-            self._expect()
+        self._expect_of_those_here()
         self._dispatcher.dispatch(ledger)
         self._begins = self._begins and not len(self._dispatcher.leases)
         hearing = self._worker_group.hearing(self.step)
@@ -347,16 +353,21 @@ class StepLoop:
                 member.send(word)  # which it answers only where it came too late
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
-        self._tell_step(loss, self._office.clock() - self._step_progress.began_at_s, norm, len(usable), self.step)
+        step_s = self._office.clock() - self._step_progress.began_at_s
+        self._tell_step(loss, step_s, norm, len(usable), self.step)
         self.step += 1
         self._claims.clear()
         self._step_progress = self._new_step_progress()
         self._step_progress.enter(usable)
-        self._expect()
+        self._learn_from(step_s)
+        self._expect_of_those_here()
 
-    def _expect(self) -> None:
-        """Something of the step that begins."""
-        self._expected.begin(self._forecast_s())
+    def _expect_of_those_here(self) -> None:
+        """Something of the step in force; anew for other stages, as long as they have counted nothing."""
+        stages = self.step, tuple(member.peer for member in self._worker_group.usable())
+        if (stages != self._expects_of or not self.expected_s) and not self.counted:
+            self._expects_of = stages
+            self._expected.begin(self._forecast_s())
 
     def _forecast_s(self) -> float:
         """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
@@ -364,10 +375,11 @@ class StepLoop:
         averaging_s = self._office.averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
 
-    def _note_forecast(self, step_s: float, expected_s: float) -> None:
-        """How good it was."""
+    def _learn_from(self, step_s: float) -> None:
+        """The last step took so long: how good its forecast was, and how good one would have been by what is known since."""
+        expected_s = self.expected_s
         self._expected.end(step_s, self._forecast_s())
-        if step_s and expected_s:
+        if expected_s:
             off = abs(step_s / expected_s - 1)
             facts = (
                 f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s that were expected",
@@ -376,8 +388,7 @@ class StepLoop:
             self._office.decisions.note(Topic.TRAINING, "expects of a step what stages and links have measured", facts)
 
     def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
-        done, expected_s = self.step - 1 if step is None else step, self._expected.expected_s if step_s else 0.0
-        self._note_forecast(step_s, expected_s)
+        done, expected_s = self.step - 1 if step is None else step, self.expected_s if step_s else 0.0
         self._trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
 
     def stop(self) -> None:
