@@ -21,7 +21,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.roles.training.worker.memory import TrainingMemory, segment_bytes
-from swarmnode.roles.training.worker.training_worker import estimates
+from swarmnode.roles.training.worker.part_loading import estimates
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import SimulatedCards

@@ -39,7 +39,7 @@ from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import ModelSource, from_checkpoint
 from swarmnode.roles.creation.swarm_creation import create_swarm
 from swarmnode.roles.host import HostConfig
-from swarmnode.roles.training.worker import training_worker
+from swarmnode.roles.training.worker import part_loading
 from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
@@ -253,8 +253,8 @@ class VirtualSwarm:
         patch.setattr(secrets, "token_bytes", chance.randbytes)
         patch.setattr(secrets, "randbelow", chance.randrange)
         patch.setattr(speed, "MOST_PASSES", 1)  # by its own clock a device takes a tick for each
-        patch.setattr(training_worker, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
-        patch.setattr(training_worker, "dummy_run_s", _no_dummy_run)
+        patch.setattr(part_loading, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
+        patch.setattr(part_loading, "dummy_run_s", _no_dummy_run)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -12,17 +12,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
-from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
-from swarmnode.compute.graph.costs.rates import measure_rates
-from swarmnode.compute.graph.costs.span_estimate import estimate_span
-from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.speed import Speeds, measure_training
-from swarmnode.compute.stopwatch import Stopwatch
-from swarmnode.compute.throttle import TRAINING_WORK, Throttle
-from swarmnode.compute.training.dummy_run import dummy_run_s
-from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
-from swarmnode.compute.training.segment import Segment
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
@@ -31,13 +21,11 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.budget import AuditBudget
 from swarmnode.plan.compression import Choice
-from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, SpeedCache, at_once, speeds_section
 from swarmnode.roles.measuring.meters import TRAIN
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, LentDevice
-from swarmnode.roles.serving.span_part import LoadedSpan
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
 from swarmnode.roles.serving.stage import ServingStage
 from swarmnode.roles.training.checkpoints.backup_sender import BackupSender
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
@@ -49,14 +37,18 @@ from swarmnode.roles.training.organisation import step_load_of
 from swarmnode.roles.training.spot_checks.check_server import Committer
 from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.roles.training.worker.memory import TrainingMemory
-from swarmnode.roles.training.worker.pass_estimator import PassEstimator
+from swarmnode.roles.training.worker.part_loading import (
+    LoadedSegments,
+    load_served,
+    load_units,
+    make_part,
+    measure_part,
+)
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.roles.training.worker.step_time import StepTime
-from swarmnode.roles.training.worker.training_part import LoadUnits, TrainingPart
+from swarmnode.roles.training.worker.training_part import TrainingPart
 from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
-from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import Section, TrainingNews, WorkSpeeds
 from swarmnode.swarm.records.step_load import StepLoad
 
@@ -107,60 +99,19 @@ class TrainingWorker:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
         layout = hardware.lay_out(units, cache, host.swarm.id)
-        loaded = [[await _load_part(checkpoint, part, hardware) for part in replica] for replica in layout]
-        serving = None
-        if not isinstance(checkpoint, GraphCheckpoint):
-            twins = [[await _load_twin(checkpoint, *one) for one in replica] for replica in loaded]
-            serving = await ServingStage.serve(host, twins, hardware, executors)
+        loaded = [[await load_units(checkpoint, part, hardware) for part in replica] for replica in layout]
+        serving = await _serve(host, checkpoint, hardware, executors, loaded)
         parts = TrainingParts(
-            [[_part(host, checkpoint, hardware, executors, *one) for one in replica] for replica in loaded]
+            [[make_part(host, checkpoint, hardware, executors, *one) for one in replica] for replica in loaded]
         )
-        folder = host.config.home / "training" / host.swarm.id.hex()[:16]
-        checkpoint_manager = CheckpointManager(
-            host.network,
-            host.hello,
-            host.link_config,
-            folder,
-            states.state_server,
-            states.backups,
-            blocks=parts.segment.parameters(),
-        )
-        assert host.swarm.manifest is not None
-        training = TrainingStage(
-            host.network,
-            host.hello,
-            host.link_config,
-            parts,
-            checkpoint_manager,
-            compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
-            completed=host.completed,
-            spot_checks=SpotChecks(
-                host.network,
-                host.hello,
-                host.link_config,
-                Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
-                parts.bench,
-                host.standing,
-                parts.ledger,
-                budget=AuditBudget(hardware.config.audit_share),
-            ),
-            on_neighbour_lost=host.lost_neighbour,
-        )
+        checkpoint_manager = _checkpoint_manager(host, states, parts)
+        training = _stage(host, hardware, parts, checkpoint_manager)
         devices = [device for replica in loaded for device, _ in replica]
         capabilities = [
-            await _measure_part(host, part, hardware, hardware.lent[device], cache)
+            await measure_part(host, part, hardware, hardware.lent[device], cache)
             for part, device in zip(parts, devices, strict=True)
         ]
-        link_times = LinkTimes(host.directory, checkpoint.units, hardware.width, hardware.parameters)
-        election = CoordinatorElection(
-            host.directory,
-            training,
-            checkpoint.units,
-            link_times,
-            clock=host.clock.monotonic,
-            on_crash=host.supervisor.ends_peer,
-            decisions=host.decisions,
-        )
+        election = _election(host, training, checkpoint.units, hardware)
         backups = BackupSender(host, lambda: checkpoint_manager.store, hardware.config.min_holders)
         restoration = Restoration(host, training, checkpoint_manager, checkpoint.units)
         await training.start()
@@ -305,73 +256,66 @@ class TrainingWorker:
             await self._serving.close()
 
 
-def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
-    """Of all units for a microbatch. Raises CheckpointError where the work cannot be estimated."""
+async def _serve(
+    host: Host,
+    checkpoint: Checkpoint,
+    hardware: Hardware,
+    executors: Sequence[Executor],
+    loaded: LoadedSegments,
+) -> ServingStage | None:
+    """What is trained, as it is learnt; nobody serves modules."""
     if isinstance(checkpoint, GraphCheckpoint):
-        return estimate_units(checkpoint.graph, run.microbatch)
-    return estimate_span(checkpoint, run.microbatch, run.sequence)
+        return None
+    twins = [[await load_served(checkpoint, *one) for one in replica] for replica in loaded]
+    return await ServingStage.serve(host, twins, hardware, executors)
 
 
-def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) -> Speeds:
-    """Before anything is trained, as a device is lent. What a graph's inputs are is known to its data alone: its first real work
-    tells."""
-    if not isinstance(segment, SpanSegment):
-        return Speeds()
-    position_s = 1 / measure_training(segment, clock=clock).training_units_per_s
-    return Speeds(training_units_per_s=1 / throttle.lent_s(position_s, throttle.least_of_work_s(TRAINING_WORK)))
-
-
-async def _load_part(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
-    """Units that are ready to be trained, and the number of their device. Raises CheckpointError, LocalError."""
-    load = _loading(checkpoint, str(hardware.lent[part.device].device.torch_device))
-    return part.device, await asyncio.to_thread(load, *part.span)
-
-
-def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
-    """Of units as the swarm was founded with them."""
-    if isinstance(checkpoint, GraphCheckpoint):
-        return functools.partial(load_graph_segment, checkpoint.path, device=device)
-    return functools.partial(load_segment, checkpoint, device=device)
-
-
-async def _load_twin(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
-    """What is served of a part, as the training makes it."""
-    assert isinstance(segment, SpanSegment)
-    return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
-
-
-def _part(
-    host: Host, checkpoint: Checkpoint, hardware: Hardware, executors: Sequence[Executor], device: int, segment: Segment
-) -> TrainingPart:
-    lent = hardware.lent[device]
-    estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))  # asked twice as a run begins
-    clock = host.clock.compute
-    estimator = PassEstimator(
-        segment.device,
-        estimated,
-        functools.partial(measure_rates, clock=clock),
-        functools.partial(dummy_run_s, clock=clock),
-        lent.ledger,
-        throttle=lent.throttle,
-    )
-    return TrainingPart(
-        segment,
-        executors[device],
-        memory=TrainingMemory(lent.ledger, segment, estimated),
-        stopwatch=Stopwatch(segment.device, clock=clock, throttle=lent.throttle),
-        estimator=estimator,
-        load=_loading(checkpoint, "cpu"),
+def _checkpoint_manager(host: Host, states: SharedStates, parts: TrainingParts) -> CheckpointManager:
+    return CheckpointManager(
+        host.network,
+        host.hello,
+        host.link_config,
+        host.config.home / "training" / host.swarm.id.hex()[:16],
+        states.state_server,
+        states.backups,
+        blocks=parts.segment.parameters(),
     )
 
 
-async def _measure_part(
-    host: Host, part: TrainingPart, hardware: Hardware, lent: LentDevice, cache: SpeedCache
-) -> Capability:
-    """On the part's own thread."""
-    conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
-    measuring = functools.partial(measure, part.segment, host.clock.compute, lent.throttle)
-    return await part.call(
-        "measure",
-        lambda: Capability.of(conditions, cache, measuring, clock=host.clock.monotonic),
-        owner=f"units {part.span}",
+def _stage(
+    host: Host, hardware: Hardware, parts: TrainingParts, checkpoint_manager: CheckpointManager
+) -> TrainingStage:
+    assert host.swarm.manifest is not None
+    spot_checks = SpotChecks(
+        host.network,
+        host.hello,
+        host.link_config,
+        Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
+        parts.bench,
+        host.standing,
+        parts.ledger,
+        budget=AuditBudget(hardware.config.audit_share),
+    )
+    return TrainingStage(
+        host.network,
+        host.hello,
+        host.link_config,
+        parts,
+        checkpoint_manager,
+        compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
+        completed=host.completed,
+        spot_checks=spot_checks,
+        on_neighbour_lost=host.lost_neighbour,
+    )
+
+
+def _election(host: Host, training: TrainingStage, units: int, hardware: Hardware) -> CoordinatorElection:
+    return CoordinatorElection(
+        host.directory,
+        training,
+        units,
+        LinkTimes(host.directory, units, hardware.width, hardware.parameters),
+        clock=host.clock.monotonic,
+        on_crash=host.supervisor.ends_peer,
+        decisions=host.decisions,
     )
