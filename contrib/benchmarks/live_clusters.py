@@ -57,7 +57,7 @@ class Run:
         return ["--data", typing.__file__, *named, "--compress", "none", "--checkpoint-steps", "1000"]
 
 
-RUNS = {"activations": Run(128, 6, 256, 4, 0.02), "gradients": Run(256, 6, 16, 4, 0.1)}
+RUNS = {"activations": Run(128, 6, 256, 4, 0.04), "gradients": Run(256, 6, 16, 4, 0.1)}
 
 
 def by_hand(units: int) -> dict[str, dict[str, list[str]]]:

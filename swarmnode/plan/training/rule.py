@@ -122,7 +122,8 @@ class TrainingRule:
         begun, own = self._has_begun(), joiner.seen_in(view)
         here = (*HOLDING, State.DRAINING)  # who drains may be on its way to another place
         others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
-        seen = sorted([*others, own], key=lambda peer: peer.peer)
+        able = [peer for peer in others if self._capacity_of(peer)]  # no bootstrap peers
+        seen = sorted([*able, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
         usual, run, layouts = self._forecasts(view, seen, capacities)
         ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]

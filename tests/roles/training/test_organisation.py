@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -18,7 +19,7 @@ from swarmnode.plan.spans.placement import Joiner, MovePolicy
 from swarmnode.plan.training import rule as training_rule
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.rule import StepOutlook, TrainingRule
-from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, held_units
+from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.roles.training.organisation import announced_network, step_load_of
 from swarmnode.swarm.records.announcement import State
@@ -87,6 +88,22 @@ def test_the_slow_link_carries_the_least_whatever_the_names(seed: int) -> None:
     for island in range(2):
         assert Counter(peer.span for peer in view.peers[island::2]) == {HALF: 2, Span(4, 8): 2}
     assert step_s(view) == pytest.approx(by_order)
+
+
+def test_who_can_hold_nothing_is_nobody_that_is_left_out() -> None:
+    """A bootstrap peer is there, lends nothing, and made leaving others out look dearer."""
+    reckoned_with = set[str]()
+
+    def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
+        reckoned_with.update(peer.peer for peer in peers)
+        return announced_network(view, peers)
+
+    view = swarm(["a", "b", "door"], [SPEED] * 3)
+    door = replace(view.peers[2], span=STANDING_BY, memory_bytes=0)
+    view = replace(view, peers=(*view.peers[:2], door))
+    own_rule = TrainingRule(StepOutlook(lambda: LOAD, network), lambda peer: peer.memory_bytes, lambda: False)
+    assert own_rule.choose(view, joiner(view.peers[0])).units
+    assert reckoned_with == {"a", "b"}
 
 
 def test_nobody_is_believed_to_be_faster_than_all_others_together() -> None:
