@@ -101,6 +101,9 @@ class NoLinkTimes:
     def line_bps(self, _peer: PeerId) -> float:
         return 0.0
 
+    def paths_bps(self, peers: Sequence[PeerId]) -> Floats:
+        return np.zeros((len(peers), len(peers)))
+
     def averaged_bytes(self, _blocks: Sequence[int], _how: Averaging) -> float:
         return 0.0
 

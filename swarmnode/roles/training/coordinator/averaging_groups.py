@@ -112,11 +112,14 @@ class AveragingGroups:
         return AveragingNetwork(self._paths_bps(peers), np.array(lines_bps), np.maximum(delay_NN, delay_NN.T))
 
     def _paths_bps(self, peers: Sequence[PeerId]) -> Floats:
-        """[N, N]; infinite where not both ends have said something."""
+        """[N, N]: as parts came, before the first of them as all links are announced; infinite where not both ends have said
+        something."""
         told_NN = np.array(
             [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
         )
+        announced_NN = self._link_times.paths_bps(peers)
         slower_NN = np.minimum(told_NN, told_NN.T)
+        slower_NN = np.where(slower_NN > 0, slower_NN, np.minimum(announced_NN, announced_NN.T))
         return np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
 
     def _tell(self, chosen: ClusteredGroup) -> None:

@@ -50,6 +50,13 @@ class LinkTimes:
         ways = (0.0, 0.0) if announced is None else (announced.up_bps, announced.down_bps)
         return min((bps for bps in ways if bps > 0), default=0.0)
 
+    def paths_bps(self, peers: Sequence[PeerId]) -> Floats:
+        """Bits/s [from, to] as senders say that the others saw their large frames come; 0 where they say nothing."""
+        announced = self._directory.peers()
+        paths_kbps = [announced[peer].path_kbps if peer in announced else {} for peer in peers]
+        digests = [peer_digest(peer) for peer in peers]
+        return 1e3 * np.array([[told.get(there, 0) for there in digests] for told in paths_kbps], dtype=float)
+
     def averaged_bytes(self, blocks: Sequence[int], how: Averaging) -> float:
         """What replicas send of these blocks; what the ends share counts as the larger of both."""
         if not self._parameters:

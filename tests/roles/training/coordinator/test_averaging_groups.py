@@ -25,13 +25,19 @@ FAST_BPS, SLOW_BPS = 1e9, 50e6
 
 
 class Links:
-    """Lines of 1 Gbit/s, nothing announced of paths, and 100 MB to average."""
+    """Lines of 1 Gbit/s, and 100 MB to average. `announced`: who says how fast their paths are."""
+
+    def __init__(self, announced: str = "") -> None:
+        self._announced = announced
 
     def between(self, peers: Sequence[str], _positions: int) -> tuple[Any, Any]:
         return np.full((len(peers), len(peers)), 0.01), np.zeros((len(peers), len(peers)))
 
     def line_bps(self, _peer: str) -> float:
         return FAST_BPS
+
+    def paths_bps(self, peers: Sequence[str]) -> Any:
+        return np.array([[near(here, there) if here in self._announced else 0.0 for there in peers] for here in peers])
 
     def averaged_bytes(self, _blocks: Sequence[int], _how: Averaging) -> float:
         return 100e6
@@ -64,9 +70,9 @@ def clusters(groups: AveragingGroups, of: Run | None = None, who: str = NAMES) -
     return {member.peer: member.cluster for member in first.members}
 
 
-def made() -> tuple[AveragingGroups, DecisionLog]:
+def made(announced: str = "") -> tuple[AveragingGroups, DecisionLog]:
     decisions = DecisionLog()
-    return AveragingGroups(2, cast("LinkTimes", Links()), LADDER, decisions), decisions
+    return AveragingGroups(2, cast("LinkTimes", Links(announced)), LADDER, decisions), decisions
 
 
 def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_gain() -> None:
@@ -76,6 +82,16 @@ def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_ga
     assert clusters(groups) == {name: int(name in "efgh") for name in NAMES}
     (decision, *_) = decisions.about("0")
     assert decision.what == "has replicas of units 0-1 average over 2 clusters" and "all with all" in decision.facts[0]
+
+
+def test_before_the_first_averaging_what_both_ends_announce_counts() -> None:
+    groups, _ = made(announced=NAMES)
+    assert clusters(groups) == {name: int(name in "efgh") for name in NAMES}
+    alone, _ = made(announced="a")
+    assert set(clusters(alone).values()) == {0}
+    told(groups, bps=lambda _sender, _receiver: FAST_BPS)
+    groups.give_up()
+    assert set(clusters(groups).values()) == {0}, "it is what came of parts that counts"
 
 
 def test_one_end_alone_makes_no_path_slow_or_fast() -> None:

@@ -52,6 +52,12 @@ def test_a_link_that_is_compressed_carries_less() -> None:
     assert sending_NN[0, 2] == plain_NN[0, 2]
 
 
+def test_of_a_path_its_sender_tells() -> None:
+    a = announced("a", path_kbps={peer_digest("b"): 20_000})
+    links = LinkTimes(cast("Any", SimpleNamespace(peers=lambda: {"a": a, "b": announced("b")})), 4, WIDTH)
+    assert links.paths_bps(["a", "b", "stranger"]).tolist() == [[0.0, 2e7, 0.0], [0.0] * 3, [0.0] * 3]
+
+
 def test_codecs_that_nobody_knows_and_lines_that_nobody_measured_are_no_news() -> None:
     delay_NN, sending_NN = between(announced("a", sends={peer_digest("b"): 250}), announced("b", up_bps=1e6))
     assert sending_NN[0, 1] == 0.0 and sending_NN[1, 0] == pytest.approx(PLAIN_BITS / 1e6)
