@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import wide_group
+from swarmnode.net.limits.address_group import home_of, wide_group
 from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 
@@ -57,6 +57,7 @@ class PeerView:
     memory_bytes: int = 0  # that it lends; 0: it did not say
     parallel_speedup: float = 1.0  # as many times its decode speed do several sessions have together
     has_trained: bool = True  # its units are as they were trained, where anything is
+    home: str = ""  # its address, of the open internet: who has the same shares a line with it
 
     @property
     def assumed_units_per_s(self) -> float:
@@ -153,6 +154,7 @@ def view_of(
             announcement.memory_bytes,
             1.0 if trains else announcement.parallel_speedup,
             not trains or announcement.training_step > 0,
+            home_of(announcement.addresses),
         )
         for announcement in announced
     )

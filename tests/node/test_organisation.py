@@ -29,7 +29,7 @@ from swarmnode.swarm.records.sections import Place, TrainingNews
 from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, VirtualTrainer
 from tests.tiny import TinyModel
 from tests.training_results import assert_same_curve, losses_of_one_process
 
@@ -59,6 +59,20 @@ def alone(gpt2: Path, training: Founded) -> dict[int, float]:
 def span_of(member: VirtualMember) -> Span:
     """What it holds now."""
     return Span(*member.node.describe()["span"])
+
+
+async def go_on(trainer: VirtualTrainer, peers: int) -> None:
+    """Another step is done, by so many peers, and then no more."""
+    settled = max(trainer.losses)
+    await trainer.wait_until(lambda: max(trainer.losses) > settled and trainer.peers[max(trainer.losses)] == peers)
+    await trainer.kill()
+
+
+def assert_curve_of_one_process(training: Founded, gpt2: Path, endless: Run, trainer: VirtualTrainer) -> None:
+    """As far as it came."""
+    done = msgspec.structs.replace(endless, steps=len(trainer.losses))
+    alone = losses_of_one_process(training.swarm.manifest, gpt2, DATA, done)
+    assert_same_curve(trainer.losses, alone, steps=done.steps)
 
 
 @in_virtual_time
@@ -129,9 +143,10 @@ async def test_a_planned_node_stays_until_one_of_the_plan_has_gone(founded: Foun
 
 @in_virtual_time
 async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_it(
-    training: Founded, alone: dict[int, float], tmp_path: Path
+    training: Founded, gpt2: Path, tmp_path: Path
 ) -> None:
     """Three nodes hold one half, two the other. Of these one is lost: one of the three goes there, and learns from the other."""
+    endless = msgspec.structs.replace(SETTINGS, steps=400, schedule="constant")
     async with VirtualSwarm(tmp_path) as swarm:
         training.into(swarm)
         await swarm.bootstrap()
@@ -139,7 +154,7 @@ async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_
             swarm.node(f"node-{number}", cost_s=lambda _item: PASS_S, compress="none", memory_bytes=HALF_BYTES)
         for member in swarm.members.values():
             await member.wait_for("ready")
-        trainer = swarm.trainer("trainer", DATA, SETTINGS)
+        trainer = swarm.trainer("trainer", DATA, endless)
         await trainer.wait_for_step(2)
         spans = {name: span_of(member) for name, member in swarm.members.items()}
         (many, three), (few, two) = Counter(spans.values()).most_common()
@@ -147,12 +162,12 @@ async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_
         host = swarm.members["node-0"].node._host
         assert host is not None and host.swarm.manifest is not None
         told = {tuple(peer.step_load) for peer in host.directory.peers().values() if peer.training_step}
-        assert told == {step_load_of(SETTINGS, host.swarm.manifest.model.hidden)}, "what a step asks is known to all"
+        assert told == {step_load_of(endless, host.swarm.manifest.model.hidden)}, "what a step asks is known to all"
         await swarm.members.pop(next(name for name, span in spans.items() if span == few)).kill()
-        assert await trainer.finish() == SETTINGS.steps
-        assert_same_curve(trainer.losses, alone, steps=SETTINGS.steps)
-        held = Counter(span_of(member) for member in swarm.members.values())
-        assert held == {Span(0, 2): 2, Span(2, 4): 2}
+        evenly = {many: 2, few: 2}
+        await trainer.wait_until(lambda: Counter(map(span_of, swarm.members.values())) == evenly)
+        await go_on(trainer, len(swarm.members))
+    assert_curve_of_one_process(training, gpt2, endless, trainer)
 
 
 @in_virtual_time
@@ -180,14 +195,8 @@ async def test_who_trains_comes_to_another_layout_when_links_change_and_nothing_
             swarm.world.set_path(here.peer, there.peer, BETWEEN)
         halves = [{Span(0, 2)}, {Span(2, 4)}]
         await trainer.wait_until(lambda: [{*map(span_of, place)} for place in places] in (halves, halves[::-1]))
-        settled = max(trainer.losses)
-        await trainer.wait_until(
-            lambda: trainer.peers[max(trainer.losses)] == len(members) and max(trainer.losses) > settled
-        )
-        await trainer.kill()
-    done = msgspec.structs.replace(endless, steps=len(trainer.losses))
-    alone = losses_of_one_process(training.swarm.manifest, gpt2, DATA, done)
-    assert_same_curve(trainer.losses, alone, steps=done.steps)
+        await go_on(trainer, len(members))
+    assert_curve_of_one_process(training, gpt2, endless, trainer)
 
 
 @in_virtual_time

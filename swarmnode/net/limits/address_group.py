@@ -13,6 +13,7 @@ from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
 
 IPV4_BITS, IPV6_BITS = 24, 48
+IPV6_HOME_BITS = 64
 
 
 class Claimant(NamedTuple):
@@ -45,6 +46,25 @@ def wide_group(addresses: tuple[str, ...]) -> str:
     nothing in common."""
     groups = (address_group(address) for address in addresses if not is_relayed(address))
     return next(filter(is_wide, groups), "")
+
+
+@lru_cache(maxsize=4096)
+def home_of(addresses: tuple[str, ...]) -> str:
+    """The address on the open internet of somebody with these multiaddrs, which all at home share, and with it the line; of IPv6
+    the /64 that a home has. Empty where none is known."""
+    ips = (_global_ip(address) for address in addresses if not is_relayed(address))
+    ip = next((one for one in ips if one is not None), None)
+    if ip is None:
+        return ""
+    return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, IPV6_HOME_BITS), strict=False))
+
+
+def _global_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        ip = ipaddress.ip_address(host_of(address) or "")
+    except ValueError:
+        return None
+    return ip if ip.is_global else None
 
 
 def owner_of(claimant: Claimant) -> str:

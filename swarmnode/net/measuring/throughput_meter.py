@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 MEASURED_BYTES = 64 * 1024  # of one frame: less says more of latencies than of bandwidth
 FRAMES_KEPT = 5  # whose median counts: one that waited to be read came in no time, one that waited to be sent never
+KEPT_S = 30.0  # after which a frame says nothing beside a new one: few come on some paths, which may have changed since
 SHORTEST_S = 1e-6
 
 
@@ -17,16 +18,16 @@ class Arrivals:
     def __init__(self) -> None:
         self.total_bytes = 0
         self.rate_bps: float | None = None
-        self._rates_bps: deque[float] = deque(maxlen=FRAMES_KEPT)
+        self._measured: deque[tuple[float, float]] = deque(maxlen=FRAMES_KEPT)  # when, and bits/s
 
     def __repr__(self) -> str:
         rate = "unknown" if self.rate_bps is None else f"{self.rate_bps / 1e6:.3g} Mbit/s"
         return f"<Arrivals {self.total_bytes} bytes, {rate}>"
 
-    def measured(self, rate_bps: float) -> None:
+    def measured(self, rate_bps: float, now_s: float) -> None:
         """While a large frame came, everything of the peer came so fast."""
-        self._rates_bps.append(rate_bps)
-        self.rate_bps = statistics.median_low(self._rates_bps)
+        self._measured.append((now_s, rate_bps))
+        self.rate_bps = statistics.median_low(bps for at_s, bps in self._measured if at_s >= now_s - KEPT_S)
 
 
 class ThroughputMeter:
@@ -65,4 +66,5 @@ class ThroughputMeter:
     def _finish(self, began_s: float, came_bytes: int) -> None:
         self._began_s = None
         if self._bytes >= MEASURED_BYTES:
-            self._arrivals.measured(came_bytes * 8 / max(self._clock() - began_s, SHORTEST_S))
+            now_s = self._clock()
+            self._arrivals.measured(came_bytes * 8 / max(now_s - began_s, SHORTEST_S), now_s)

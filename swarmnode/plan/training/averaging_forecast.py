@@ -22,23 +22,37 @@ WIDENING = 4  # of the matrices of a layer, in widths of the model
 
 @dataclass(frozen=True, eq=False)
 class AveragingNetwork:
-    """Between N contributors: bits/s of each path and of each line, infinite where they are not known, and one-way delays."""
+    """Between N contributors: bits/s of each path and of each line, infinite where they are not known, and one-way delays.
+    `homes`: numbers that those have in common whose paths out of their home share a line."""
 
     path_bps_NN: Floats
     line_bps_N: Floats
     delay_NN: Floats
+    homes: tuple[int, ...] = ()
 
     def averaging_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self.line_bps_N
         paths_s = 2 * self._gathered_s(size_bytes, shares, clusters)  # and the same way back
-        return max(paths_s, float(lines_s.max())) + self._delays_s(clusters)
+        homes_s = max(self.homes_s(size_bytes, shares, clusters).values(), default=0.0)
+        return max(paths_s, float(lines_s.max()), homes_s) + self._delays_s(clusters)
+
+    def homes_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> dict[int, float]:
+        """How long the line of each home is at what leaves it, as fast as the fastest of its paths."""
+        if not self.homes:
+            return {}
+        bits_NN, home_N = 8 * size_bytes * crossing(shares, clusters), np.array(self.homes)
+        out_NN = {home: np.outer(home_N == home, home_N != home) for home in set(self.homes)}
+        return {
+            home: float(bits_NN[out].sum() / self.path_bps_NN[out].max()) for home, out in out_NN.items() if out.any()
+        }
 
     def among(self, places: Sequence[int]) -> AveragingNetwork:
         """Of some of them, in this order."""
         pairs = np.ix_(places, places)
-        return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs])
+        homes = tuple(self.homes[place] for place in places) if self.homes else ()
+        return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs], homes)
 
     def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Of one contributor alone: its slowest path."""

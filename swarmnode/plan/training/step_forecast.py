@@ -10,6 +10,7 @@ alone counts lines in full, and so stays where they are fast.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +53,13 @@ class TrainingLoad:
 
 @dataclass(frozen=True, eq=False)
 class TrainingNetwork:
-    """N peers: work on one microbatch per second, and what lies between each two of them. Bandwidths of 0 are not known."""
+    """N peers: work on one microbatch per second, and what lies between each two of them. Bandwidths of 0 are not known. `homes`:
+    numbers that those have in common whose paths out of their home share a line."""
 
     work_per_s_N: Floats
     delay_NN: Floats
     bandwidth_NN: Floats
+    homes: tuple[int, ...] = ()
 
     @property
     def peers(self) -> int:
@@ -66,7 +69,8 @@ class TrainingNetwork:
     def is_like(self, other: TrainingNetwork) -> bool:
         """Whether the two, of the same peers, differ by no more than measurements of the same do."""
         return (
-            _are_alike(self.work_per_s_N, other.work_per_s_N)
+            self.homes == other.homes
+            and _are_alike(self.work_per_s_N, other.work_per_s_N)
             and _are_alike(self.delay_NN, other.delay_NN, SAME_DELAY_S)
             and _are_alike(self.bandwidth_NN, other.bandwidth_NN)
         )
@@ -95,7 +99,7 @@ class StepForecast:
         self._delay_NN = np.maximum(network.delay_NN, network.delay_NN.T) * (1 - np.eye(network.peers))
         self.clusters = Clusters(load.activation_bytes * self.path_NN + self._delay_NN)
         with np.errstate(divide="ignore"):
-            self._averaging = AveragingNetwork(8 / self.path_NN, 8 / self.line_N, self._delay_NN)
+            self._averaging = AveragingNetwork(8 / self.path_NN, 8 / self.line_N, self._delay_NN, network.homes)
         self._members_KN, self._rise_K = self.clusters.members()
         self.latency_s = float(load.work_U.sum() / network.work_per_s_N.mean())
 
@@ -145,7 +149,8 @@ class StepForecast:
         unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
         workers = {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}
         transfers, pairs = Transfers(), np.ix_(chosen, chosen)
-        transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs])
+        homes = [self.network.homes[number] for number in chosen] if self.network.homes else None
+        transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
         played = rehearse(self.load.units, workers, transfers)
         if played is None:
             return float(self._passing_s(self._held(spans, 0), 0, held_units(spans[:1], self.load.units))[0])
@@ -154,24 +159,29 @@ class StepForecast:
         return self.load.microbatches * max(shared_s, played.line_s) + (1 + LAST * uneven) * played.way_s
 
     def _averaged_s(self, held_NU: Floats) -> float:
-        """Until whoever has most to average is done: the units that the same peers hold, one group after another."""
+        """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
+        one group after another."""
         holders_GN, group_U = np.unique(held_NU.T > 0, axis=0, return_inverse=True)
-        busy_s_N = np.zeros(len(held_NU))
+        busy_s_N, homes_s = np.zeros(len(held_NU)), Counter[int]()
         for number, holds_N in enumerate(holders_GN):
-            gradient_bytes = float(self.load.gradient_bytes_U[group_U.ravel() == number].sum())
-            busy_s_N[holds_N] += self._group_s(np.flatnonzero(holds_N), gradient_bytes)
-        return float(busy_s_N.max(initial=0.0))
+            if holds_N.sum() > 1:
+                gradient_bytes = float(self.load.gradient_bytes_U[group_U.ravel() == number].sum())
+                group_s, lines_s = self._group_s(np.flatnonzero(holds_N), gradient_bytes)
+                busy_s_N[holds_N] += group_s
+                homes_s.update(lines_s)
+        return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0)
 
-    def _group_s(self, members: Indexes, gradient_bytes: float) -> float:
-        """Of replicas that average all with all, or over clusters where they may and that is faster."""
-        if len(members) <= 1:
-            return 0.0
+    def _group_s(self, members: Indexes, gradient_bytes: float) -> tuple[float, dict[int, float]]:
+        """Of replicas that average all with all, or over clusters where they may and that is faster; and how long lines of homes
+        are at it."""
         among, alike, flat = self._averaging.among(members.tolist()), (1,) * len(members), (0,) * len(members)
         flat_s = among.averaging_s(gradient_bytes, alike, flat)
         clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
         several = [one for one in clusterings if 1 < len(set(one)) < len(members)] if self.load.over_clusters else []
-        least_s = min((among.averaging_s(gradient_bytes, alike, one) for one in several), default=flat_s)
-        return least_s if least_s * GAIN <= flat_s else flat_s
+        seconds = {one: among.averaging_s(gradient_bytes, alike, one) for one in several}
+        best = min(seconds, key=seconds.__getitem__, default=flat)
+        chosen = best if seconds.get(best, flat_s) * GAIN <= flat_s else flat
+        return seconds.get(chosen, flat_s), among.homes_s(gradient_bytes, alike, chosen)
 
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
         """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""

@@ -1,7 +1,8 @@
 """What handing a microbatch on costs: transfers between stages, booked for what is under way as computing is.
 
 A path takes one message after another, and so does the line of whoever sends: what a peer sends to different ones leaves it at
-the pace of its fastest path. Every hop carries activations there and gradients of the same size back.
+the pace of its fastest path; and what peers of one home send to others leaves the home's line at that of the fastest of their paths
+out of it. Every hop carries activations there and gradients of the same size back.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Transfers:
     def __repr__(self) -> str:
         return f"<Transfers between {len(self._number)} peers, {self._booked.total()} messages booked>"
 
-    def know(self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats) -> None:
+    def know(
+        self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, homes: Sequence[int] | None = None
+    ) -> None:
         """Seconds [from, to] between peers: how long a message is under way, and how long a microbatch's values take to be sent.
-        What is booked stays."""
+        `homes`: numbers that those have in common who share a line. What is booked stays."""
         self._number = {peer: number for number, peer in enumerate(peers)}
         unknown = (0, 1)  # one more, for everybody else
         self._delay_NN = np.pad(delay_NN, unknown)
@@ -37,6 +40,7 @@ class Transfers:
         apart_NN = np.where(np.eye(len(peers), dtype=bool), np.inf, sending_NN)
         self._uplink_N = np.pad(apart_NN.min(axis=1, initial=np.inf), unknown)  # its fastest path
         self._uplink_N[np.isinf(self._uplink_N)] = 0.0
+        self._homes = SharedLines(homes, sending_NN) if homes else None
         self._booked_NN = np.zeros_like(self._sending_NN)
         for (sender, receiver), count in self._booked.items():
             self._booked_NN[self._at(sender), self._at(receiver)] += count
@@ -76,14 +80,40 @@ class Transfers:
         pairs = np.ix_(at_N, at_N)
         path_NN = (self._booked_NN[pairs] + 1) * self._sending_NN[pairs]
         line_N = (self._booked_NN.sum(axis=1) + 1)[at_N] * self._uplink_N[at_N]
-        one_way_NN = np.maximum(path_NN, line_N[:, None]) + self._delay_NN[pairs]
+        one_way_NN = np.maximum(path_NN, line_N[:, None])
+        if self._homes is not None:
+            one_way_NN = np.maximum(one_way_NN, self._homes.one_more_s(self._booked_NN)[pairs])
+        one_way_NN = one_way_NN + self._delay_NN[pairs]
         both_NN: Floats = one_way_NN + one_way_NN.T
         return both_NN
 
     def _busy_s_N(self) -> Floats:
         lines_N = self._booked_NN.sum(axis=1) * self._uplink_N
         busy_N: Floats = np.maximum((self._booked_NN * self._sending_NN).max(axis=1), lines_N)
-        return busy_N
+        return busy_N if self._homes is None else np.maximum(busy_N, self._homes.busy_s(self._booked_NN))
 
     def _at(self, peer: PeerId) -> int:
         return self._number.get(peer, len(self._number))
+
+
+class SharedLines:
+    """Of the homes of peers, and of everybody else, who is at home with nobody, and whose line nobody knows. `sending_NN`: seconds
+    [from, to] between the peers that a message takes by itself."""
+
+    def __init__(self, homes: Sequence[int], sending_NN: Floats) -> None:
+        home_N = np.array([*homes, -1])
+        self._together_NN = home_N[:, None] == home_N
+        self._out_NN = ~self._together_NN
+        fastest_N = np.where(self._out_NN[:-1, :-1], sending_NN, np.inf).min(axis=1)
+        line_s_N = np.where(self._together_NN[:-1, :-1], fastest_N, np.inf).min(axis=1)
+        self._line_s_N = np.pad(np.where(np.isfinite(line_s_N), line_s_N, 0.0), (0, 1))
+
+    def busy_s(self, booked_NN: Floats) -> Floats:
+        """[N]: how long the line of each one's home is at what is booked."""
+        busy_s_N: Floats = (self._together_NN @ (booked_NN * self._out_NN).sum(axis=1)) * self._line_s_N
+        return busy_s_N
+
+    def one_more_s(self, booked_NN: Floats) -> Floats:
+        """[N, N]: until it has carried one more from one to another; nothing where that stays at home."""
+        one_more_NN: Floats = (self.busy_s(booked_NN) + self._line_s_N)[:, None] * self._out_NN
+        return one_more_NN

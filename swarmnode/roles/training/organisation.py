@@ -102,7 +102,15 @@ def announced_network(view: View, peers: Sequence[PeerView], positions: int = PO
     usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
     units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)
     names = [peer.peer for peer in peers]
-    return TrainingNetwork(units_per_s_N / positions, likely_delays(view, names), bandwidths(view, names))
+    return TrainingNetwork(
+        units_per_s_N / positions, likely_delays(view, names), bandwidths(view, names), _homes(peers)
+    )
+
+
+def _homes(peers: Sequence[PeerView]) -> tuple[int, ...]:
+    """Numbers of homes; nothing where each has one of its own."""
+    homes = [peer.home or peer.peer for peer in peers]
+    return tuple(map(homes.index, homes)) if len(set(homes)) < len(homes) else ()
 
 
 def has_begun(directory: Directory) -> bool:

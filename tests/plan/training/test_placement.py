@@ -376,6 +376,26 @@ def test_replicas_that_may_average_over_clusters_are_forecast_so() -> None:
     assert over_clusters_s - passing_s < 0.75 * (flat_s - passing_s)
 
 
+def test_what_leaves_a_home_goes_one_after_another_whoever_sends_it() -> None:
+    """Two at each of two homes. Halves of which each home has one: all activations cross the one line. Pipelines in both homes:
+    the gradients of both halves do."""
+    apart = islands([2, 2], work_per_s=100.0)
+    at_home = replace(apart, homes=(0, 1, 0, 1))
+    first, second = Span(0, 4), Span(4, 8)
+    stages, pipelines = [first, second, first, second], [first, first, second, second]
+    activations, gradients = load(0.0, 5e6), load(5e6, 0.0)
+    crossing_s = 32 * 5e6 * 8 / FAR_BPS
+    assert StepForecast(activations, apart).arranged_s(stages) < 0.8 * crossing_s
+    assert StepForecast(activations, at_home).arranged_s(stages) == pytest.approx(crossing_s, rel=0.15)
+    assert StepForecast(activations, at_home).arranged_s(pipelines) == pytest.approx(
+        StepForecast(activations, apart).arranged_s(pipelines)
+    )
+    by_path_s, by_line_s = (StepForecast(gradients, one).arranged_s(pipelines) for one in (apart, at_home))
+    passing_s = StepForecast(load(0.0, 0.0), apart).arranged_s(pipelines)
+    assert by_line_s - passing_s == pytest.approx(2 * 4 * 5e6 * 8 / FAR_BPS, rel=0.2)
+    assert by_path_s < by_line_s
+
+
 def test_stages_share_the_work() -> None:
     assert cut(np.ones(UNITS), 4) == [Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)]
     heavy_end = np.array([1.0] * 7 + [5.0])

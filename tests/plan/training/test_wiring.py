@@ -113,6 +113,23 @@ def test_a_line_carries_one_message_after_another_whoever_they_are_for() -> None
     assert paths.there_and_back_s("ac")[0, 1] == pytest.approx(1.1 + 0.6), "a still sends to b; c sends to nobody"
 
 
+def test_what_a_home_sends_leaves_by_its_line_and_what_stays_does_not() -> None:
+    """a and b are at home with each other, c and d somewhere else each."""
+    out_NN = 1.0 - np.eye(4)
+    out_NN[0, 1] = out_NN[1, 0] = 0.1
+    alone, shared = Transfers(), Transfers()
+    alone.know(list("abcd"), np.zeros((4, 4)), out_NN)
+    shared.know(list("abcd"), np.zeros((4, 4)), out_NN, homes=[0, 0, 1, 2])
+    for transfers in (alone, shared):
+        transfers.book(["a", "c"], 1)
+        transfers.book(["b", "d"], 1)
+        transfers.book(["a", "b"], 1)
+    assert (alone.busiest_s(), shared.busiest_s()) == (1.0, 2.0)
+    assert shared.there_and_back_s(["a", "c"])[0, 1] == pytest.approx(3.0 + 2.0)
+    assert shared.there_and_back_s(["a", "b"])[0, 1] == alone.there_and_back_s(["a", "b"])[0, 1]
+    assert shared.idle().busiest_s() == 0.0
+
+
 def test_no_name_is_favoured() -> None:
     """Of equal replicas it is not always the one that comes first in the alphabet."""
     firsts = set()
