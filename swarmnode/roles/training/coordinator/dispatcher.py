@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import HopSpec
@@ -93,12 +95,17 @@ class Dispatcher:
                 return  # else it is only this one that waits for a certain peer
 
     def passing_s(self, step: int, microbatches: int) -> float:
-        """What so many microbatches will take, all alone; 0 where a stage is not measured, or units have nobody."""
-        workers = {peer: member.worker for peer, member in self._members.items() if member.state is WorkerState.USABLE}
-        if not workers or not all(worker.unit_s for worker in workers.values()):
+        """What so many microbatches will take, all alone; 0 where no stage is measured, or units have nobody. A stage that has just
+        come is taken to be as fast as most."""
+        members = (member for member in self._members.values() if member.state is WorkerState.USABLE)
+        workers = {member.peer: member.worker for member in members}
+        measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
+        if not measured_s:
             return 0.0
         self._know_links(step, workers)
-        return passing_s(self._units, workers, self._transfers, microbatches)
+        usual_s = statistics.median(measured_s)
+        likely = {peer: replace(worker, unit_s=worker.unit_s or usual_s) for peer, worker in workers.items()}
+        return passing_s(self._units, likely, self._transfers, microbatches)
 
     def _know_links(self, step: int, workers: Mapping[PeerId, Replica]) -> None:
         """Anew in each step, and where other stages take part; and how many microbatches at once keep each of them busy."""

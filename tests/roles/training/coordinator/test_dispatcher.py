@@ -54,9 +54,8 @@ class Office:
             trainer_connections.add(trainer, 0)
         self.strikes = Strikes(clock)
         links = cast("Any", NoLinkTimes())
-        self.dispatcher = Dispatcher(
-            UNITS, {"stage": self.member}, trainer_connections, self.strikes, links, clock=clock
-        )
+        self.members = {"stage": self.member}
+        self.dispatcher = Dispatcher(UNITS, self.members, trainer_connections, self.strikes, links, clock=clock)
         self.dispatcher.term, self.dispatcher.key = 1, KEY
         self.dispatcher.begin(RUN)
         self.ledger = StepLedger(0, UNITS, RUN.microbatches)
@@ -142,3 +141,16 @@ def test_nobody_else_is_blamed_for_a_stage_that_is_lost(office: Office) -> None:
     office.dispatcher.lose("stage")
     for record in office.dispatcher.leases:
         assert office.dispatcher.blame(record, office.ledger) == frozenset()
+
+
+def test_a_stage_that_is_not_measured_yet_is_forecast_to_be_as_fast_as_most() -> None:
+    office = Office()
+    assert office.dispatcher.passing_s(0, 10) == 0.0, "nobody is measured"
+    office.member.worker.unit_s = 0.5
+    assert office.dispatcher.passing_s(0, 10) == pytest.approx(10 * UNITS * 0.5)
+    newcomer = Replica(Span(0, UNITS))
+    office.members["new"] = WorkerHandle(
+        "new", cast("Any", Line("new")), lambda: 0.0, WorkerState.USABLE, worker=newcomer
+    )
+    assert office.dispatcher.passing_s(0, 10) == pytest.approx(5 * UNITS * 0.5, rel=0.25)
+    assert newcomer.unit_s == 0.0, "which is told by itself alone"
