@@ -63,6 +63,7 @@ class Pipe:
         self._wake()
 
     async def read_into(self, buffer: memoryview) -> int:
+        """What has arrived, as much of it as the buffer takes; 0 at the end. Raises PeerLost."""
         while not self._arrived:
             if self.broken:
                 raise PeerLost(f"the stream to peer {self.source} was reset", peer=self.source)

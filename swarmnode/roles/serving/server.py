@@ -181,6 +181,7 @@ class StageServer:
     # -- what sessions need
 
     def submit(self, job: Job) -> None:
+        """Have the replica that holds the job's session compute it."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
         self._replicas.of(job.session).submit(job, self._loop_s())

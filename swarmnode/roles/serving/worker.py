@@ -171,6 +171,7 @@ class Worker:
     # -- below: the compute thread
 
     def put(self, item: Job) -> None:
+        """It waits for a pass that it fits into."""
         self._waiting.setdefault(item.session, deque()).append(item)
         self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 
@@ -190,6 +191,7 @@ class Worker:
         return job
 
     def abandon(self, items: Iterable[Job], error: Exception) -> None:
+        """Nothing is computed any more, neither these nor what waits."""
         self._give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
         self._waiting.clear()
 

@@ -87,6 +87,7 @@ class CoordinatorElection:
         self._tasks.spawn(self._follow_directory(), "directory")
 
     async def close(self) -> None:
+        """Neither follow nor coordinate any more."""
         await self._tasks.close()
         if self._coordinator is not None:
             await self._coordinator.close()

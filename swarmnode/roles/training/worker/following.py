@@ -88,4 +88,5 @@ class Following:
                 self._leave(line, f"says nothing for {SILENCE_S:.0f} s")
 
     async def close(self) -> None:
+        """Follow nobody any more."""
         await self._tasks.close()

@@ -129,6 +129,7 @@ class MicrobatchInFlight:
 
     @property
     def ended(self) -> bool:
+        """Whether nothing is expected of it any more."""
         return self._ended
 
     @property
