@@ -365,7 +365,8 @@ class StepLoop:
     def _expect_of_those_here(self) -> None:
         """Something of the step in force; anew for other stages, as long as they have counted nothing."""
         stages = self.step, tuple(member.peer for member in self._worker_group.usable())
-        if (stages != self._expects_of or not self.expected_s) and not self.counted:
+        is_known = stages == self._expects_of and (self.expected_s > 0 or not self._begins)
+        if not is_known and not self.counted:
             self._expects_of = stages
             self._expected.begin(self._forecast_s())
 
