@@ -89,6 +89,14 @@ def host_of(address: str) -> str | None:
     return _value(address, "ip4", "ip6", "dns", "dns4", "dns6")
 
 
+def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address at which it begins; None for a name, since whose that is may change, and for what is no address."""
+    try:
+        return ipaddress.ip_address(host_of(address) or "")
+    except ValueError:
+        return None
+
+
 def with_host(address: str, host: str) -> str:
     """The address with another IP address at its beginning."""
     _, _protocol, _host, *rest = address.split("/")

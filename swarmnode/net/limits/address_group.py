@@ -9,7 +9,7 @@ import ipaddress
 from functools import lru_cache
 from typing import NamedTuple
 
-from swarmnode.net.addressing.addresses import host_of, is_relayed
+from swarmnode.net.addressing.addresses import host_of, ip_of, is_relayed
 from swarmnode.net.interfaces import PeerId
 
 IPV4_BITS, IPV6_BITS = 24, 48
@@ -25,10 +25,8 @@ class Claimant(NamedTuple):
 
 def address_group(address: str) -> str:
     """The group of a multiaddr. Who comes over a relay is of the relay's."""
-    host = host_of(address) or ""
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
+    host, ip = host_of(address) or "", ip_of(address)
+    if ip is None:
         return host
     if ip.is_global:
         host = str(ipaddress.ip_network((ip, IPV4_BITS if ip.version == 4 else IPV6_BITS), strict=False))
@@ -52,19 +50,11 @@ def wide_group(addresses: tuple[str, ...]) -> str:
 def home_of(addresses: tuple[str, ...]) -> str:
     """The address on the open internet of somebody with these multiaddrs, which all at home share, and with it the line; of IPv6
     the /64 that a home has. Empty where none is known."""
-    ips = (_global_ip(address) for address in addresses if not is_relayed(address))
-    ip = next((one for one in ips if one is not None), None)
+    ips = (ip_of(address) for address in addresses if not is_relayed(address))
+    ip = next((one for one in ips if one is not None and one.is_global), None)
     if ip is None:
         return ""
     return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, IPV6_HOME_BITS), strict=False))
-
-
-def _global_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        ip = ipaddress.ip_address(host_of(address) or "")
-    except ValueError:
-        return None
-    return ip if ip.is_global else None
 
 
 def owner_of(claimant: Claimant) -> str:

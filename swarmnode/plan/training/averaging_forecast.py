@@ -35,14 +35,15 @@ class AveragingNetwork:
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self.line_bps_N
         paths_s = 2 * self._gathered_s(size_bytes, shares, clusters)  # and the same way back
-        homes_s = max(self.homes_s(size_bytes, shares, clusters).values(), default=0.0)
+        homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
         return max(paths_s, float(lines_s.max()), homes_s) + self._delays_s(clusters)
 
     def homes_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> dict[int, float]:
         """How long the line of each home is at what leaves it, as fast as the fastest of its paths."""
-        if not self.homes:
-            return {}
-        bits_NN, home_N = 8 * size_bytes * crossing(shares, clusters), np.array(self.homes)
+        return self._homes_s(8 * size_bytes * crossing(shares, clusters)) if self.homes else {}
+
+    def _homes_s(self, bits_NN: Floats) -> dict[int, float]:
+        home_N = np.array(self.homes)
         out_NN = {home: np.outer(home_N == home, home_N != home) for home in set(self.homes)}
         return {
             home: float(bits_NN[out].sum() / self.path_bps_NN[out].max()) for home, out in out_NN.items() if out.any()

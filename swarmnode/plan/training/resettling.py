@@ -33,6 +33,7 @@ class Resettling:
     """Of these peers into this layout."""
 
     def __init__(self, forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> None:
+        self.layout = layout
         self._forecast, self._places, self._peers = forecast, _with_fewest_moves(forecast, layout, peers), peers
         everybody = range(len(peers.spans))
         self._learnt = [peers.spans[one] if peers.has_learnt(one) else STANDING_BY for one in everybody]

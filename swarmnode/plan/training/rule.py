@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
-from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, StageLayout, likely_layouts
+from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, likely_layouts
 from swarmnode.plan.training.placement import (
     HYSTERESIS,
     TrainingPeers,
@@ -131,15 +131,18 @@ class TrainingRule:
         spans = [STANDING_BY if begun and peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
         alone = partial(_place_alone, run, usual, peers, number, move_policy.hysteresis)
-        settled, layout = begun or may_stand or self._under_way(), layouts[0].layout
-        if begun and peers.go_on(run.load.units):
-            layout = _in_reach(run, layouts, peers, move_policy.stay_s)
-        elif settled:
-            layout = _soonest(run, layouts, peers, move_policy.stay_s, 1.0 if begun else LOADED_SHARE)
+        stay_s, layout = move_policy.stay_s, layouts[0].layout
         if begun:
-            return _trained_place(Resettling(run, layout, peers), alone, number, move_policy)
-        if settled and not _pays_to_load(run, layout, peers, move_policy):
-            return alone()
+            goes_on = peers.go_on(run.load.units)
+            resettling = (
+                _in_reach(run, layouts, peers, stay_s) if goes_on else _soonest(run, layouts, peers, stay_s, 1.0)
+            )
+            return _trained_place(resettling, alone, number, move_policy)
+        if may_stand or self._under_way():
+            resettling = _soonest(run, layouts, peers, stay_s, LOADED_SHARE)
+            if not _pays_to_load(run, resettling, peers, move_policy):
+                return alone()
+            layout = resettling.layout
         return choose_training_place(run, layout, peers, number, hysteresis=move_policy.hysteresis)
 
     def _forecasts(
@@ -170,34 +173,40 @@ def _place_alone(
 
 def _in_reach(
     forecast: StepForecast, layouts: Sequence[LikelyLayout], peers: TrainingPeers, stay_s: float
-) -> StageLayout:
-    """The first layout; where nobody can fetch in `stay_s` what it asks for, the first one in time with which steps become much
-    shorter. What is less peers may gain alone."""
-    reached = (one.layout for one in layouts if Resettling(forecast, one.layout, peers).fetching_s() < stay_s)
-    best = next(reached, layouts[0].layout)
-    return best if gain_of_all(forecast, best.places, peers.spans) > MUCH else layouts[0].layout
+) -> Resettling:
+    """Into the first layout; where nobody can fetch in `stay_s` what it asks for, into the first one in time with which steps
+    become much shorter. What is less peers may gain alone."""
+    first = Resettling(forecast, layouts[0].layout, peers)
+    if first.fetching_s() < stay_s:
+        return first
+    others = (Resettling(forecast, one.layout, peers) for one in layouts[1:])
+    best = next((one for one in others if one.fetching_s() < stay_s), first)
+    return best if gain_of_all(forecast, best.layout.places, peers.spans) > MUCH else first
 
 
 def _soonest(
     forecast: StepForecast, layouts: Sequence[LikelyLayout], peers: TrainingPeers, stay_s: float, share: float
-) -> StageLayout:
-    """The layout with which most steps are done in `stay_s`, none of them while a share of what is learnt is fetched."""
-    best, least_s = layouts[0].layout, math.inf
+) -> Resettling:
+    """Into the layout with which most steps are done in `stay_s`, none of them while a share of what is learnt is fetched."""
+    best, least_s = None, math.inf
     for likely in layouts:
         if likely.step_s >= least_s:
             break
-        left_s = stay_s - share * Resettling(forecast, likely.layout, peers).fetching_s()
+        resettling = Resettling(forecast, likely.layout, peers)
+        left_s = stay_s - share * resettling.fetching_s()
         if left_s > 0 and likely.step_s * stay_s / left_s < least_s:
-            best, least_s = likely.layout, likely.step_s * stay_s / left_s
-    return best
+            best, least_s = resettling, likely.step_s * stay_s / left_s
+    return best or Resettling(forecast, layouts[0].layout, peers)
 
 
-def _pays_to_load(forecast: StepForecast, layout: StageLayout, peers: TrainingPeers, move_policy: MovePolicy) -> bool:
+def _pays_to_load(
+    forecast: StepForecast, resettling: Resettling, peers: TrainingPeers, move_policy: MovePolicy
+) -> bool:
     """Before anything is trained: whether a layout is worth it that its units have to be loaded. Nothing is computed meanwhile."""
-    gain = gain_of_all(forecast, layout.places, peers.spans)
+    gain = gain_of_all(forecast, resettling.layout.places, peers.spans)
     if gain <= move_policy.hysteresis:
         return False
-    loading_s = LOADED_SHARE * Resettling(forecast, layout, peers).fetching_s()
+    loading_s = LOADED_SHARE * resettling.fetching_s()
     return TrainingPlace(STANDING_BY, gain, 1.0, loading_s).pays(0.0, move_policy.stay_s)
 
 

@@ -149,7 +149,7 @@ class StepForecast:
         unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
         workers = {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}
         transfers, pairs = Transfers(), np.ix_(chosen, chosen)
-        homes = [self.network.homes[number] for number in chosen] if self.network.homes else None
+        homes = [self.network.homes[number] for number in chosen] if self.network.homes else ()
         transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
         played = rehearse(self.load.units, workers, transfers)
         if played is None:

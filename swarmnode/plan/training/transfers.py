@@ -28,9 +28,7 @@ class Transfers:
     def __repr__(self) -> str:
         return f"<Transfers between {len(self._number)} peers, {self._booked.total()} messages booked>"
 
-    def know(
-        self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, homes: Sequence[int] | None = None
-    ) -> None:
+    def know(self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, homes: Sequence[int] = ()) -> None:
         """Seconds [from, to] between peers: how long a message is under way, and how long a microbatch's values take to be sent.
         `homes`: numbers that those have in common who share a line. What is booked stays."""
         self._number = {peer: number for number, peer in enumerate(peers)}

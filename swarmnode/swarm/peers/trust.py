@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from swarmnode.errors import UsageError
-from swarmnode.net.addressing.addresses import host_of
+from swarmnode.net.addressing.addresses import ip_of
 from swarmnode.swarm.records.announcement import Announcement
 
 MIN_END_CHARS = 8
@@ -73,12 +73,5 @@ def _network(text: str) -> IpNetwork:
 
 
 def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
-    hosts = [_ip(host_of(address)) for address in announcement.addresses]
+    hosts = [ip_of(address) for address in announcement.addresses]
     return bool(hosts) and all(host is not None and host in network for host in hosts)
-
-
-def _ip(host: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return None if host is None else ipaddress.ip_address(host)
-    except ValueError:
-        return None  # a name: whose it is may change

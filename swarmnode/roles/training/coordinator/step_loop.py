@@ -359,16 +359,23 @@ class StepLoop:
         self._claims.clear()
         self._step_progress = self._new_step_progress()
         self._step_progress.enter(usable)
-        self._learn_from(step_s)
-        self._expect_of_those_here()
+        forecast_s = self._forecast_s()
+        self._learn_from(step_s, forecast_s)
+        self._expect(forecast_s)
 
     def _expect_of_those_here(self) -> None:
         """Something of the step in force; anew for other stages, as long as they have counted nothing."""
-        stages = self.step, tuple(member.peer for member in self._worker_group.usable())
-        is_known = stages == self._expects_of and (self.expected_s > 0 or not self._begins)
+        is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
         if not is_known and not self.counted:
-            self._expects_of = stages
-            self._expected.begin(self._forecast_s())
+            self._expect(self._forecast_s())
+
+    def _expect(self, forecast_s: float) -> None:
+        self._expects_of = self._stages_here()
+        self._expected.begin(forecast_s)
+
+    def _stages_here(self) -> tuple[int, tuple[PeerId, ...]]:
+        """The step, and who takes part in it."""
+        return self.step, tuple(member.peer for member in self._worker_group.usable())
 
     def _forecast_s(self) -> float:
         """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
@@ -376,10 +383,10 @@ class StepLoop:
         averaging_s = self._office.averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
 
-    def _learn_from(self, step_s: float) -> None:
-        """The last step took so long: how good its forecast was, and how good one would have been by what is known since."""
+    def _learn_from(self, step_s: float, forecast_s: float) -> None:
+        """The last step took so long: how good its forecast was, and how good this one would have been, by what is known since."""
         expected_s = self.expected_s
-        self._expected.end(step_s, self._forecast_s())
+        self._expected.end(step_s, forecast_s)
         if expected_s:
             off = abs(step_s / expected_s - 1)
             facts = (
