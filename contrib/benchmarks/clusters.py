@@ -104,11 +104,9 @@ def case_of(ninth: str, mbps: float, hidden: int, gb: int, seed: int) -> Case:
 
 
 def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
-    """That of live nodes, for steps as in this run, and with who is needed for a usual one, where that asks more."""
+    """That of live nodes, for steps as in this run."""
     steps = outlook_of(case, world, run)
-    is_small = run.microbatches * run.tokens < USUAL.microbatches * USUAL.tokens
-    usual = outlook_of(case, world, USUAL) if is_small else steps
-    return TrainingRule(steps, lambda peer: world.met[peer.peer].capacity_units, lambda: False, usual=usual)
+    return TrainingRule(steps, lambda peer: world.met[peer.peer].capacity_units, lambda: False)
 
 
 def outlook_of(case: Case, world: World, run: TrainSettings) -> StepOutlook:

@@ -28,6 +28,9 @@ ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 20  # layouts of which a step is forecast
 LEFT_OUT = 1.5  # times as long a step must take with all, before most of a few are left out, who may be needed later
+NOTICED_S = (
+    0.5  # of a step: nobody is left out, nor stage left to one holder, to make steps shorter by a fraction of this
+)
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
 
 
@@ -42,6 +45,12 @@ class StageLayout:
     def least_holders(self) -> int:
         """Of the stage that has fewest."""
         return min(self.places.count(stage) for stage in self.stages)
+
+    @property
+    def lacks_holders(self) -> float:
+        """The share of the stages' further holders that are missing."""
+        missing = sum(max(0, HOLDERS - self.places.count(stage)) for stage in self.stages)
+        return min(1.0, missing / len(self.stages))
 
     @property
     def holding(self) -> int:
@@ -83,26 +92,21 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
     ]
 
 
-def common_layout(forecast: StepForecast, capacity_units: Sequence[int], *, least_holding: int = 0) -> StageLayout:
+def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
     """The first of the likely ones."""
-    return likely_layouts(forecast, capacity_units, least_holding=least_holding)[0].layout
+    return likely_layouts(forecast, capacity_units)[0].layout
 
 
-def likely_layouts(
-    forecast: StepForecast, capacity_units: Sequence[int], *, least_holding: int = 0
-) -> Sequence[LikelyLayout]:
+def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Sequence[LikelyLayout]:
     """Layouts with which fewest places are missing, one at least, the one first with which a step takes least. An estimate that
     knows nothing of who holds what says whether anybody is left out, and which layouts come into question; the best of them is
-    first, unless with another one the step is forecast to be shorter, and clearly so where units have fewer holders.
-    `least_holding`: so many have a stage at least, where as many are able to hold one."""
+    first, unless with another one the step is forecast to be shorter, and clearly so where units have fewer holders."""
     capacity_N = np.array(capacity_units)
     candidates = sorted(_candidates(forecast, capacity_N), key=lambda one: (one.missing, one.estimate_s))
-    most_able = max((len(one.able) for one in candidates), default=0)
-    candidates = [one for one in candidates if len(one.able) >= min(least_holding, most_able)]
-    likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
+    likely = [one for one in candidates[:SHORTLIST] if one.missing == candidates[0].missing]
     if not likely:
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
-    laid = [_laid(forecast, one, capacity_N, least_holding) for one in likely]
+    laid = [_laid(forecast, one, capacity_N) for one in likely]
     margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
     weighed = [LikelyLayout(margin * s, layout) for margin, (s, layout) in zip(margins, laid, strict=True)]
     return sorted(weighed, key=lambda one: one.step_s)
@@ -115,19 +119,12 @@ def _margin(layout: StageLayout, usual: StageLayout) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Stages, and the peers that are able to hold one. `weight`: how many times as long a step may take with a second holder for
-    each unit."""
+    """Stages, and the peers that are able to hold one."""
 
     stages: Sequence[Span]
     able: Indexes
     missing: int  # places
-    leaves_out: bool  # peers that may be needed later
-    weight: float
     estimate_s: float
-
-    def is_like(self, other: _Candidate) -> bool:
-        """Whether steps alone tell which of the two is better."""
-        return (self.missing, self.leaves_out) == (other.missing, other.leaves_out)
 
 
 def _left_out_cost(used: int, peers: int) -> float:
@@ -143,11 +140,10 @@ def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candid
         for group in groups:
             able = group[roomy_N[group]]
             if len(able):
-                leaves_out = len(group) < forecast.network.peers
                 fragile = fragility(min(1.0, max(0, HOLDERS * count - len(able)) / count))
                 cost = fragile * _left_out_cost(len(group), forecast.network.peers)
-                estimate_s = cost * _estimate_s(forecast, stages, able)
-                yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, fragile, estimate_s)
+                estimate_s = cost * (NOTICED_S + _estimate_s(forecast, stages, able))
+                yield _Candidate(stages, able, max(0, count - len(able)), estimate_s)
 
 
 def _groups(forecast: StepForecast) -> Iterator[Indexes]:
@@ -160,25 +156,25 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield order_N[member_N[order_N] > 0]
 
 
-def _laid(
-    forecast: StepForecast, one: _Candidate, capacity_N: Indexes, least_holding: int
-) -> tuple[float, StageLayout]:
+def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple[float, StageLayout]:
     """The best of the ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than
     what pipelines hand on; or a stage for each of the fastest teams. Its step counts longer for what is fragile and who is left
     out."""
     able, count = one.able.tolist(), len(one.stages)
-    pipelines, whole_stages = _along(forecast, one.stages, able), _across(forecast, one.stages, able)
-    layouts = [pipelines]
-    if whole_stages.least_holders >= min(HOLDERS, pipelines.least_holders):
-        layouts.append(whole_stages)
+    pipelines = _along(forecast, one.stages, able)
+    whole_stages = (_across(forecast, one.stages, along) for along in (able, able[::-1]))
+    layouts = [pipelines, *(one for one in whole_stages if one.least_holders >= min(HOLDERS, pipelines.least_holders))]
     for holders in sorted({HOLDERS, len(able) // count}):
         if 0 < holders * count <= len(able):
             teams = _teams(forecast, one.able, holders, count)
             layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
-    layouts = [layout for layout in layouts if layout.holding >= min(least_holding, pipelines.holding)]
-    costs = [one.weight * _left_out_cost(layout.holding, forecast.network.peers) for layout in layouts]
-    steps_s = [cost * forecast.arranged_s(layout.places) for cost, layout in zip(costs, layouts, strict=True)]
+    steps_s = [_cost(layout) * (NOTICED_S + forecast.arranged_s(layout.places)) for layout in layouts]
     return min(zip(steps_s, layouts, strict=True), key=itemgetter(0))
+
+
+def _cost(layout: StageLayout) -> float:
+    """How many times as long a step may take with everybody, and two holders for each unit."""
+    return fragility(layout.lacks_holders) * _left_out_cost(layout.holding, len(layout.places))
 
 
 def _teams(forecast: StepForecast, able: Indexes, holders: int, count: int) -> tuple[list[Indexes], list[Indexes]]:
@@ -223,7 +219,8 @@ def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
 
 
 def _across(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
-    """Whole stages in clusters."""
+    """Whole stages in clusters. Of clusters that are no multiple of a stage's holders the way along them counts: of five and four
+    peers two stages get as many, of four and five one stage has one in the other cluster."""
     places = [STANDING_BY] * forecast.network.peers
     for peer, number in zip(along, _whole_stages(forecast, stages, along), strict=True):
         places[peer] = stages[number]
@@ -281,10 +278,12 @@ def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) 
     leaving_LC = np.ceil(stages / forecast.clusters.sizes(able)) - 1  # hops of a pipeline that leave a cluster
     compute_s = forecast.load.microbatches * _busiest_s(forecast, cut_out, able)
     pipelines_s = _between_s(forecast, cut_out, able, leaving_LC, everybody_NN)
-    stage_N = _whole_stages(forecast, cut_out, able)
     parted_L1 = np.minimum(stages, (np.diff(labels_LN, axis=1) != 0).sum(axis=1, keepdims=True) + 1) - 1
-    whole_stages_s = _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
-    return (compute_s + min(pipelines_s, whole_stages_s)) * max(1.0, stages / len(able))
+    stage_of = (_whole_stages(forecast, cut_out, able), _whole_stages(forecast, cut_out, able[::-1])[::-1])
+    whole_stages_s = (
+        _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N) for stage_N in stage_of
+    )
+    return (compute_s + min(pipelines_s, *whole_stages_s)) * max(1.0, stages / len(able))
 
 
 def _between_s(

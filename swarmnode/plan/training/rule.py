@@ -47,7 +47,7 @@ class StepOutlook:
         self.load_of = load_of
         self._network_of = network_of
         self._seen: tuple[object, StepForecast] | None = None
-        self._layouts: tuple[int, Sequence[LikelyLayout]] | None = None  # by that forecast
+        self._layouts: Sequence[LikelyLayout] | None = None  # by that forecast
 
     def __repr__(self) -> str:
         load = self.load_of()
@@ -61,36 +61,32 @@ class StepOutlook:
             self._seen, self._layouts = (who, StepForecast(load, network)), None
         return self._seen[1]
 
-    def layouts(
-        self, forecast: StepForecast, capacities: Sequence[int], *, least_holding: int = 0
-    ) -> Sequence[LikelyLayout]:
+    def layouts(self, forecast: StepForecast, capacities: Sequence[int]) -> Sequence[LikelyLayout]:
         """By the last forecast. Found once for each: with many peers it takes long."""
-        if self._layouts is None or self._layouts[0] != least_holding:
-            self._layouts = least_holding, likely_layouts(forecast, capacities, least_holding=least_holding)
-        return self._layouts[1]
+        if self._layouts is None:
+            self._layouts = likely_layouts(forecast, capacities)
+        return self._layouts
 
 
 class TrainingRule:
-    """Of one swarm. `run`: steps of the run in force, by which stages are laid. `usual`: steps that ask more, where that is a small
-    one: for these everybody is there who would help. `capacity_of`: units that fit into the memory of another peer. `has_begun`:
-    whether something is trained already; `under_way`: whether a run is, as before its first step is done."""
+    """Of one swarm. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the memory of another peer.
+    `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first step is done."""
 
     def __init__(
         self,
-        run: StepOutlook,
+        outlook: StepOutlook,
         capacity_of: Callable[[PeerView], int],
         has_begun: Callable[[], bool],
         *,
-        usual: StepOutlook | None = None,
         under_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._run, self._usual = run, usual or run
+        self._outlook = outlook
         self._capacity_of = capacity_of
         self._has_begun = has_begun
         self._under_way = under_way
 
     def __repr__(self) -> str:
-        return f"<TrainingRule by {self._run!r}>"
+        return f"<TrainingRule by {self._outlook!r}>"
 
     def choose(self, view: View, joiner: Joiner) -> Span:
         """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
@@ -125,50 +121,28 @@ class TrainingRule:
         able = [peer for peer in others if self._capacity_of(peer)]  # no bootstrap peers
         seen = sorted([*able, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
-        usual, run, layouts = self._forecasts(view, seen, capacities)
+        forecast = self._outlook.forecast(view, seen, capacities)
+        layouts = self._outlook.layouts(forecast, capacities)
         ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         learnt = [number for number in ready if seen[number].has_trained or not begun]
         spans = [STANDING_BY if begun and peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
-        alone = partial(_place_alone, run, usual, peers, number, move_policy.hysteresis)
+        alone = partial(choose_training_place, forecast, None, peers, number, hysteresis=move_policy.hysteresis)
         stay_s, layout = move_policy.stay_s, layouts[0].layout
         if begun:
-            goes_on = peers.go_on(run.load.units)
+            goes_on = peers.go_on(forecast.load.units)
             resettling = (
-                _in_reach(run, layouts, peers, stay_s) if goes_on else _soonest(run, layouts, peers, stay_s, 1.0)
+                _in_reach(forecast, layouts, peers, stay_s)
+                if goes_on
+                else _soonest(forecast, layouts, peers, stay_s, 1.0)
             )
             return _trained_place(resettling, alone, number, move_policy)
         if may_stand or self._under_way():
-            resettling = _soonest(run, layouts, peers, stay_s, LOADED_SHARE)
-            if not _pays_to_load(run, resettling, peers, move_policy):
+            resettling = _soonest(forecast, layouts, peers, stay_s, LOADED_SHARE)
+            if not _pays_to_load(forecast, resettling, peers, move_policy):
                 return alone()
             layout = resettling.layout
-        return choose_training_place(run, layout, peers, number, hysteresis=move_policy.hysteresis)
-
-    def _forecasts(
-        self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]
-    ) -> tuple[StepForecast, StepForecast, Sequence[LikelyLayout]]:
-        """Of usual steps, of those of the run in force, and the likely layouts: for the run, with everybody who is needed for usual
-        steps."""
-        usual = self._usual.forecast(view, seen, capacities)
-        layouts = self._usual.layouts(usual, capacities)
-        if self._run.load_of() is usual.load:
-            return usual, usual, layouts
-        run = self._run.forecast(view, seen, capacities)
-        return usual, run, self._run.layouts(run, capacities, least_holding=layouts[0].layout.holding)
-
-
-def _place_alone(
-    run: StepForecast, usual: StepForecast, peers: TrainingPeers, peer: int, hysteresis: float
-) -> TrainingPlace | None:
-    """Where this one helps while the others stay. Whether it is needed usual steps say; who holds something stays where steps of
-    the run would become longer otherwise."""
-    place, now = choose_training_place(usual, None, peers, peer, hysteresis=hysteresis), peers.spans[peer]
-    moves = place is not None and place.span != now and now.units > 0 and place.gain < math.inf
-    if place is None or not moves or run is usual:
-        return place
-    moved = [place.span if one == peer else span for one, span in enumerate(peers.spans)]
-    return place if gain_of_all(run, moved, peers.spans) > 0 else TrainingPlace(now)
+        return choose_training_place(forecast, layout, peers, number, hysteresis=move_policy.hysteresis)
 
 
 def _in_reach(

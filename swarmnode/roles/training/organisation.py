@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from operator import attrgetter
 
 import numpy as np
 
@@ -43,8 +42,7 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
 
 
 def training_rule(directory: Directory, hardware: Hardware, positions: int) -> TrainingRule:
-    """Of one swarm. Stages are laid for the run that is announced, and for a usual one before a trainer comes. Small steps leave no
-    nodes out that the next run needs: whether one is needed is asked for a usual step, unless the run asks more. `positions`: of a
+    """Of one swarm. Stages are laid for the run that is announced, and for a usual one before a trainer comes. `positions`: of a
     microbatch of a usual one; samples, of a module."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
@@ -61,18 +59,13 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int) -> T
 
     load_of = lru_cache(maxsize=8)(partial(training_load, hardware))
 
-    def outlook(step_load: Callable[[], StepLoad]) -> StepOutlook:
-        def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
-            return announced_network(view, peers, step_load().positions)
+    def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
+        return announced_network(view, peers, told().positions)
 
-        return StepOutlook(lambda: load_of(step_load()), network)
-
-    needed = outlook(lambda: max(usual, told(), key=attrgetter("all_positions")))
     return TrainingRule(
-        outlook(told),
+        StepOutlook(lambda: load_of(told()), network),
         capacity,
         lambda: has_begun(directory),
-        usual=needed,
         under_way=lambda: bool(announced().all_positions),
     )
 
