@@ -162,7 +162,9 @@ def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple
     out."""
     able, count = one.able.tolist(), len(one.stages)
     pipelines = _along(forecast, one.stages, able)
-    whole_stages = (_across(forecast, one.stages, along) for along in (able, able[::-1]))
+    whole_stages = (
+        _across(forecast, one.stages, able, numbers) for numbers in _numbers(forecast, one.stages, one.able)
+    )
     layouts = [pipelines, *(one for one in whole_stages if one.least_holders >= min(HOLDERS, pipelines.least_holders))]
     for holders in sorted({HOLDERS, len(able) // count}):
         if 0 < holders * count <= len(able):
@@ -218,16 +220,26 @@ def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
     return [Span(*pair) for pair in pairwise([0, *ends, len(work_U)])]
 
 
-def _across(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
-    """Whole stages in clusters. Of clusters that are no multiple of a stage's holders the way along them counts: of five and four
-    peers two stages get as many, of four and five one stage has one in the other cluster."""
+def _across(
+    forecast: StepForecast, stages: Sequence[Span], along: Sequence[int], numbers: Sequence[int] | Indexes
+) -> StageLayout:
+    """Stages of these numbers."""
     places = [STANDING_BY] * forecast.network.peers
-    for peer, number in zip(along, _whole_stages(forecast, stages, along), strict=True):
+    for peer, number in zip(along, numbers, strict=True):
         places[peer] = stages[number]
     return StageLayout(stages, places)
 
 
-def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int] | Indexes) -> Indexes:
+def _numbers(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> list[Indexes]:
+    """Each peer's stage with whole stages in clusters, laid from their one end and from the other: of five peers and four two
+    stages get as many, of four and five each gets one from the other cluster. Once, where the same peers are replicas of each
+    other then: which end comes first should not hang on what somebody measured."""
+    there, back = _whole_stages(forecast, stages, along), _whole_stages(forecast, stages, along[::-1])[::-1]
+    alike = np.array_equal(there[:, None] == there, back[:, None] == back)
+    return [there] if alike else [there, back]
+
+
+def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> Indexes:
     """The number of each peer's stage: stage after stage, each to who comes next along the clusters, until it is as fast as it
     should be."""
     work_per_s = forecast.network.work_per_s_N[along]
@@ -279,9 +291,9 @@ def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) 
     compute_s = forecast.load.microbatches * _busiest_s(forecast, cut_out, able)
     pipelines_s = _between_s(forecast, cut_out, able, leaving_LC, everybody_NN)
     parted_L1 = np.minimum(stages, (np.diff(labels_LN, axis=1) != 0).sum(axis=1, keepdims=True) + 1) - 1
-    stage_of = (_whole_stages(forecast, cut_out, able), _whole_stages(forecast, cut_out, able[::-1])[::-1])
     whole_stages_s = (
-        _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N) for stage_N in stage_of
+        _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
+        for stage_N in _numbers(forecast, cut_out, able)
     )
     return (compute_s + min(pipelines_s, *whole_stages_s)) * max(1.0, stages / len(able))
 

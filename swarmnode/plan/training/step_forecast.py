@@ -29,7 +29,7 @@ from swarmnode.plan.view import Span
 COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 16
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
-LAST = 1.2  # ways of a microbatch, at most, that uneven replicas are waited for: fitted to 474 layouts
+LAST = 1.5  # ways of a microbatch, at most, that uneven replicas are waited for: fitted to 197 layouts
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
 
 
@@ -142,8 +142,8 @@ class StepForecast:
 
     def _played_s(self, spans: Sequence[Span], held_NU: Floats) -> float:
         """Microbatches through all stages and back. Replicas share their work as they are fast; what lines carry, and how long one
-        is under way, a rehearsal tells; and how uneven they are, so that slow ones are waited for at the end. Where units have
-        nobody a formula has to do."""
+        is under way, a rehearsal tells: the first ones are while no others are computed, one of each replica where most is to be
+        done. And how uneven they are, so that slow ones are waited for at the end. Where units have nobody a formula has to do."""
         chosen = [number for number, span in enumerate(spans) if span.units]
         names = [f"{number:06d}" for number in chosen]
         unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
@@ -154,9 +154,13 @@ class StepForecast:
         played = rehearse(self.load.units, workers, transfers)
         if played is None:
             return float(self._passing_s(self._held(spans, 0), 0, held_units(spans[:1], self.load.units))[0])
-        shared_s = float(1 / self._rates(held_NU, self.network.work_per_s_N).sum(axis=0).min())
+        rate_U = self._rates(held_NU, self.network.work_per_s_N).sum(axis=0)
+        shared_s, at_once = float(1 / rate_U.min()), float(held_NU[:, rate_U.argmin()].sum())
+        after_the_first_s = max(
+            (self.load.microbatches - at_once) * shared_s, (self.load.microbatches - 1) * played.line_s, 0.0
+        )
         uneven = 1 - min(1.0, shared_s / played.peer_s)
-        return self.load.microbatches * max(shared_s, played.line_s) + (1 + LAST * uneven) * played.way_s
+        return after_the_first_s + (1 + LAST * uneven) * played.way_s
 
     def _averaged_s(self, held_NU: Floats) -> float:
         """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
