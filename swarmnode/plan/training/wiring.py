@@ -92,7 +92,8 @@ def wire(
 
 def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
     """Who would be done with one more microbatch only after the others, without it, have done all that are left. Nobody but who is
-    much slower than most; and others count as no faster than these, so that none is waited for because of what it says."""
+    much slower than most; and others count as no faster than these, so that none is waited for because of what it says. Who is
+    late itself is none of the others: where all who hold a unit are slow, one of them takes what is left."""
     if left >= ENDLESS:
         return set()
     unit_s_P = np.array([worker.assumed_unit_s for worker in workers.values()])
@@ -104,13 +105,19 @@ def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
     for number, worker in enumerate(workers.values()):
         rate_PU[number, slice(*worker.span)] = 1 / (worker.span.units * max(usual_s, unit_s_P[number]))
     late = set()
-    for number, peer in slow:
+    for number, peer in sorted(slow, key=lambda one: (-_done_s(workers[one[1]]), _lot(one[1]))):
         span = workers[peer].span
         others_per_s = float(np.delete(rate_PU, number, axis=0)[:, slice(*span)].sum(axis=0).min())
         rest_s = left / others_per_s if others_per_s else np.inf
-        if workers[peer].finish_s(span.units) > rest_s + span.units * usual_s:
+        if _done_s(workers[peer]) > rest_s + span.units * usual_s:
             late.add(peer)
+            rate_PU[number] = 0.0
     return late
+
+
+def _done_s(worker: Replica) -> float:
+    """When it would be with one more microbatch."""
+    return worker.finish_s(worker.span.units)
 
 
 @lru_cache(maxsize=4096)

@@ -239,3 +239,12 @@ def test_there_is_a_route_where_free_workers_hold_all_units(workers: dict[str, R
     free = [worker for worker in workers.values() if worker.is_free]
     covered = {unit for worker in free for unit in range(*worker.span)}
     assert (wire(workers, ANYWHERE, Transfers()) is not None) == (covered == set(range(UNITS)))
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_what_is_left_has_a_way_where_all_who_hold_a_unit_are_slow(left: int) -> None:
+    """Each of three would be done later than the two others: all counted as late, and the step never ended."""
+    fast = {f"fast {number}": Replica(Span(0, 3), unit_s=0.1) for number in range(6)}
+    slow = {f"slow {number}": Replica(Span(3, 4), unit_s=1.0) for number in range(3)}
+    route = wire(fast | slow, ANYWHERE, Transfers(), left=left)
+    assert route is not None and route[-1][0] in slow
