@@ -28,9 +28,7 @@ ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 20  # layouts of which a step is forecast
 LEFT_OUT = 1.5  # times as long a step must take with all, before most of a few are left out, who may be needed later
-NOTICED_S = (
-    0.5  # of a step: nobody is left out, nor stage left to one holder, to make steps shorter by a fraction of this
-)
+NOTICED_S = 0.5  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
 
 
@@ -99,8 +97,8 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
 
 def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Sequence[LikelyLayout]:
     """Layouts with which fewest places are missing, one at least, the one first with which a step takes least. An estimate that
-    knows nothing of who holds what says whether anybody is left out, and which layouts come into question; the best of them is
-    first, unless with another one the step is forecast to be shorter, and clearly so where units have fewer holders."""
+    knows nothing of who holds what says which layouts come into question; the best of them is first, unless with another one the
+    step is forecast to be shorter, and clearly so where units have fewer holders."""
     capacity_N = np.array(capacity_units)
     candidates = sorted(_candidates(forecast, capacity_N), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.missing == candidates[0].missing]
@@ -163,7 +161,7 @@ def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple
     able, count = one.able.tolist(), len(one.stages)
     pipelines = _along(forecast, one.stages, able)
     whole_stages = (
-        _across(forecast, one.stages, able, numbers) for numbers in _numbers(forecast, one.stages, one.able)
+        _across(forecast, one.stages, able, numbers) for numbers in _stage_numbers(forecast, one.stages, one.able)
     )
     layouts = [pipelines, *(one for one in whole_stages if one.least_holders >= min(HOLDERS, pipelines.least_holders))]
     for holders in sorted({HOLDERS, len(able) // count}):
@@ -223,14 +221,14 @@ def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
 def _across(
     forecast: StepForecast, stages: Sequence[Span], along: Sequence[int], numbers: Sequence[int] | Indexes
 ) -> StageLayout:
-    """Stages of these numbers."""
+    """Whole stages in clusters: to each peer along them the one of its number."""
     places = [STANDING_BY] * forecast.network.peers
     for peer, number in zip(along, numbers, strict=True):
         places[peer] = stages[number]
     return StageLayout(stages, places)
 
 
-def _numbers(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> list[Indexes]:
+def _stage_numbers(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> list[Indexes]:
     """Each peer's stage with whole stages in clusters, laid from their one end and from the other: of five peers and four two
     stages get as many, of four and five each gets one from the other cluster. Once, where the same peers are replicas of each
     other then: which end comes first should not hang on what somebody measured."""
@@ -293,7 +291,7 @@ def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) 
     parted_L1 = np.minimum(stages, (np.diff(labels_LN, axis=1) != 0).sum(axis=1, keepdims=True) + 1) - 1
     whole_stages_s = (
         _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
-        for stage_N in _numbers(forecast, cut_out, able)
+        for stage_N in _stage_numbers(forecast, cut_out, able)
     )
     return (compute_s + min(pipelines_s, *whole_stages_s)) * max(1.0, stages / len(able))
 
