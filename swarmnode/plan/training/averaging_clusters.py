@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -80,23 +81,23 @@ class AveragingClusters:
         places = [place for place, member in enumerate(group.members) if member.count]
         names = tuple(group.members[place].peer for place in places)
         among, flat = network.among(places), (0,) * len(places)
-        sharings = _sharings([group.members[place].share for place in places], among)
-        flat_s, shares = _shared(among, size_bytes, sharings, flat)
+        sharings = sharings_of([group.members[place].share for place in places], among)
+        flat_s, shares = shared(among, size_bytes, sharings, flat)
         if len(places) < LEAST_MEMBERS or group.how == How.APART or self._rests or not allowed:
             return ClusteredGroup(_with_shares(group, places, shares), flat_s, flat_s)
         known, before = self._chosen.get(group.blocks, ((), flat))
         before = before if known == names else flat
-        found = {clusters: _shared(among, size_bytes, sharings, clusters) for clusters in {flat, before}}
+        found = {clusters: shared(among, size_bytes, sharings, clusters) for clusters in {flat, before}}
         found |= {
-            clusters: _shared(among, size_bytes, sharings, clusters) for clusters in _clusterings(among, size_bytes)
+            clusters: shared(among, size_bytes, sharings, clusters) for clusters in _clusterings(among, size_bytes)
         }
         best = min(found, key=lambda clusters: (found[clusters][0], clusters))
         if found[best][0] * GAIN > found[before][0]:
             best = before
         self._chosen[group.blocks] = names, best
         seconds, shares = found[best]
-        shared = _with_shares(group, places, shares)
-        return ClusteredGroup(_with_clusters(shared, network, places, best), seconds, flat_s)
+        dealt = _with_shares(group, places, shares)
+        return ClusteredGroup(_with_clusters(dealt, network, places, best), seconds, flat_s)
 
 
 def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]) -> bool:
@@ -114,19 +115,16 @@ def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]
     return seconds <= UNBEARABLE * network.slowest_s(own, 1.0, shares, [0] * len(names))
 
 
-def _sharings(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
+def sharings_of(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
     """How much each may add up: as its line has it, all alike, or as its slowest path has it."""
     return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(network.slowest_paths_bps().tolist())]
 
 
-def _shared(
+def shared(
     network: AveragingNetwork, size_bytes: float, sharings: Sequence[Shares], clusters: Clusters
 ) -> tuple[float, Shares]:
-    """Seconds over these clusters, and the shares with which it takes least: the first ones, unless others are faster by far."""
-    seconds = [network.averaging_s(size_bytes, shares, clusters) for shares in sharings]
-    best = min(range(len(sharings)), key=seconds.__getitem__)
-    best = best if seconds[best] * GAIN < seconds[0] else 0
-    return seconds[best], sharings[best]
+    """Seconds over these clusters, and the shares with which it takes least; of those that take as long the first ones."""
+    return min(((network.averaging_s(size_bytes, shares, clusters), shares) for shares in sharings), key=itemgetter(0))
 
 
 def _with_shares(group: Group, places: Sequence[int], shares: Shares) -> Group:

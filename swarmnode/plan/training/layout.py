@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
-from operator import itemgetter
 
 import numpy as np
 
@@ -26,13 +26,14 @@ SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
-SHORTLIST = 20  # layouts of which a step is forecast
+SHORTLIST = 20  # candidates of which steps are forecast
+RUN = 10  # layouts of which a step is run dry
 LEFT_OUT = 1.5  # times as long a step must take with all, before most of a few are left out, who may be needed later
 NOTICED_S = 0.5  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageLayout:
     """The stages that the model is cut into, and of N peers the stage of each; nothing for those that are to stand by."""
 
@@ -105,9 +106,28 @@ def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Seq
     if not likely:
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
     laid = [_laid(forecast, one, capacity_N) for one in likely]
-    margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
-    weighed = [LikelyLayout(margin * s, layout) for margin, (s, layout) in zip(margins, laid, strict=True)]
-    return sorted(weighed, key=lambda one: one.step_s)
+    usual = min(laid[0], key=partial(_weighed_s, forecast.arranged_s))
+    others = {tuple(layout.places): layout for layouts in laid for layout in layouts if layout.places != usual.places}
+    margins = {usual: 1.0} | {layout: _margin(layout, usual) for layout in others.values()}
+    return _ranked(forecast, margins)
+
+
+def _ranked(forecast: StepForecast, margins: Mapping[StageLayout, float]) -> Sequence[LikelyLayout]:
+    """Layouts by their steps, those that are best by an arrangement's forecast by a dry run; each longer by its margin."""
+    arranged = [LikelyLayout(margin * _weighed_s(forecast.arranged_s, one), one) for one, margin in margins.items()]
+    arranged.sort(key=lambda one: one.step_s)
+    ran = [
+        LikelyLayout(margins[one.layout] * _weighed_s(forecast.dry_run_s, one.layout), one.layout)
+        for one in arranged[:RUN]
+    ]
+    best_s = min(one.step_s for one in ran)
+    later = [replace(one, step_s=max(best_s, one.step_s)) for one in arranged[RUN:]]
+    return sorted([*ran, *later], key=lambda one: one.step_s)
+
+
+def _weighed_s(step_s: Callable[[Sequence[Span]], float], layout: StageLayout) -> float:
+    """Of a step, the longer for what is fragile, and for who is left out."""
+    return _cost(layout) * (NOTICED_S + step_s(layout.places))
 
 
 def _margin(layout: StageLayout, usual: StageLayout) -> float:
@@ -154,27 +174,30 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield order_N[member_N[order_N] > 0]
 
 
-def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple[float, StageLayout]:
-    """The best of the ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than
-    what pipelines hand on; or a stage for each of the fastest teams. Its step counts longer for what is fragile and who is left
-    out."""
+def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> Sequence[StageLayout]:
+    """The ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than what pipelines
+    hand on; or a stage for each of the fastest teams."""
     able, count = one.able.tolist(), len(one.stages)
     pipelines = _along(forecast, one.stages, able)
     whole_stages = (
         _across(forecast, one.stages, able, numbers) for numbers in _stage_numbers(forecast, one.stages, one.able)
     )
     layouts = [pipelines, *(one for one in whole_stages if one.least_holders >= min(HOLDERS, pipelines.least_holders))]
-    for holders in sorted({HOLDERS, len(able) // count}):
-        if 0 < holders * count <= len(able):
-            teams = _teams(forecast, one.able, holders, count)
-            layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
-    steps_s = [_cost(layout) * (NOTICED_S + forecast.arranged_s(layout.places)) for layout in layouts]
-    return min(zip(steps_s, layouts, strict=True), key=itemgetter(0))
+    for holders in _team_sizes(forecast, one.able, count):
+        teams = _teams(forecast, one.able, holders, count)
+        layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
+    return layouts
 
 
 def _cost(layout: StageLayout) -> float:
     """How many times as long a step may take with everybody, and two holders for each unit."""
     return fragility(layout.lacks_holders) * _left_out_cost(layout.holding, len(layout.places))
+
+
+def _team_sizes(forecast: StepForecast, able: Indexes, count: int) -> list[int]:
+    """How many may hold each of so many stages: two, as many as there are, or as are in a cluster."""
+    clusters = {int(size) for size in forecast.clusters.sizes(able).flat if size > HOLDERS}
+    return sorted(size for size in {HOLDERS, len(able) // count, *clusters} if 0 < size * count <= len(able))
 
 
 def _teams(forecast: StepForecast, able: Indexes, holders: int, count: int) -> tuple[list[Indexes], list[Indexes]]:

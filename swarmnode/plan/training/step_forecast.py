@@ -16,12 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.spans.hysteresis import REAL_CHANGE
-from swarmnode.plan.training.averaging_clusters import GAIN
+from swarmnode.plan.training.averaging_clusters import GAIN, shared, sharings_of
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork
 from swarmnode.plan.training.clusters import Clusters
+from swarmnode.plan.training.dry_run import dry_run_s
 from swarmnode.plan.training.rehearsal import rehearse
+from swarmnode.plan.training.shares import part_shares
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
@@ -93,6 +96,7 @@ class StepForecast:
     def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
         self.load, self.network = load, network
         self._arranged: dict[tuple[Span, ...], float] = {}
+        self._run: dict[tuple[Span, ...], float] = {}
         self.path_NN = network.seconds_per_byte_NN
         apart_NN = self.path_NN + np.where(np.eye(network.peers, dtype=bool), np.inf, 0.0)
         self.line_N = np.where(np.isfinite(apart_NN.min(axis=1)), apart_NN.min(axis=1), 0.0)  # its fastest path
@@ -126,6 +130,14 @@ class StepForecast:
             self._arranged[key] = self._played_s(spans, held_NU) + self._averaged_s(held_NU)
         return self._arranged[key]
 
+    def dry_run_s(self, spans: Sequence[Span]) -> float:
+        """The same, worked out for every microbatch: closer, and slower to find."""
+        key = tuple(spans)
+        if key not in self._run:
+            averaged_s = self._averaged_s(held_units(spans, self.load.units))
+            self._run[key] = dry_run_s(self.load.units, *self._stages(spans), self.load.microbatches) + averaged_s
+        return self._run[key]
+
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
         """Until `peer` has what is learnt of those units of `window` that are not its own yet, each from its fastest holder."""
         held_NU = held_units(spans, self.load.units)
@@ -144,14 +156,7 @@ class StepForecast:
         """Microbatches through all stages and back. Replicas share their work as they are fast; what lines carry, and how long one
         is under way, a rehearsal tells: the first ones are while no others are computed, one of each replica where most is to be
         done. And how uneven they are, so that slow ones are waited for at the end. Where units have nobody a formula has to do."""
-        chosen = [number for number, span in enumerate(spans) if span.units]
-        names = [f"{number:06d}" for number in chosen]
-        unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
-        workers = {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}
-        transfers, pairs = Transfers(), np.ix_(chosen, chosen)
-        homes = [self.network.homes[number] for number in chosen] if self.network.homes else ()
-        transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
-        played = rehearse(self.load.units, workers, transfers)
+        played = rehearse(self.load.units, *self._stages(spans))
         if played is None:
             return float(self._passing_s(self._held(spans, 0), 0, held_units(spans[:1], self.load.units))[0])
         rate_U = self._rates(held_NU, self.network.work_per_s_N).sum(axis=0)
@@ -161,6 +166,16 @@ class StepForecast:
         )
         uneven = 1 - min(1.0, shared_s / played.peer_s)
         return after_the_first_s + (1 + LAST * uneven) * played.way_s
+
+    def _stages(self, spans: Sequence[Span]) -> tuple[dict[PeerId, Replica], Transfers]:
+        """Who holds something, and what lies between them."""
+        chosen = [number for number, span in enumerate(spans) if span.units]
+        names = [f"{number:06d}" for number in chosen]
+        unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
+        transfers, pairs = Transfers(), np.ix_(chosen, chosen)
+        homes = [self.network.homes[number] for number in chosen] if self.network.homes else ()
+        transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
+        return {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}, transfers
 
     def _averaged_s(self, held_NU: Floats) -> float:
         """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
@@ -178,14 +193,15 @@ class StepForecast:
     def _group_s(self, members: Indexes, gradient_bytes: float) -> tuple[float, dict[int, float]]:
         """Of replicas that average all with all, or over clusters where they may and that is faster; and how long lines of homes
         are at it."""
-        among, alike, flat = self._averaging.among(members.tolist()), (1,) * len(members), (0,) * len(members)
-        flat_s = among.averaging_s(gradient_bytes, alike, flat)
+        among, flat = self._averaging.among(members.tolist()), (0,) * len(members)
+        sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
         clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
         several = [one for one in clusterings if 1 < len(set(one)) < len(members)] if self.load.over_clusters else []
-        seconds = {one: among.averaging_s(gradient_bytes, alike, one) for one in several}
-        best = min(seconds, key=seconds.__getitem__, default=flat)
-        chosen = best if seconds.get(best, flat_s) * GAIN <= flat_s else flat
-        return seconds.get(chosen, flat_s), among.homes_s(gradient_bytes, alike, chosen)
+        found = {one: shared(among, gradient_bytes, sharings, one) for one in (flat, *several)}
+        best = min(found, key=lambda one: found[one][0])
+        chosen = best if found[best][0] * GAIN <= found[flat][0] else flat
+        seconds, shares = found[chosen]
+        return seconds, among.homes_s(gradient_bytes, shares, chosen)
 
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
         """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""

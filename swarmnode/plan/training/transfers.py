@@ -7,7 +7,7 @@ out of it. Every hop carries activations there and gradients of the same size ba
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
@@ -94,17 +94,51 @@ class Transfers:
         return self._number.get(peer, len(self._number))
 
 
+class Lines:
+    """The same paths and lines in virtual time, as they are when nothing is under way."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._number = dict(transfers._number)
+        self._delay_s, self._sending_s = transfers._delay_NN.tolist(), transfers._sending_NN.tolist()
+        self._uplink_s, self._homes = transfers._uplink_N.tolist(), transfers._homes
+        self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
+
+    def send(self, now_s: float, sender: PeerId, receiver: PeerId) -> float:
+        """When a microbatch's values that are handed over now will have arrived."""
+        path = here, there = self._number[sender], self._number[receiver]
+        begins_s = max(now_s, self._free_s[here])
+        if self._homes is not None and self._homes.parts(*path):
+            home = "home", self._homes.home_of(here)
+            begins_s = max(begins_s, self._free_s[home])
+            self._free_s[home] = begins_s + self._homes.line_s(here)
+        self._free_s[here] = begins_s + self._uplink_s[here]
+        self._free_s[path] = max(begins_s, self._free_s[path]) + self._sending_s[here][there]
+        return self._free_s[path] + self._delay_s[here][there]
+
+
 class SharedLines:
     """Of the homes of peers, and of everybody else, who is at home with nobody, and whose line nobody knows. `sending_NN`: seconds
     [from, to] between the peers that a message takes by itself."""
 
     def __init__(self, homes: Sequence[int], sending_NN: Floats) -> None:
-        home_N = np.array([*homes, -1])
-        self._together_NN = home_N[:, None] == home_N
+        self._home_N = np.array([*homes, -1])
+        self._together_NN = self._home_N[:, None] == self._home_N
         self._out_NN = ~self._together_NN
         fastest_N = np.where(self._out_NN[:-1, :-1], sending_NN, np.inf).min(axis=1)
         line_s_N = np.where(self._together_NN[:-1, :-1], fastest_N, np.inf).min(axis=1)
         self._line_s_N = np.pad(np.where(np.isfinite(line_s_N), line_s_N, 0.0), (0, 1))
+
+    def parts(self, sender: int, receiver: int) -> bool:
+        """Whether what one sends to the other leaves a home."""
+        return bool(self._out_NN[sender, receiver])
+
+    def home_of(self, peer: int) -> int:
+        """Its number."""
+        return int(self._home_N[peer])
+
+    def line_s(self, peer: int) -> float:
+        """How long a message of this one takes the line of its home."""
+        return float(self._line_s_N[peer])
 
     def busy_s(self, booked_NN: Floats) -> Floats:
         """[N]: how long the line of each one's home is at what is booked."""

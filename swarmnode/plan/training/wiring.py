@@ -9,7 +9,7 @@ done all that is left of the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from swarmnode.plan.view import Span, draw
 UNMEASURED_UNIT_S = 0.01
 SLOW = 2.0  # times as long as most somebody takes for a unit, before others are rather waited for
 ENDLESS = 1 << 30
+NOTHING = 1e-9  # of a speed: what sums of the same may differ by
 NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes nothing
 
 
@@ -81,13 +82,19 @@ def wire(
     """
     late = _late(workers, left) - set(fixed)
     free = sorted((peer for peer, worker in workers.items() if worker.is_free and peer not in late), key=_lot)
-    if not free:
+    if not _cover(frozenset(workers[peer].span for peer in free), len(fixed)):
         return None
     numbers = {peer: number for number, peer in enumerate(free)}
     fixed_U = tuple(NOBODY if peer is None else numbers.get(peer, ABSENT) for peer in fixed)
     cuts = _cuts(tuple(workers[peer].span for peer in free), fixed_U)
     route = _Cheapest(cuts, [workers[peer] for peer in free], transfers.there_and_back_s(free)).chain()
     return [(free[number], span) for number, span in route] if route else None
+
+
+@lru_cache(maxsize=1024)
+def _cover(spans: Collection[Span], units: int) -> bool:
+    """Whether each unit is in one of them."""
+    return len(set().union(*(range(*span) for span in spans))) >= units
 
 
 def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
@@ -104,14 +111,14 @@ def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
     rate_PU = np.zeros((len(workers), max(worker.span.end for worker in workers.values())))
     for number, worker in enumerate(workers.values()):
         rate_PU[number, slice(*worker.span)] = 1 / (worker.span.units * max(usual_s, unit_s_P[number]))
-    late = set()
+    late, rate_U = set(), rate_PU.sum(axis=0)
     for number, peer in sorted(slow, key=lambda one: (-_done_s(workers[one[1]]), _lot(one[1]))):
         span = workers[peer].span
-        others_per_s = float(np.delete(rate_PU, number, axis=0)[:, slice(*span)].sum(axis=0).min())
-        rest_s = left / others_per_s if others_per_s else np.inf
+        others_per_s = float((rate_U - rate_PU[number])[slice(*span)].min())
+        rest_s = left / others_per_s if others_per_s > NOTHING * rate_PU[number].max() else np.inf
         if _done_s(workers[peer]) > rest_s + span.units * usual_s:
             late.add(peer)
-            rate_PU[number] = 0.0
+            rate_U -= rate_PU[number]
     return late
 
 

@@ -7,7 +7,7 @@ path's own bandwidth, and is under way for the path's delay. So a slow path hold
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,14 +69,34 @@ class Links:
         """When a message that is handed over now will have arrived."""
         if sender == receiver:
             return now_s
-        here, there = self.places[sender], self.places[receiver]
-        path, size_bits = (sender, receiver), size_bytes * 8
-        begins_s = max(now_s, self._free_at_s[sender])
-        self._free_at_s[sender] = begins_s + size_bits / self._uplink_bps[here]
-        through_s = max(begins_s, self._path_free_at_s.get(path, 0.0)) + size_bits / self._bandwidth_bps[here][there]
-        self._path_free_at_s[path] = through_s
-        self.bytes_sent[path] += size_bytes
-        return through_s + self._delay_s[here][there]
+        begins_s, size_bits = max(now_s, self._free_at_s[sender]), size_bytes * 8
+        self._free_at_s[sender] = begins_s + size_bits / self.uplink_bps(sender)
+        return self._through((sender, receiver), begins_s, size_bits, begins_s)
+
+    def send_together(self, now_s: float, sender: int, sizes_bytes: Mapping[int, float]) -> dict[int, float]:
+        """When messages to these will have arrived that are handed over now: each gets as much of the line as the others until it is
+        through."""
+        begins_s, ends_s = max(now_s, self._free_at_s[sender]), dict[int, float]()
+        sent_bits, before_bits = 0.0, 0.0
+        waiting = sorted((8 * size, receiver) for receiver, size in sizes_bytes.items() if receiver != sender)
+        for number, (size_bits, receiver) in enumerate(waiting):
+            sent_bits += (size_bits - before_bits) * (
+                len(waiting) - number
+            )  # by all of them, until this one is through
+            before_bits = size_bits
+            ends_s[receiver] = self._through(
+                (sender, receiver), begins_s, size_bits, begins_s + sent_bits / self.uplink_bps(sender)
+            )
+        self._free_at_s[sender] = begins_s + sent_bits / self.uplink_bps(sender)
+        return ends_s | {sender: now_s for receiver in sizes_bytes if receiver == sender}
+
+    def _through(self, path: tuple[int, int], begins_s: float, size_bits: float, least_s: float) -> float:
+        """When a message has arrived that its line has carried at `least_s`."""
+        here, there = self.places[path[0]], self.places[path[1]]
+        free_s = max(begins_s, self._path_free_at_s.get(path, 0.0)) + size_bits / self._bandwidth_bps[here][there]
+        self._path_free_at_s[path] = max(free_s, least_s)
+        self.bytes_sent[path] += size_bits / 8
+        return self._path_free_at_s[path] + self._delay_s[here][there]
 
     def reset(self, peer: int) -> None:
         """The peer is gone, and what waited to leave it or to reach it with it."""

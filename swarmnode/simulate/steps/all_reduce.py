@@ -6,8 +6,7 @@ one of each does so for all there (`roles/training/averaging/attempt.py`).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -86,34 +85,37 @@ class _Exchange:
     def gather(self, now_s: float, links: Links) -> dict[int, float]:
         """When each owner has all values of its share: first each cluster's, and then the clusters' sums."""
         inside_s = dict.fromkeys(self._contributors, now_s)
-        for giver, gatherer in self._slowest_first(links, itertools.permutations(self._contributors, 2)):
-            if self._are_near(giver, gatherer):
-                came_s = links.send(now_s, giver, gatherer, self._size_bytes[giver] * self._gathers[gatherer])
+        for giver in self._contributors:
+            near = {
+                one: self._size_bytes[giver] * self._gathers[one]
+                for one in self._contributors
+                if self._are_near(giver, one)
+            }
+            for gatherer, came_s in links.send_together(now_s, giver, near).items():
                 inside_s[gatherer] = max(inside_s[gatherer], came_s)
         ends_s = dict(inside_s)
-        for gatherer, owner in self._slowest_first(links, self._gathered):
-            size_bytes = self._gathered[gatherer, owner] * self._size_bytes[gatherer]
-            ends_s[owner] = max(ends_s[owner], links.send(inside_s[gatherer], gatherer, owner, size_bytes))
+        for gatherer in self._contributors:
+            sums = {
+                one: share * self._size_bytes[gatherer] for (by, one), share in self._gathered.items() if by == gatherer
+            }
+            for owner, came_s in links.send_together(inside_s[gatherer], gatherer, sums).items():
+                ends_s[owner] = max(ends_s[owner], came_s)
         return ends_s
 
     def spread(self, settled_s: Mapping[int, float], links: Links) -> float:
         """When everybody has the sums of all parts: lines carry first what is there first."""
         sizes_bytes = {part: share * self._size_bytes[part[1]] for part, share in self._gathered.items()}
-        come_s = {
-            (gatherer, owner): links.send(settled_s[owner], owner, gatherer, sizes_bytes[gatherer, owner])
-            for gatherer, owner in self._slowest_first(links, self._gathered)
-        }
+        come_s = dict[tuple[int, int], float]()
+        for owner in self._contributors:
+            back = {gatherer: sizes_bytes[gatherer, one] for gatherer, one in self._gathered if one == owner}
+            for gatherer, came_s in links.send_together(settled_s[owner], owner, back).items():
+                come_s[gatherer, owner] = came_s
         return max(
-            links.send(come_s[part], part[0], member, sizes_bytes[part])
+            came_s
             for part in sorted(come_s, key=lambda part: (come_s[part], part))
-            for _, member in self._slowest_first(links, ((part[0], member) for member in self._cluster_of))
-            if self._are_near(member, part[0])
+            for near in [[member for member in self._cluster_of if self._are_near(member, part[0])]]
+            for came_s in links.send_together(come_s[part], part[0], dict.fromkeys(near, sizes_bytes[part])).values()
         )
-
-    def _slowest_first(self, links: Links, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """A line carries what goes to all at the same time; what takes longest on its path is as long under way as if it had
-        left first."""
-        return sorted(pairs, key=lambda pair: (links.bandwidth_bps(*pair), pair))
 
     def _are_near(self, one: int, other: int) -> bool:
         return self._cluster_of[one] == self._cluster_of[other]

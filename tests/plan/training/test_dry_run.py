@@ -1,0 +1,66 @@
+"""A step run dry: by hand, and beside the simulator's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from swarmnode.plan.training.dry_run import RUN, dry_run_s
+from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.training.wiring import Replica
+from swarmnode.plan.view import Span
+from tests.plan.training.test_expected_step import links
+
+
+def test_one_stage_computes_one_microbatch_after_another() -> None:
+    assert dry_run_s(4, {"a": Replica(Span(0, 4), 0.1)}, links("a"), 10) == pytest.approx(4.0)
+
+
+def test_a_pipeline_fills_and_empties_around_its_slowest_stage() -> None:
+    """The last stage does all of its own, and waits for the first one's first third of a microbatch; at the end the first stage's
+    way back is left."""
+    workers = {"a": Replica(Span(0, 2), 0.1), "b": Replica(Span(2, 4), 0.3)}
+    assert dry_run_s(4, workers, links("ab"), 10) == pytest.approx(0.2 / 3 + 10 * 0.6 + 2 / 3 * 0.2)
+
+
+def test_replicas_do_whole_microbatches() -> None:
+    """Of three two take two and one: no share of one in the mean."""
+    workers = {"a": Replica(Span(0, 4), 0.25), "b": Replica(Span(0, 4), 0.25)}
+    assert dry_run_s(4, workers, links("ab"), 3) == pytest.approx(2.0)
+
+
+def test_a_long_way_is_waited_for_once_and_a_slow_line_by_every_microbatch() -> None:
+    workers = {"a": Replica(Span(0, 2), 0.001), "b": Replica(Span(2, 4), 0.001)}
+    assert dry_run_s(4, workers, links("ab", delay_s=3.0), 10) == pytest.approx(6.0, rel=0.01)
+    assert dry_run_s(4, workers, links("ab", sending_s=1.0), 10) == pytest.approx(10 + 1.0, rel=0.01)
+
+
+def test_who_shares_a_line_sends_one_after_another() -> None:
+    """Two at one place hand on to two at another, and take gradients back: side by side, or over one line each way."""
+    workers = {peer: Replica(Span(0, 2) if peer in "ab" else Span(2, 4), 0.001) for peer in "abcd"}
+    sending_NN, apart = np.full((4, 4), 1.0), np.zeros((4, 4))
+    each, shared = Transfers(), Transfers()
+    each.know("abcd", apart, sending_NN)
+    shared.know("abcd", apart, sending_NN, (0, 0, 1, 1))
+    assert dry_run_s(4, workers, each, 8) == pytest.approx(4 + 1, rel=0.01)
+    assert dry_run_s(4, workers, shared, 8) == pytest.approx(8 + 1, rel=0.01)
+
+
+def test_more_microbatches_take_what_those_in_the_middle_take() -> None:
+    workers = {"a": Replica(Span(0, 2), 0.1), "b": Replica(Span(2, 4), 0.3)}
+    assert dry_run_s(4, workers, links("ab"), 10 * RUN) == pytest.approx(0.2 + 10 * RUN * 0.6)
+
+
+def test_what_is_booked_stays_and_room_for_few_is_kept_to() -> None:
+    busy = Replica(Span(0, 4), 0.1, booked_units=400, in_flight=9)
+    assert dry_run_s(4, {"a": busy}, links("a"), 10) == pytest.approx(4.0)
+    assert (busy.booked_units, busy.in_flight, busy.at_once) == (400, 9, 0)
+    narrow = {"a": Replica(Span(0, 2), 0.1, window=1), "b": Replica(Span(2, 4), 0.1, window=9)}
+    assert dry_run_s(4, narrow, links("ab"), 10) == pytest.approx(10 * 0.4)
+
+
+def test_where_units_have_nobody_it_never_ends() -> None:
+    assert dry_run_s(4, {"a": Replica(Span(0, 2), 0.1)}, links("a"), 10) == math.inf
+    assert dry_run_s(4, {}, links(""), 10) == math.inf
