@@ -34,9 +34,10 @@ class AveragingNetwork:
         """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self.line_bps_N
-        paths_s = 2 * self._gathered_s(size_bytes, shares, clusters)  # and the same way back
         homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
-        return max(paths_s, float(lines_s.max()), homes_s) + self._delays_s(clusters)
+        return max(self._in_turn_s(size_bytes, shares, clusters), float(lines_s.max()), homes_s) + self._delays_s(
+            clusters
+        )
 
     def homes_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> dict[int, float]:
         """How long the line of each home is at what leaves it, as fast as the fastest of its paths."""
@@ -65,16 +66,20 @@ class AveragingNetwork:
         slowest_N: Floats = np.where(np.eye(len(self.path_bps_NN), dtype=bool), np.inf, self.path_bps_NN).min(axis=1)
         return slowest_N
 
-    def _gathered_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
-        """Until all owners have all values of their parts, as far as paths decide: a cluster's sum leaves it when the last of its
-        members has sent, so both ways add up; and an owner with a large part is waited for by whoever has a slow path to it."""
-        bits_NN = 8 * size_bytes * gathering(shares, clusters)
+    def _in_turn_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Values inside clusters to who gathers them, what is gathered to the owners of parts, and sums the same way back: nobody
+        sends on before the last of what it waits for has come, over a slow path or a busy line."""
+        gathered_NN = 8 * size_bytes * gathering(shares, clusters)
         labels_N = np.asarray(clusters)
-        apart_NN = ~np.eye(len(labels_N), dtype=bool)
-        near_NN = (labels_N[:, None] == labels_N[None, :]) & apart_NN
-        inside_N = bits_NN.sum(axis=1) * (near_NN / self.path_bps_NN).max(axis=0)
-        between_NN = bits_NN * apart_NN / self.path_bps_NN
-        return float(((inside_N[:, None] + between_NN) * (bits_NN > 0)).max())
+        near_NN = (labels_N[:, None] == labels_N) & ~np.eye(len(labels_N), dtype=bool)
+        inside_NN = near_NN * gathered_NN.sum(axis=1)
+        between_NN = gathered_NN * (labels_N[:, None] != labels_N)
+        ends_N = np.zeros(len(labels_N))
+        for bits_NN in (inside_NN, between_NN, between_NN.T, inside_NN.T):
+            line_s_N1 = bits_NN.sum(axis=1, keepdims=True) / self.line_bps_N[:, None]
+            came_NN = ends_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N1)
+            ends_N = np.maximum(ends_N, np.where(bits_NN > 0, came_NN, 0.0).max(axis=0))
+        return float(ends_N.max())
 
     def _delays_s(self, clusters: Sequence[int]) -> float:
         """There and back, and where there are several clusters inside them as well."""

@@ -107,6 +107,8 @@ def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Seq
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
     laid = [_laid(forecast, one, capacity_N) for one in likely]
     usual = min(laid[0], key=partial(_weighed_s, forecast.arranged_s))
+    if not candidates[0].missing:
+        laid.append(list(_stage_each(forecast, capacity_N)))
     others = {tuple(layout.places): layout for layouts in laid for layout in layouts if layout.places != usual.places}
     margins = {usual: 1.0} | {layout: _margin(layout, usual) for layout in others.values()}
     return _ranked(forecast, margins)
@@ -192,6 +194,25 @@ def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> Seque
 def _cost(layout: StageLayout) -> float:
     """How many times as long a step may take with everybody, and two holders for each unit."""
     return fragility(layout.lacks_holders) * _left_out_cost(layout.holding, len(layout.places))
+
+
+def _stage_each(forecast: StepForecast, capacity_N: Indexes) -> Iterator[StageLayout]:
+    """A stage for each of some clusters, where few are large: of those side by side the ones joined by the fastest paths. Others
+    are left out, which no cluster of clusters may do."""
+    order_N = np.array(forecast.clusters.order)
+    for label_N in forecast.clusters.label_LN[:, order_N]:
+        large = [order_N[label_N == label] for label in dict.fromkeys(label_N.tolist())]
+        large = [members for members in large if len(members) >= HOLDERS]
+        for count in range(2, len(large) + 1 if len(large) <= FEW else 0):
+            rows = [large[first : first + count] for first in range(len(large) - count + 1)]
+            layout = _by_team(forecast, min(rows, key=partial(_apart_s, forecast)), count, capacity_N)
+            if layout is not None:
+                yield layout
+
+
+def _apart_s(forecast: StepForecast, row: Sequence[Indexes]) -> float:
+    """What a byte takes at least between the two neighbours that are farthest apart."""
+    return max(float(forecast.path_NN[np.ix_(one, other)].min()) for one, other in pairwise(row))
 
 
 def _team_sizes(forecast: StepForecast, able: Indexes, count: int) -> list[int]:

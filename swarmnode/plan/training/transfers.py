@@ -99,8 +99,10 @@ class Lines:
 
     def __init__(self, transfers: Transfers) -> None:
         self._number = dict(transfers._number)
-        self._delay_s, self._sending_s = transfers._delay_NN.tolist(), transfers._sending_NN.tolist()
-        self._uplink_s, self._homes = transfers._uplink_N.tolist(), transfers._homes
+        self._delay_s: list[list[float]] = transfers._delay_NN.tolist()
+        self._sending_s: list[list[float]] = transfers._sending_NN.tolist()
+        self._uplink_s: list[float] = transfers._uplink_N.tolist()
+        self._homes = transfers._homes
         self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
 
     def send(self, now_s: float, sender: PeerId, receiver: PeerId) -> float:

@@ -74,8 +74,8 @@ class Links:
         return self._through((sender, receiver), begins_s, size_bits, begins_s)
 
     def send_together(self, now_s: float, sender: int, sizes_bytes: Mapping[int, float]) -> dict[int, float]:
-        """When messages to these will have arrived that are handed over now: each gets as much of the line as the others until it is
-        through."""
+        """When messages to these will have arrived that are handed over now: each gets as much of the line as the others until it
+        is through."""
         begins_s, ends_s = max(now_s, self._free_at_s[sender]), dict[int, float]()
         sent_bits, before_bits = 0.0, 0.0
         waiting = sorted((8 * size, receiver) for receiver, size in sizes_bytes.items() if receiver != sender)
@@ -88,7 +88,7 @@ class Links:
                 (sender, receiver), begins_s, size_bits, begins_s + sent_bits / self.uplink_bps(sender)
             )
         self._free_at_s[sender] = begins_s + sent_bits / self.uplink_bps(sender)
-        return ends_s | {sender: now_s for receiver in sizes_bytes if receiver == sender}
+        return ends_s | ({sender: now_s} if sender in sizes_bytes else {})
 
     def _through(self, path: tuple[int, int], begins_s: float, size_bits: float, least_s: float) -> float:
         """When a message has arrived that its line has carried at `least_s`."""
