@@ -68,18 +68,24 @@ class AveragingNetwork:
 
     def _in_turn_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Values inside clusters to who gathers them, what is gathered to the owners of parts, and sums the same way back: nobody
-        sends on before the last of what it waits for has come, over a slow path or a busy line."""
+        sends what it adds up before the last of that has come, over a slow path or a busy line; and what is handed back inside
+        follows part by part."""
         gathered_NN = 8 * size_bytes * gathering(shares, clusters)
         labels_N = np.asarray(clusters)
         near_NN = (labels_N[:, None] == labels_N) & ~np.eye(len(labels_N), dtype=bool)
         inside_NN = near_NN * gathered_NN.sum(axis=1)
         between_NN = gathered_NN * (labels_N[:, None] != labels_N)
-        ends_N = np.zeros(len(labels_N))
-        for bits_NN in (inside_NN, between_NN, between_NN.T, inside_NN.T):
-            line_s_N1 = bits_NN.sum(axis=1, keepdims=True) / self.line_bps_N[:, None]
-            came_NN = ends_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N1)
-            ends_N = np.maximum(ends_N, np.where(bits_NN > 0, came_NN, 0.0).max(axis=0))
-        return float(ends_N.max())
+        added_up_N = self._come_s(self._come_s(np.zeros(len(labels_N)), inside_NN, busy=True), between_NN, busy=True)
+        back_N = self._come_s(added_up_N, between_NN.T)
+        last_NN = near_NN * between_NN.max(axis=1)[:, None]
+        return float(max(self._come_s(added_up_N, inside_NN.T).max(), self._come_s(back_N, last_NN).max()))
+
+    def _come_s(self, sent_N: Floats, bits_NN: Floats, *, busy: bool = False) -> Floats:
+        """[N]: when each has all that others send to it at these times, by their paths; `busy`: and by their lines."""
+        line_s_N = bits_NN.sum(axis=1) / self.line_bps_N * busy
+        come_NN = sent_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N[:, None])
+        come_N: Floats = np.maximum(sent_N, np.where(bits_NN > 0, come_NN, 0.0).max(axis=0))
+        return come_N
 
     def _delays_s(self, clusters: Sequence[int]) -> float:
         """There and back, and where there are several clusters inside them as well."""
