@@ -14,7 +14,7 @@ from dataclasses import replace
 from swarmnode.compute.executor import Urgency
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.rehearsal import keep_busy
-from swarmnode.plan.training.transfers import Lines, Transfers
+from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, Wire, book, wire
 
 RUN = 128  # microbatches that go through; further ones take what those in the middle take
@@ -50,7 +50,7 @@ class _DryRun:
         self._fixed: Sequence[PeerId | None] = [None] * units
         self._workers, self._transfers = workers, transfers
         self._stages = {peer: _Stage(worker.assumed_unit_s) for peer, worker in workers.items()}
-        self._lines = Lines(transfers)
+        self._lines = transfers.lines()
         self._left = microbatches
         self._now_s, self._numbers = 0.0, 0
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []

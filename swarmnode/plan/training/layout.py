@@ -27,7 +27,7 @@ CLEARLY = 1.2  # times as long a step must take before units have fewer holders,
 ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 20  # candidates of which steps are forecast
-RUN = 10  # layouts of which a step is run dry
+DRY_RUNS = 10  # layouts of which a step is run dry
 LEFT_OUT = 1.5  # times as long a step must take with all, before most of a few are left out, who may be needed later
 NOTICED_S = 0.5  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
@@ -120,10 +120,10 @@ def _ranked(forecast: StepForecast, margins: Mapping[StageLayout, float]) -> Seq
     arranged.sort(key=lambda one: one.step_s)
     ran = [
         LikelyLayout(margins[one.layout] * _weighed_s(forecast.dry_run_s, one.layout), one.layout)
-        for one in arranged[:RUN]
+        for one in arranged[:DRY_RUNS]
     ]
     best_s = min(one.step_s for one in ran)
-    later = [replace(one, step_s=max(best_s, one.step_s)) for one in arranged[RUN:]]
+    later = [replace(one, step_s=max(best_s, one.step_s)) for one in arranged[DRY_RUNS:]]
     return sorted([*ran, *later], key=lambda one: one.step_s)
 
 

@@ -58,6 +58,10 @@ class Transfers:
         other._booked, other._booked_NN = Counter(), np.zeros_like(self._booked_NN)
         return other
 
+    def lines(self) -> Lines:
+        """These links as they are when nothing is under way."""
+        return Lines(list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
+
     def busiest_s(self) -> float:
         """How long the path or line that has most to carry is at it."""
         return float(self._busy_s_N().max())
@@ -95,24 +99,25 @@ class Transfers:
 
 
 class Lines:
-    """The same paths and lines in virtual time, as they are when nothing is under way."""
+    """The paths and lines between peers in virtual time: what is handed over follows what was before. `uplink_N`: seconds for which
+    a microbatch's values take the line of their sender."""
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._number = dict(transfers._number)
-        self._delay_s: list[list[float]] = transfers._delay_NN.tolist()
-        self._sending_s: list[list[float]] = transfers._sending_NN.tolist()
-        self._uplink_s: list[float] = transfers._uplink_N.tolist()
-        self._homes = transfers._homes
+    def __init__(
+        self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, uplink_N: Floats, homes: SharedLines | None
+    ) -> None:
+        self._number = {peer: number for number, peer in enumerate(peers)}
+        self._delay_s: list[list[float]] = delay_NN.tolist()
+        self._sending_s: list[list[float]] = sending_NN.tolist()
+        self._uplink_s: list[float] = uplink_N.tolist()
+        self._homes = homes
         self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
 
     def send(self, now_s: float, sender: PeerId, receiver: PeerId) -> float:
         """When a microbatch's values that are handed over now will have arrived."""
         path = here, there = self._number[sender], self._number[receiver]
-        begins_s = max(now_s, self._free_s[here])
-        if self._homes is not None and self._homes.parts(*path):
-            home = "home", self._homes.home_of(here)
-            begins_s = max(begins_s, self._free_s[home])
-            self._free_s[home] = begins_s + self._homes.line_s(here)
+        home, home_s = self._homes.taken(here, there) if self._homes is not None else (None, 0.0)
+        begins_s = max(now_s, self._free_s[here], self._free_s["home", home] if home is not None else 0.0)
+        self._free_s["home", home] = begins_s + home_s
         self._free_s[here] = begins_s + self._uplink_s[here]
         self._free_s[path] = max(begins_s, self._free_s[path]) + self._sending_s[here][there]
         return self._free_s[path] + self._delay_s[here][there]
@@ -130,17 +135,10 @@ class SharedLines:
         line_s_N = np.where(self._together_NN[:-1, :-1], fastest_N, np.inf).min(axis=1)
         self._line_s_N = np.pad(np.where(np.isfinite(line_s_N), line_s_N, 0.0), (0, 1))
 
-    def parts(self, sender: int, receiver: int) -> bool:
-        """Whether what one sends to the other leaves a home."""
-        return bool(self._out_NN[sender, receiver])
-
-    def home_of(self, peer: int) -> int:
-        """Its number."""
-        return int(self._home_N[peer])
-
-    def line_s(self, peer: int) -> float:
-        """How long a message of this one takes the line of its home."""
-        return float(self._line_s_N[peer])
+    def taken(self, sender: int, receiver: int) -> tuple[int | None, float]:
+        """The home whose line a message takes, and for how long; none where it stays at home."""
+        home = int(self._home_N[sender]) if self._out_NN[sender, receiver] else None
+        return home, float(self._line_s_N[sender])
 
     def busy_s(self, booked_NN: Floats) -> Floats:
         """[N]: how long the line of each one's home is at what is booked."""

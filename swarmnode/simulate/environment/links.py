@@ -80,9 +80,7 @@ class Links:
         sent_bits, before_bits = 0.0, 0.0
         waiting = sorted((8 * size, receiver) for receiver, size in sizes_bytes.items() if receiver != sender)
         for number, (size_bits, receiver) in enumerate(waiting):
-            sent_bits += (size_bits - before_bits) * (
-                len(waiting) - number
-            )  # by all of them, until this one is through
+            sent_bits += (size_bits - before_bits) * (len(waiting) - number)  # all, until this one is through
             before_bits = size_bits
             ends_s[receiver] = self._through(
                 (sender, receiver), begins_s, size_bits, begins_s + sent_bits / self.uplink_bps(sender)
