@@ -68,8 +68,8 @@ class AveragingNetwork:
 
     def _in_turn_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Values inside clusters to who gathers them, what is gathered to the owners of parts, and sums the same way back: nobody
-        sends what it adds up before the last of that has come, over a slow path or a busy line; and what is handed back inside
-        follows part by part."""
+        sends what it adds up before the last of that has come, over a slow path or a busy line; and what comes
+        back follows inside as it comes, that of the slowest cluster at last."""
         gathered_NN = 8 * size_bytes * gathering(shares, clusters)
         labels_N = np.asarray(clusters)
         near_NN = (labels_N[:, None] == labels_N) & ~np.eye(len(labels_N), dtype=bool)
@@ -77,8 +77,10 @@ class AveragingNetwork:
         between_NN = gathered_NN * (labels_N[:, None] != labels_N)
         added_up_N = self._come_s(self._come_s(np.zeros(len(labels_N)), inside_NN, busy=True), between_NN, busy=True)
         back_N = self._come_s(added_up_N, between_NN.T)
-        last_NN = near_NN * between_NN.max(axis=1)[:, None]
-        return float(max(self._come_s(added_up_N, inside_NN.T).max(), self._come_s(back_N, last_NN).max()))
+        last_N = np.stack([between_NN[:, labels_N == label].sum(axis=1) for label in np.unique(labels_N)]).max(axis=0)
+        return float(
+            max(self._come_s(added_up_N, inside_NN.T).max(), self._come_s(back_N, near_NN * last_N[:, None]).max())
+        )
 
     def _come_s(self, sent_N: Floats, bits_NN: Floats, *, busy: bool = False) -> Floats:
         """[N]: when each has all that others send to it at these times, by their paths; `busy`: and by their lines."""
