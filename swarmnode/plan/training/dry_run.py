@@ -10,8 +10,8 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 
-from swarmnode.compute.executor import Urgency
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.transfers import Transfers
@@ -34,12 +34,19 @@ def dry_run_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfer
     return ends_s[-1] + max(0, microbatches - RUN) * middle_s
 
 
+class _Pass(IntEnum):
+    """What is computed of a microbatch, the most urgent first (`compute/executor.py`)."""
+
+    BACKWARD = 0
+    FORWARD = 1
+
+
 class _Stage:
     """One peer: what waits to be computed, the most urgent first."""
 
     def __init__(self, unit_s: float) -> None:
         self.unit_s = unit_s
-        self.jobs: list[tuple[Urgency, int, Sequence[Wire], int]] = []
+        self.jobs: list[tuple[_Pass, int, Sequence[Wire], int]] = []
         self.is_busy = False
 
 
@@ -75,9 +82,9 @@ class _DryRun:
                 return
             self._left -= 1
             book(route, self._workers, self._transfers, 1)
-            self._arrived(Urgency.FORWARD, route, 0)
+            self._arrived(_Pass.FORWARD, route, 0)
 
-    def _arrived(self, urgency: Urgency, route: Sequence[Wire], hop: int) -> None:
+    def _arrived(self, urgency: _Pass, route: Sequence[Wire], hop: int) -> None:
         stage = self._stages[route[hop][0]]
         self._numbers += 1
         heapq.heappush(stage.jobs, (urgency, self._numbers, route, hop))
@@ -88,21 +95,21 @@ class _DryRun:
         if stage.jobs:
             stage.is_busy = True
             urgency, _, route, hop = heapq.heappop(stage.jobs)
-            share = FORWARD_SHARE if urgency is Urgency.FORWARD else 1 - FORWARD_SHARE
+            share = FORWARD_SHARE if urgency is _Pass.FORWARD else 1 - FORWARD_SHARE
             self._at(
                 self._now_s + share * route[hop][1].units * stage.unit_s, self._computed, stage, urgency, route, hop
             )
 
-    def _computed(self, stage: _Stage, urgency: Urgency, route: Sequence[Wire], hop: int) -> None:
+    def _computed(self, stage: _Stage, urgency: _Pass, route: Sequence[Wire], hop: int) -> None:
         stage.is_busy = False
-        if urgency is Urgency.FORWARD and hop + 1 == len(route):
-            self._arrived(Urgency.BACKWARD, route, hop)
-        elif urgency is Urgency.BACKWARD and hop == 0:
+        if urgency is _Pass.FORWARD and hop + 1 == len(route):
+            self._arrived(_Pass.BACKWARD, route, hop)
+        elif urgency is _Pass.BACKWARD and hop == 0:
             book(route, self._workers, self._transfers, -1)
             self._ends_s.append(self._now_s)
             self._lease()
         else:
-            then = hop + 1 if urgency is Urgency.FORWARD else hop - 1
+            then = hop + 1 if urgency is _Pass.FORWARD else hop - 1
             arrives_s = self._lines.send(self._now_s, route[hop][0], route[then][0])
             self._at(arrives_s, self._arrived, urgency, route, then)
         if not stage.is_busy:

@@ -58,9 +58,9 @@ class Transfers:
         other._booked, other._booked_NN = Counter(), np.zeros_like(self._booked_NN)
         return other
 
-    def lines(self) -> Lines:
+    def lines(self) -> VirtualLines:
         """These links as they are when nothing is under way."""
-        return Lines(list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
+        return VirtualLines(list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
 
     def busiest_s(self) -> float:
         """How long the path or line that has most to carry is at it."""
@@ -98,7 +98,7 @@ class Transfers:
         return self._number.get(peer, len(self._number))
 
 
-class Lines:
+class VirtualLines:
     """The paths and lines between peers in virtual time: what is handed over follows what was before. `uplink_N`: seconds for which
     a microbatch's values take the line of their sender."""
 
