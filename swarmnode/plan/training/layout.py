@@ -1,8 +1,8 @@
 """Layout of stages: what all who see the same peers come to alike, without anybody planning for others.
 
 For each cluster of the network, and each number of stages that the model may be cut into, a step is estimated as if everybody had
-found a good place; the best few are laid out, and their steps forecast. Of the best one every peer knows its own place, which for
-those outside the cluster is to stand by.
+found a good place; the best few are laid out, their steps forecast, and the best of these run dry. Of the best one every peer knows
+its own place, which for those outside the cluster is to stand by.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.spans.flow import Bools, Floats, Indexes
 from swarmnode.plan.training.step_forecast import StepForecast
+from swarmnode.plan.training.wiring import SAME
 from swarmnode.plan.view import Span
 
 STANDING_BY = Span(0, 0)
-SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
@@ -31,6 +31,7 @@ DRY_RUNS = 10  # layouts of which a step is run dry
 LEFT_OUT = 1.5  # times as long a step must take with all, before most of a few are left out, who may be needed later
 NOTICED_S = 0.5  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
+FEW_CLUSTERS = 8  # at one scale: more have no stage each, but teams
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,13 +198,15 @@ def _cost(layout: StageLayout) -> float:
 
 
 def _stage_each(forecast: StepForecast, capacity_N: Indexes) -> Iterator[StageLayout]:
-    """A stage for each of some clusters, where few are large: of those side by side the ones joined by the fastest paths. Others
-    are left out, which no cluster of clusters may do."""
+    """A stage for each of so many clusters, where few are large: of those side by side the ones that the fastest paths join. Groups
+    of peers know only who is in one larger cluster; these need not be."""
     order_N = np.array(forecast.clusters.order)
     for label_N in forecast.clusters.label_LN[:, order_N]:
         large = [order_N[label_N == label] for label in dict.fromkeys(label_N.tolist())]
         large = [members for members in large if len(members) >= HOLDERS]
-        for count in range(2, len(large) + 1 if len(large) <= FEW else 0):
+        if len(large) > FEW_CLUSTERS:
+            continue
+        for count in range(2, len(large) + 1):
             rows = [large[first : first + count] for first in range(len(large) - count + 1)]
             layout = _by_team(forecast, min(rows, key=partial(_apart_s, forecast)), count, capacity_N)
             if layout is not None:

@@ -4,8 +4,8 @@ Terms that add up: computing, as slow as the units with least speed; lines, on w
 go one after another; the first microbatch's way through all stages; averaging, as slow as the slowest replicas. What must cross
 between those who hold a unit and those who hold the next follows from clusters (`clusters.py`). The worst counts most, but every
 term counts a little (power means), so that peers who see no more than what one of them could do find their way. Where all places
-are compared, some microbatches are played through instead (`rehearsal.py`), and what lines carry goes beside computing; who moves
-alone counts lines in full, and so stays where they are fast.
+are compared, some microbatches are played through instead (`rehearsal.py`), and what lines carry goes beside computing; of the best
+of them all are (`dry_run.py`). Who moves alone counts lines in full, and so stays where they are fast.
 """
 
 from __future__ import annotations

@@ -115,9 +115,11 @@ class VirtualLines:
     def send(self, now_s: float, sender: PeerId, receiver: PeerId) -> float:
         """When a microbatch's values that are handed over now will have arrived."""
         path = here, there = self._number[sender], self._number[receiver]
-        home, home_s = self._homes.taken(here, there) if self._homes is not None else (None, 0.0)
-        begins_s = max(now_s, self._free_s[here], self._free_s["home", home] if home is not None else 0.0)
-        self._free_s["home", home] = begins_s + home_s
+        begins_s = max(now_s, self._free_s[here])
+        if self._homes is not None and self._homes.parts(here, there):
+            home = "home", self._homes.home_of(here)
+            begins_s = max(begins_s, self._free_s[home])
+            self._free_s[home] = begins_s + self._homes.line_s(here)
         self._free_s[here] = begins_s + self._uplink_s[here]
         self._free_s[path] = max(begins_s, self._free_s[path]) + self._sending_s[here][there]
         return self._free_s[path] + self._delay_s[here][there]
@@ -135,10 +137,17 @@ class SharedLines:
         line_s_N = np.where(self._together_NN[:-1, :-1], fastest_N, np.inf).min(axis=1)
         self._line_s_N = np.pad(np.where(np.isfinite(line_s_N), line_s_N, 0.0), (0, 1))
 
-    def taken(self, sender: int, receiver: int) -> tuple[int | None, float]:
-        """The home whose line a message takes, and for how long; none where it stays at home."""
-        home = int(self._home_N[sender]) if self._out_NN[sender, receiver] else None
-        return home, float(self._line_s_N[sender])
+    def parts(self, sender: int, receiver: int) -> bool:
+        """Whether what one sends to the other leaves a home."""
+        return bool(self._out_NN[sender, receiver])
+
+    def home_of(self, peer: int) -> int:
+        """Its number."""
+        return int(self._home_N[peer])
+
+    def line_s(self, peer: int) -> float:
+        """How long a message of this one takes the line of its home."""
+        return float(self._line_s_N[peer])
 
     def busy_s(self, booked_NN: Floats) -> Floats:
         """[N]: how long the line of each one's home is at what is booked."""

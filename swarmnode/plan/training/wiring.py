@@ -24,7 +24,7 @@ from swarmnode.plan.view import Span, draw
 UNMEASURED_UNIT_S = 0.01
 SLOW = 2.0  # times as long as most somebody takes for a unit, before others are rather waited for
 ENDLESS = 1 << 30
-NOTHING = 1e-9  # of a speed: what sums of the same may differ by
+SAME = 1e-9  # relative: what sums of the same may differ by
 NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes nothing
 
 
@@ -115,7 +115,7 @@ def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
     for number, peer in sorted(slow, key=lambda one: (-_done_s(workers[one[1]]), _lot(one[1]))):
         span = workers[peer].span
         others_per_s = float((rate_U - rate_PU[number])[slice(*span)].min())
-        rest_s = left / others_per_s if others_per_s > NOTHING * rate_PU[number].max() else np.inf
+        rest_s = left / others_per_s if others_per_s > SAME * rate_PU[number].max() else np.inf
         if _done_s(workers[peer]) > rest_s + span.units * usual_s:
             late.add(peer)
             rate_U -= rate_PU[number]

@@ -1,7 +1,8 @@
 """Links: delays and bandwidths between peers, of which several may stand at one place of the scenario; and their uplinks.
 
 What a peer sends leaves it in order, as fast as its fastest path allows; on each path one message follows the other at the
-path's own bandwidth, and is under way for the path's delay. So a slow path holds up what goes along it, and nothing else.
+path's own bandwidth, and is under way for the path's delay. So a slow path holds up what goes along it, and nothing else. What is
+sent together shares the line.
 """
 
 from __future__ import annotations

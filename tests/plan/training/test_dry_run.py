@@ -1,4 +1,4 @@
-"""A step run dry: by hand, and beside the simulator's."""
+"""A step run dry, beside what it takes by hand."""
 
 from __future__ import annotations
 

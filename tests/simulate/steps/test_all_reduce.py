@@ -86,13 +86,18 @@ def joined_s(sides: Sequence[int], *, clustered: bool, slow_bps: float = 50e6) -
     return reduction_ends_s(0.0, [group], indexes, links, cast("Model", OneUnit()), Averaging())
 
 
-@pytest.mark.parametrize(("sides", "share"), [([4, 4], 0.49), ([8, 8], 0.79), ([4, 4, 4], 0.64), ([6, 2], 0.69)])
-def test_clusters_joined_by_slow_paths_average_sooner_one_after_another(sides: list[int], share: float) -> None:
+@pytest.mark.parametrize(
+    ("sides", "share", "most_s"),
+    [([4, 4], 0.49, 2.0), ([8, 8], 0.79, 1.62), ([4, 4, 4], 0.64, 1.75), ([6, 2], 0.69, 2.8)],
+)
+def test_clusters_joined_by_slow_paths_average_sooner_one_after_another(
+    sides: list[int], share: float, most_s: float
+) -> None:
     """4.04 s -> 1.94 s for two of four: here each message goes as a whole, so that the four ways add up. What is handed on later
     holds nothing up that is there sooner. All with all takes as long as slow paths need for a part, there and back."""
     flat_s, clustered_s = joined_s(sides, clustered=False), joined_s(sides, clustered=True)
     assert flat_s == pytest.approx(2 * (32 * PARAMETERS / sum(sides) / 50e6 + 0.02))
-    assert clustered_s < share * flat_s, (flat_s, clustered_s)
+    assert clustered_s < min(most_s, share * flat_s), (flat_s, clustered_s)
 
 
 def test_what_is_sent_together_shares_the_line_until_it_is_through() -> None:
