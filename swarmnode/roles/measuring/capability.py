@@ -187,13 +187,22 @@ class Capability:
         if lasting:
             self._cache.put(self._conditions, self.speeds)
 
+    def correct(self, field: str, units_per_s: float) -> None:
+        """A trial at what is asked now says how fast this is: announced at once, where it says something else than before."""
+        announced = getattr(self.speeds, field)
+        if not announced / DEPARTURE <= units_per_s <= announced * DEPARTURE:
+            self._announce(field, units_per_s)
+
     def note(self, field: str, unit_s: float) -> None:
         """A pass of real work took so many seconds for a position through a unit; `field` names the speed."""
         speed = self._drift[field].note(unit_s, getattr(self.speeds, field))
         if speed is not None:
-            log.info("real work shows %s of %.1f instead of %.1f", field, speed, getattr(self.speeds, field))
-            self.speeds = replace(self.speeds, **{field: speed})
-            self._cache.put(self._conditions, self.speeds)
+            self._announce(field, speed)
+
+    def _announce(self, field: str, units_per_s: float) -> None:
+        log.info("real work shows %s of %.1f instead of %.1f", field, units_per_s, getattr(self.speeds, field))
+        self.speeds = replace(self.speeds, **{field: units_per_s})
+        self._cache.put(self._conditions, self.speeds)
 
     def section(self) -> WorkSpeeds:
         """What the announcement says; speeds that were not measured are left out."""

@@ -88,5 +88,6 @@ class Following:
                 self._leave(line, f"says nothing for {SILENCE_S:.0f} s")
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Follow nobody any more: whoever's line ends now has not done it."""
+        self.coordinator = self.line = None
         await self._tasks.close()

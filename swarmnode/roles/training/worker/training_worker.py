@@ -160,12 +160,16 @@ class TrainingWorker:
         return StepLoad() if run is None else step_load_of(run, self._width)
 
     def _compare_with_real_work(self) -> None:
-        run = self._training.run
+        """What the run in force shows: until it has timed microbatches, the estimate of one, which is tried as the run begins."""
+        if (run := self._training.run) is None:
+            return
         for part, capability in self._capabilities.items():
-            unit_s = part.unit_time.timed_s
-            if unit_s and run is not None:
-                capability.note("training_units_per_s", unit_s / run.positions)
+            unit_time = part.unit_time
+            if unit_time.timed_s:
+                capability.note("training_units_per_s", unit_time.timed_s / run.positions)
                 self._note_estimate(part)
+            elif unit_time.expected_s:
+                capability.correct("training_units_per_s", run.positions / unit_time.expected_s)
 
     def _note_estimate(self, part: TrainingPart) -> None:
         """How good it was, of the run in force."""
