@@ -1,16 +1,19 @@
 """A dry run of a step: its microbatches go through stages and lines in virtual time, wired and computed as they will be.
 
-Stages compute one pass at a time, gradients first; lines carry one message after another; each microbatch that is back makes room
-for the next. So what a step takes follows from what its peers and links can do, down to whom it waits for at the end.
+Stages compute one pass at a time, gradients first; lines carry one message after another, those of homes one to each peer in turns;
+each microbatch that is back makes room for the next. So what a step takes follows from what its peers and links can do, down to
+whom it waits for at the end.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.rehearsal import keep_busy
@@ -58,6 +61,7 @@ class _DryRun:
         self._workers, self._transfers = workers, transfers
         self._stages = {peer: _Stage(worker.assumed_unit_s) for peer, worker in workers.items()}
         self._lines = transfers.lines()
+        self._queues = defaultdict[tuple[PeerId, PeerId], deque[Callable[[], None]]](deque)  # on lines that are shared
         self._left = microbatches
         self._now_s, self._numbers = 0.0, 0
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -110,7 +114,27 @@ class _DryRun:
             self._lease()
         else:
             then = hop + 1 if urgency is _Pass.FORWARD else hop - 1
-            arrives_s = self._lines.send(self._now_s, route[hop][0], route[then][0])
-            self._at(arrives_s, self._arrived, urgency, route, then)
+            self._send((route[hop][0], route[then][0]), partial(self._arrived, urgency, route, then))
         if not stage.is_busy:
             self._compute(stage)
+
+    def _send(self, path: tuple[PeerId, PeerId], arrived: Callable[[], None]) -> None:
+        """A message: at once, or where lines are shared behind those that go to the same peer."""
+        if self._lines.pieces(*path) == 1:
+            self._at(self._lines.send(self._now_s, *path)[1], arrived)
+            return
+        self._queues[path].append(arrived)
+        if len(self._queues[path]) == 1:
+            self._send_on(path)
+
+    def _send_on(self, path: tuple[PeerId, PeerId], sent: int = 0) -> None:
+        """The next piece of a path's first message takes its turn on the line, and when it has left, another one does."""
+        queue, pieces = self._queues[path], self._lines.pieces(*path)
+        if sent == pieces:
+            queue.popleft()
+            sent = 0
+        if queue:
+            leaves_s, arrives_s = self._lines.send(self._now_s, *path, 1 / pieces)
+            if sent + 1 == pieces:
+                self._at(arrives_s, queue[0])
+            self._at(leaves_s, self._send_on, path, sent + 1)

@@ -17,6 +17,8 @@ import numpy as np
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Floats
 
+PIECES = 4  # of a message, on a line that others at home use, too
+
 
 class Transfers:
     """Between the stages of one training. Of whoever nothing is known, sending costs nothing."""
@@ -112,17 +114,24 @@ class VirtualLines:
         self._homes = homes
         self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
 
-    def send(self, now_s: float, sender: PeerId, receiver: PeerId) -> float:
-        """When a microbatch's values that are handed over now will have arrived."""
-        path = here, there = self._number[sender], self._number[receiver]
+    def pieces(self, sender: PeerId, receiver: PeerId) -> int:
+        """How many a message is sent in: who is at home together shares a line, and nobody waits there until others are through."""
+        return PIECES if self._homes is not None and self._homes.parts(*self._path(sender, receiver)) else 1
+
+    def send(self, now_s: float, sender: PeerId, receiver: PeerId, share: float = 1.0) -> tuple[float, float]:
+        """When a share of a microbatch's values that is handed over now will have left, and when it will have arrived."""
+        path = here, there = self._path(sender, receiver)
         begins_s = max(now_s, self._free_s[here])
         if self._homes is not None and self._homes.parts(here, there):
             home = "home", self._homes.home_of(here)
             begins_s = max(begins_s, self._free_s[home])
-            self._free_s[home] = begins_s + self._homes.line_s(here)
-        self._free_s[here] = begins_s + self._uplink_s[here]
-        self._free_s[path] = max(begins_s, self._free_s[path]) + self._sending_s[here][there]
-        return self._free_s[path] + self._delay_s[here][there]
+            self._free_s[home] = begins_s + share * self._homes.line_s(here)
+        self._free_s[here] = begins_s + share * self._uplink_s[here]
+        self._free_s[path] = max(begins_s, self._free_s[path]) + share * self._sending_s[here][there]
+        return self._free_s[path], self._free_s[path] + self._delay_s[here][there]
+
+    def _path(self, sender: PeerId, receiver: PeerId) -> tuple[int, int]:
+        return self._number[sender], self._number[receiver]
 
 
 class SharedLines:

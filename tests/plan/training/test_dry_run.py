@@ -37,15 +37,18 @@ def test_a_long_way_is_waited_for_once_and_a_slow_line_by_every_microbatch() -> 
     assert dry_run_s(4, workers, links("ab", sending_s=1.0), 10) == pytest.approx(10 + 1.0, rel=0.01)
 
 
-def test_who_shares_a_line_sends_one_after_another() -> None:
-    """Two at one place hand on to two at another, and take gradients back: side by side, or over one line each way."""
+def test_who_shares_a_line_takes_turns() -> None:
+    """Two at one place hand on to two at another, and take gradients back: side by side, or over one line each way. What goes to
+    different peers is sent in turns, a quarter of a message each: so the last four arrive at 7.25, 7.5, 7.75 and 8 s, and of the
+    last gradient's quarters all but the first wait for others'."""
     workers = {peer: Replica(Span(0, 2) if peer in "ab" else Span(2, 4), 0.001) for peer in "abcd"}
     sending_NN, apart = np.full((4, 4), 1.0), np.zeros((4, 4))
     each, shared = Transfers(), Transfers()
     each.know("abcd", apart, sending_NN)
     shared.know("abcd", apart, sending_NN, (0, 0, 1, 1))
     assert dry_run_s(4, workers, each, 8) == pytest.approx(4 + 1, rel=0.01)
-    assert dry_run_s(4, workers, shared, 8) == pytest.approx(8 + 1, rel=0.01)
+    assert dry_run_s(4, workers, shared, 8) == pytest.approx(8 + 1 + 0.75, rel=0.01)
+    assert dry_run_s(4, workers, shared, 1) == pytest.approx(1 + 1, rel=0.01), "one alone has the line to itself"
 
 
 def test_more_microbatches_take_what_those_in_the_middle_take() -> None:
