@@ -93,10 +93,10 @@ class _Worth:
 
     @classmethod
     def of(cls, forecast: StepForecast, spans: Sequence[Span]) -> _Worth:
-        """With all on these."""
+        """With all on these, whose microbatches are played through."""
         holders_U = held_units(spans, forecast.load.units).sum(axis=0)
         fragile = fragility(float((holders_U < HOLDERS).mean()))
-        return cls(int((holders_U == 0).sum()), 0, fragile * forecast.arranged_s(spans))
+        return cls(int((holders_U == 0).sum()), 0, fragile * forecast.dry_run_s(spans))
 
     def secures(self, now: _Worth) -> bool:
         """Whether more units have a holder or a second one."""

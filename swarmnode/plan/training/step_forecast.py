@@ -10,6 +10,7 @@ of them all are (`dry_run.py`). Who moves alone counts lines in full, and so sta
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,11 +132,12 @@ class StepForecast:
         return self._arranged[key]
 
     def dry_run_s(self, spans: Sequence[Span]) -> float:
-        """The same, worked out for every microbatch: closer, and slower to find."""
+        """The same, worked out for every microbatch where units have holders: closer, and slower to find."""
         key = tuple(spans)
         if key not in self._run:
+            passing_s = dry_run_s(self.load.units, *self._stages(spans), self.load.microbatches)
             averaged_s = self._averaged_s(held_units(spans, self.load.units))
-            self._run[key] = dry_run_s(self.load.units, *self._stages(spans), self.load.microbatches) + averaged_s
+            self._run[key] = passing_s + averaged_s if passing_s < math.inf else self.arranged_s(spans)
         return self._run[key]
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
