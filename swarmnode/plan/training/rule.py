@@ -34,7 +34,7 @@ RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever move
 LOADED_SHARE = 1 / 3
 MUCH = 0.5  # relative, of a step: for less not all go to another layout than the best
 
-STANDING_BY_TURNS = 5  # instead of one, unless much is gained: where each knows other links, all would go
+STANDING_BY_TURNS = 5  # instead of one, unless a run is waited for: where each knows other links, all would go
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 """What is known of these peers' speeds and of the links between them"""
@@ -108,7 +108,8 @@ class TrainingRule:
         if place.span == own.span or (holds and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
-        turn *= 1 if place.span.units or place.gain > MUCH else STANDING_BY_TURNS
+        waits = not place.span.units and not (self._under_way() and place.gain > SETTLING)
+        turn *= STANDING_BY_TURNS if waits else 1
         delay_s = turn * move_policy.turn_s * (1 + len(view.peers) / 3)
         return Move(place.span, place.gain, delay_s, disturbs=self._under_way())
 

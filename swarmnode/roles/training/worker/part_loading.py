@@ -96,11 +96,17 @@ def make_part(
 async def measure_part(
     host: Host, part: TrainingPart, hardware: Hardware, lent: LentDevice, cache: SpeedCache
 ) -> Capability:
-    """On the part's own thread."""
+    """On the part's own thread, unless this device is known with another span: real work says more than a trial."""
     conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
+    known = cache.nearest(conditions)
     measuring = functools.partial(measure, part.segment, host.clock.compute, lent.throttle)
     return await part.call(
         "measure",
-        lambda: Capability.of(conditions, cache, measuring, clock=host.clock.monotonic),
+        lambda: Capability.of(
+            conditions,
+            cache,
+            measuring if not known.training_units_per_s else lambda: known,
+            clock=host.clock.monotonic,
+        ),
         owner=f"units {part.span}",
     )
