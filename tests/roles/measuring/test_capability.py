@@ -132,6 +132,17 @@ def test_real_work_that_departs_for_long_is_announced_and_kept(tmp_path, watch):
     assert cache.find(CONDITIONS) == capability.speeds
 
 
+@pytest.mark.parametrize(
+    ("tried", "announced"), [(4 * SPEEDS.decode_units_per_s, True), (1.2 * SPEEDS.decode_units_per_s, False)]
+)
+def test_a_trial_at_what_is_asked_is_announced_at_once_where_it_says_something_else(tmp_path, tried, announced):
+    cache = SpeedCache(tmp_path / "speeds.json")
+    capability = Capability(SPEEDS, CONDITIONS, cache)
+    capability.correct("decode_units_per_s", tried)
+    assert capability.speeds.decode_units_per_s == (tried if announced else SPEEDS.decode_units_per_s)
+    assert (cache.find(CONDITIONS) == capability.speeds) == announced, "a restart announces it at once"
+
+
 def test_what_could_not_be_measured_is_taken_from_the_first_real_work(tmp_path):
     capability = Capability(Speeds(), CONDITIONS, SpeedCache(tmp_path / "speeds.json"))
     assert capability.section() == WorkSpeeds()

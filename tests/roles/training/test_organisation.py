@@ -18,7 +18,7 @@ from swarmnode.net.measuring.coordinate import Coordinate
 from swarmnode.plan.spans.placement import Joiner, MovePolicy
 from swarmnode.plan.training import rule as training_rule
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout
-from swarmnode.plan.training.rule import StepOutlook, TrainingRule
+from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.roles.training.organisation import announced_network, step_load_of
@@ -306,6 +306,24 @@ def test_all_leave_for_another_layout_only_where_that_is_worth_it(front: int, mo
     view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, spans, strict=True)))
     moves = [rule().reconsider(view, joiner(peer), MovePolicy(hysteresis=0.2)) for peer in view.peers]
     assert any(moves) == moving
+
+
+@pytest.mark.parametrize(("under_way", "turns"), [(False, 5), (True, 1)])
+def test_who_is_to_stand_by_waits_for_five_turns_unless_a_run_waits_for_it(under_way: bool, turns: int) -> None:
+    """Of two islands, to join which takes too long for a small run."""
+    load = replace(SMALL, activation_bytes=1e7, gradient_bytes_U=np.full(UNITS, 1e7))
+    view = measured(swarm([f"peer {number}" for number in range(8)], [100 * SPEED] * 8), between_bps=2e7)
+    own_rule = TrainingRule(
+        StepOutlook(lambda: load, announced_network),
+        lambda peer: peer.memory_bytes,
+        lambda: False,
+        under_way=lambda: under_way,
+    )
+    moves = [own_rule.reconsider(view, joiner(peer), MovePolicy(hysteresis=SETTLING)) for peer in view.peers]
+    delays_s = [move.delay_s for move in moves if move is not None and not move.span.units]
+    turn_s = MovePolicy().turn_s * (1 + len(view.peers) / 3)
+    assert len(delays_s) == 4 and all(delay_s <= turns * turn_s for delay_s in delays_s)
+    assert (max(delays_s) > turn_s) == (turns > 1)
 
 
 def test_a_wish_waits_for_its_turn() -> None:
