@@ -1,13 +1,14 @@
 """Two clusters of two nodes that a slow line joins, real ones: steps as they organise themselves, and as laid by hand. Prints JSON.
 
     python contrib/benchmarks/live_clusters.py [--runs activations gradients] [--mbps 10] [--delay-ms 20] [--steps 12]
-        [--ahead-s 60]
+        [--ahead-s 60] [--slower 1]
 
 Nodes are processes of their own with p2pd, throttled, in two network namespaces (`slow_line.py`: root, iproute2). Each may hold all
 units. `activations`: what pipelines hand on weighs more than gradients, which is the other way round in `gradients`. `live` begins
 with nodes that know nothing of one another; a trainer comes so long after they are ready. Arrangements by hand are nodes with
 `--span`, by what each holds. `step_s` is the median of the last half of all steps, `off` how far forecasts of these were from them
-(median of the absolute), `crossed_mb` what went over the line in such a step.
+(median of the absolute), `crossed_mb` what went over the line in such a step. `--slower` makes nodes and the line as many times
+slower: for machines whose cores are too slow for four nodes at once, where each computes longer than its throttle asks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import tempfile
 import time
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def held_by(node: NodeProcess) -> list[str]:
 
 def compared(name: str, line: SlowLine, options: argparse.Namespace) -> dict[str, Any]:
     """As they organise themselves, beside every arrangement by hand."""
-    run = RUNS[name]
+    run = replace(RUNS[name], unit_s=options.slower * RUNS[name].unit_s)
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as folder:
         make_checkpoint(model := Path(folder) / "model", run.layers, run.hidden)
         bench = Bench(run, model, line, options)
@@ -154,8 +155,9 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=20.0, help="of the line, one way")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--ahead-s", type=float, default=60.0, help="in which nodes get to know their lines")
+    parser.add_argument("--slower", type=float, default=1.0, help="nodes and the line, so many times")
     options = parser.parse_args()
-    with SlowLine(delay_s=options.delay_ms / 1000, bits_per_s=1e6 * options.mbps) as line:
+    with SlowLine(delay_s=options.delay_ms / 1000, bits_per_s=1e6 * options.mbps / options.slower) as line:
         for name in options.runs:
             found = {"run": name, **vars(options), **compared(name, line, options)}
             print(json.dumps(found, indent=2), flush=True)
