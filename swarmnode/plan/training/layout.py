@@ -27,7 +27,8 @@ CLEARLY = 1.2  # times as long a step must take before units have fewer holders,
 ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 20  # candidates of which steps are forecast
-DRY_RUNS = 10  # layouts of which a step is run dry
+DRY_RUNS = 10  # layouts of which a step is run dry, at most, and
+WITHIN = 1.25  # times what is forecast of the best one: so far off are forecasts of arrangements
 LEFT_OUT = 1.4  # times as long a step must take with all, before most of a few are left out, who may be needed later
 NOTICED_S = 0.5  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
@@ -119,12 +120,10 @@ def _ranked(forecast: StepForecast, margins: Mapping[StageLayout, float]) -> Seq
     """Layouts by their steps, those that are best by an arrangement's forecast by a dry run; each longer by its margin."""
     arranged = [LikelyLayout(margin * _weighed_s(forecast.arranged_s, one), one) for one, margin in margins.items()]
     arranged.sort(key=lambda one: one.step_s)
-    ran = [
-        LikelyLayout(margins[one.layout] * _weighed_s(forecast.dry_run_s, one.layout), one.layout)
-        for one in arranged[:DRY_RUNS]
-    ]
+    near = [one for one in arranged[:DRY_RUNS] if one.step_s <= WITHIN * arranged[0].step_s]
+    ran = [replace(one, step_s=margins[one.layout] * _weighed_s(forecast.dry_run_s, one.layout)) for one in near]
     best_s = min(one.step_s for one in ran)
-    later = [replace(one, step_s=max(best_s, one.step_s)) for one in arranged[DRY_RUNS:]]
+    later = [replace(one, step_s=max(best_s, one.step_s)) for one in arranged[len(near) :]]
     return sorted([*ran, *later], key=lambda one: one.step_s)
 
 

@@ -34,6 +34,7 @@ RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever move
 LOADED_SHARE = 1 / 3
 MUCH = 0.5  # relative, of a step: for less not all go to another layout than the best
 
+RESTS = 20  # times as long as it took to find them layouts are not looked for again, where only links are others
 STANDING_BY_TURNS = 5  # instead of one, unless a run is waited for: where each knows other links, all would go
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
@@ -41,11 +42,20 @@ NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 
 
 class StepOutlook:
-    """What steps will take. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same."""
+    """What steps will take. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same. Layouts
+    are looked for again as `clock` (seconds, of computing) allows."""
 
-    def __init__(self, load_of: Callable[[], TrainingLoad], network_of: NetworkOf) -> None:
+    def __init__(
+        self,
+        load_of: Callable[[], TrainingLoad],
+        network_of: NetworkOf,
+        *,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.load_of = load_of
         self._network_of = network_of
+        self._clock = clock
+        self._rests_until_s = -math.inf
         self._seen: tuple[object, StepForecast] | None = None
         self._layouts: Sequence[LikelyLayout] | None = None  # by that forecast
 
@@ -54,17 +64,25 @@ class StepOutlook:
         return f"<StepOutlook on {load.units} units and {load.microbatches} microbatches>"
 
     def forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
-        """The same for all who know the same of the same peers; as it was, as long as little is different."""
+        """The same for all who know the same of the same peers; as it was, as long as little is different, and for a while where
+        only links are, of which each measurement says something else."""
         load, network = self.load_of(), self._network_of(view, seen)
         who = load, [peer.peer for peer in seen], capacities
-        if self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1].network):
+        if self._seen is None or self._seen[0] != who or self._differs(network, self._seen[1].network):
             self._seen, self._layouts = (who, StepForecast(load, network)), None
         return self._seen[1]
+
+    def _differs(self, network: TrainingNetwork, seen: TrainingNetwork) -> bool:
+        if not network.is_as_fast(seen):
+            return True
+        return self._clock() >= self._rests_until_s and not network.is_like(seen)
 
     def layouts(self, forecast: StepForecast, capacities: Sequence[int]) -> Sequence[LikelyLayout]:
         """By the last forecast. Found once for each: with many peers it takes long."""
         if self._layouts is None:
+            began_s = self._clock()
             self._layouts = likely_layouts(forecast, capacities)
+            self._rests_until_s = self._clock() + RESTS * (self._clock() - began_s)
         return self._layouts
 
 

@@ -70,11 +70,15 @@ class TrainingNetwork:
         """N."""
         return len(self.work_per_s_N)
 
+    def is_as_fast(self, other: TrainingNetwork) -> bool:
+        """Whether the same peers are as fast, in the two, as far as measurements tell."""
+        return _are_alike(self.work_per_s_N, other.work_per_s_N)
+
     def is_like(self, other: TrainingNetwork) -> bool:
         """Whether the two, of the same peers, differ by no more than measurements of the same do."""
         return (
             self.homes == other.homes
-            and _are_alike(self.work_per_s_N, other.work_per_s_N)
+            and self.is_as_fast(other)
             and _are_alike(self.delay_NN, other.delay_NN, SAME_DELAY_S)
             and _are_alike(self.bandwidth_NN, other.bandwidth_NN)
         )

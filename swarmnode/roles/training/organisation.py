@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -35,15 +35,15 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
     """Of one node. It is a step's time that counts, and that every unit has a second holder."""
     assert host.swarm.manifest is not None
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
-    rule = training_rule(host.directory, hardware, positions)
+    rule = training_rule(host.directory, hardware, positions, host.clock.compute)
     move_policy = replace(config.move_policy, for_gain=False, hysteresis=SETTLING)
     placement_rule = PlacementRule(rule.choose, rule.reconsider)
     return Placement(host, hardware.capacity_units, replace(config, move_policy=move_policy), placement_rule)
 
 
-def training_rule(directory: Directory, hardware: Hardware, positions: int) -> TrainingRule:
+def training_rule(directory: Directory, hardware: Hardware, positions: int, clock: Callable[[], float]) -> TrainingRule:
     """Of one swarm. Stages are laid for the run that is announced, and for a usual one before a trainer comes. `positions`: of a
-    microbatch of a usual one; samples, of a module."""
+    microbatch of a usual one; samples, of a module. `clock`: of computing."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
@@ -63,7 +63,7 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int) -> T
         return announced_network(view, peers, told().positions)
 
     return TrainingRule(
-        StepOutlook(lambda: load_of(told()), network),
+        StepOutlook(lambda: load_of(told()), network, clock=clock),
         capacity,
         lambda: has_begun(directory),
         under_way=lambda: bool(announced().all_positions),

@@ -177,6 +177,29 @@ def test_a_layout_is_looked_for_once(begun: bool, monkeypatch: pytest.MonkeyPatc
     assert len(looked_for) == 1
 
 
+@pytest.mark.parametrize(("after_s", "faster", "looks"), [(19.0, 1, 1), (21.0, 1, 2), (19.0, 2, 2)])
+def test_layouts_are_not_looked_for_all_the_time(
+    after_s: float, faster: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a second each time, and of links every measurement says something else; of speeds it does not."""
+    now_s, looked_for = [0.0], list[StepForecast]()
+    find = training_rule.likely_layouts
+
+    def look(forecast: StepForecast, capacities: Sequence[int]) -> Any:
+        now_s[0] += 1.0
+        looked_for.append(forecast)
+        return find(forecast, capacities)
+
+    monkeypatch.setattr(training_rule, "likely_layouts", look)
+    outlook = StepOutlook(lambda: LOAD, announced_network, clock=lambda: now_s[0])
+    one = TrainingRule(outlook, lambda peer: peer.memory_bytes, lambda: False)
+    for between_bps, speed in ((1e8, SPEED), (2e7, faster * SPEED)):
+        view = measured(swarm([f"peer {number}" for number in range(4)], [speed] * 4), between_bps)
+        one.choose(view, joiner(view.peers[0]))
+        now_s[0] += after_s
+    assert len(looked_for) == looks
+
+
 @pytest.mark.parametrize(("begun", "first"), [(True, 2), (False, 4)])
 def test_all_go_to_other_stages_where_the_rest_of_the_run_pays_for_what_is_fetched(begun: bool, first: int) -> None:
     """Eight peers by turns on two islands hold the halves so that all that is trained crosses the link between these. Once
