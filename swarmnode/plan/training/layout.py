@@ -29,8 +29,8 @@ SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more th
 SHORTLIST = 20  # candidates of which steps are forecast
 DRY_RUNS = 10  # layouts of which a step is run dry, at most, and
 WITHIN = 1.25  # times what is forecast of the best one: so far off are forecasts of arrangements
-LEFT_OUT = 1.4  # times as long a step must take with all, before most of a few are left out, who may be needed later
-NOTICED_S = 0.5  # of a step: for less than that nobody is left out, nor a stage left to one holder
+LEFT_OUT = 1.2  # times as long a step must take with all, before most of a few are left out, who may be needed later
+NOTICED_S = 1.0  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
 FEW_CLUSTERS = 8  # at one scale: more have no stage each, but teams
 

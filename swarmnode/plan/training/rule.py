@@ -43,7 +43,7 @@ NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 
 class StepOutlook:
     """What steps will take. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same. Layouts
-    are looked for again as `clock` (seconds, of computing) allows."""
+    are looked for again as `clock` (seconds) allows."""
 
     def __init__(
         self,

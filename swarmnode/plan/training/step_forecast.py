@@ -40,7 +40,8 @@ UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody h
 @dataclass(frozen=True, eq=False)
 class TrainingLoad:
     """A step: its microbatches, bytes of one's values between stages, and per unit bytes of gradients, work (in any measure), and
-    bytes of what is learnt. `over_clusters`: whether replicas may average so."""
+    bytes of what is learnt. `over_clusters`: whether replicas may average so. `commands`: round trips of a coordinator's words, for
+    which all wait."""
 
     microbatches: int
     activation_bytes: float
@@ -48,6 +49,7 @@ class TrainingLoad:
     work_U: Floats
     state_bytes_U: Floats
     over_clusters: bool = True
+    commands: int = 0
 
     @property
     def units(self) -> int:
@@ -185,7 +187,7 @@ class StepForecast:
 
     def _averaged_s(self, held_NU: Floats) -> float:
         """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
-        one group after another."""
+        one group after another; and until they have heard what to do."""
         holders_GN, group_U = np.unique(held_NU.T > 0, axis=0, return_inverse=True)
         busy_s_N, homes_s = np.zeros(len(held_NU)), Counter[int]()
         for number, holds_N in enumerate(holders_GN):
@@ -194,7 +196,12 @@ class StepForecast:
                 group_s, lines_s = self._group_s(np.flatnonzero(holds_N), gradient_bytes)
                 busy_s_N[holds_N] += group_s
                 homes_s.update(lines_s)
-        return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0)
+        return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0) + self._commanded_s(held_NU)
+
+    def _commanded_s(self, held_NU: Floats) -> float:
+        """For how long those who hold something wait for commands: whoever coordinates them may be the farthest one."""
+        held_N = held_NU.any(axis=1)
+        return 2 * self.load.commands * float(self._delay_NN[np.ix_(held_N, held_N)].max(initial=0.0))
 
     def _group_s(self, members: Indexes, gradient_bytes: float) -> tuple[float, dict[int, float]]:
         """Of replicas that average all with all, or over clusters where they may and that is faster; and how long lines of homes

@@ -90,9 +90,21 @@ class SpeedCache:
 
     def nearest(self, conditions: Conditions) -> Speeds:
         """What was measured on a span of the most similar size, all else being equal; zeros where nothing was."""
-        sizes = [int(key.rpartition("; ")[2]) for key in self._entries if key.startswith(conditions.but_size)]
-        found = [self.find(replace(conditions, units=size)) for size in sorted(sizes, key=conditions.distance)]
+        found = [
+            self.find(one) for one in sorted(self._alike(conditions), key=lambda one: conditions.distance(one.units))
+        ]
         return next((speeds for speeds in found if speeds is not None), Speeds())
+
+    def newest(self, conditions: Conditions) -> Speeds:
+        """What was measured last on a span of any size, all else being equal; zeros where nothing was."""
+        known = [one for one in self._alike(conditions) if self.find(one) is not None]
+        newest = max(known, key=lambda one: self._entries[one.key].measured_at, default=None)
+        return Speeds() if newest is None else self._entries[newest.key].speeds
+
+    def _alike(self, conditions: Conditions) -> list[Conditions]:
+        """Those under which something was measured, but for the span's size."""
+        sizes = [int(key.rpartition("; ")[2]) for key in self._entries if key.startswith(conditions.but_size)]
+        return [replace(conditions, units=size) for size in sizes]
 
     def put(self, conditions: Conditions, speeds: Speeds) -> None:
         """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""

@@ -26,6 +26,7 @@ from swarmnode.swarm.records.step_load import StepLoad, middle_load
 
 MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
+COMMANDS = 5  # of a step: what is fed, leases, what is done; to average, to commit
 FLOAT32_BYTES = 4
 MANY_PARAMETERS = 10**6
 BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
@@ -35,7 +36,7 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
     """Of one node. It is a step's time that counts, and that every unit has a second holder."""
     assert host.swarm.manifest is not None
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
-    rule = training_rule(host.directory, hardware, positions, host.clock.compute)
+    rule = training_rule(host.directory, hardware, positions, host.clock.monotonic)
     move_policy = replace(config.move_policy, for_gain=False, hysteresis=SETTLING)
     placement_rule = PlacementRule(rule.choose, rule.reconsider)
     return Placement(host, hardware.capacity_units, replace(config, move_policy=move_policy), placement_rule)
@@ -43,7 +44,7 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
 
 def training_rule(directory: Directory, hardware: Hardware, positions: int, clock: Callable[[], float]) -> TrainingRule:
     """Of one swarm. Stages are laid for the run that is announced, and for a usual one before a trainer comes. `positions`: of a
-    microbatch of a usual one; samples, of a module. `clock`: of computing."""
+    microbatch of a usual one; samples, of a module."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
@@ -86,6 +87,7 @@ def training_load(hardware: Hardware, step: StepLoad) -> TrainingLoad:
         size_bytes_U / TRAINING_BYTES * step.averaged_millibytes / 1000,
         np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
         size_bytes_U * STATE_BYTES / TRAINING_BYTES,
+        commands=COMMANDS,
     )
 
 

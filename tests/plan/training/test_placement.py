@@ -409,6 +409,14 @@ def test_what_leaves_a_home_goes_one_after_another_whoever_sends_it() -> None:
     assert by_path_s < by_line_s
 
 
+def test_all_wait_for_commands_from_the_farthest_of_those_who_hold_something() -> None:
+    apart = islands([2, 2])
+    silent, spoken = (StepForecast(replace(load(), commands=commands), apart) for commands in (0, 5))
+    whole = Span(0, UNITS)
+    for spans, delay_s in (([whole, STANDING_BY, whole, STANDING_BY], 0.001), ([whole] * 4, 0.05)):
+        assert spoken.arranged_s(spans) - silent.arranged_s(spans) == pytest.approx(5 * 2 * delay_s)
+
+
 def test_stages_share_the_work() -> None:
     assert cut(np.ones(UNITS), 4) == [Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)]
     heavy_end = np.array([1.0] * 7 + [5.0])

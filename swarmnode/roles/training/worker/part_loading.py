@@ -96,17 +96,14 @@ def make_part(
 async def measure_part(
     host: Host, part: TrainingPart, hardware: Hardware, lent: LentDevice, cache: SpeedCache
 ) -> Capability:
-    """On the part's own thread, unless this device is known with another span: real work says more than a trial."""
+    """On the part's own thread, unless this device is known with any span: what work has shown last says more than a trial."""
     conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
-    known = cache.nearest(conditions)
+    known, clock = cache.newest(conditions), host.clock.monotonic
+    if known.training_units_per_s:
+        return Capability(known, conditions, cache, clock=clock)
     measuring = functools.partial(measure, part.segment, host.clock.compute, lent.throttle)
     return await part.call(
         "measure",
-        lambda: Capability.of(
-            conditions,
-            cache,
-            measuring if not known.training_units_per_s else lambda: known,
-            clock=host.clock.monotonic,
-        ),
+        lambda: Capability.of(conditions, cache, measuring, clock=clock),
         owner=f"units {part.span}",
     )

@@ -12,7 +12,7 @@ import pytest
 
 from swarmnode.compute.speed import Speeds
 from swarmnode.compute.throttle import Throttle
-from swarmnode.roles.measuring.capability import Conditions, SpeedCache
+from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache
 from swarmnode.roles.training.worker import part_loading
 from swarmnode.roles.training.worker.part_loading import measure_part
 
@@ -31,19 +31,32 @@ class Part:
         return function()
 
 
-@pytest.mark.parametrize(("known", "announced"), [(None, TRIED), (WORKED, WORKED)])
-def test_a_device_that_is_known_with_another_span_is_as_fast_with_this_one(
-    known: Speeds | None, announced: Speeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trial is short, and of few positions: what a node's work says of it holds where it moves to."""
-    monkeypatch.setattr(part_loading, "measure", lambda *_: TRIED)
-    cache = SpeedCache(tmp_path / "speeds.json")
-    if known is not None:
-        cache.put(WHOLE, known)
+def measured(cache: SpeedCache) -> Capability:
     clock = SimpleNamespace(compute=lambda: 0.0, monotonic=lambda: 0.0)
     host: Any = SimpleNamespace(clock=clock, swarm=SimpleNamespace(id=b""))
     hardware: Any = SimpleNamespace(training_conditions=lambda _swarm, units, _lent: replace(WHOLE, units=units))
-    lent, part = SimpleNamespace(throttle=Throttle()), Part()
-    capability = asyncio.run(measure_part(host, part, hardware, lent, cache))  # type: ignore[arg-type]
-    assert capability.speeds == announced
-    assert cache.find(replace(WHOLE, units=4)) == announced
+    lent: Any = SimpleNamespace(throttle=Throttle())
+    part: Any = Part()
+    return asyncio.run(measure_part(host, part, hardware, lent, cache))
+
+
+@pytest.mark.parametrize("has_worked", [False, True])
+def test_what_a_devices_work_has_shown_holds_for_other_units(
+    has_worked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial is short, and of few positions: also one with these units, before there was any work."""
+    monkeypatch.setattr(part_loading, "measure", lambda *_: TRIED)
+    days = iter(range(1, 9))
+    cache = SpeedCache(tmp_path / "speeds.json", now=lambda: float(next(days)))
+    cache.put(replace(WHOLE, units=4), TRIED)
+    if has_worked:
+        cache.put(WHOLE, WORKED)
+    capability = measured(cache)
+    assert capability.speeds == (WORKED if has_worked else TRIED)
+
+
+def test_a_device_that_is_not_known_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_loading, "measure", lambda *_: TRIED)
+    cache = SpeedCache(tmp_path / "speeds.json")
+    capability = measured(cache)
+    assert capability.speeds == cache.find(replace(WHOLE, units=4)) == TRIED
