@@ -27,6 +27,7 @@ from swarmnode.swarm.records.step_load import StepLoad, middle_load
 MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
 COMMANDS = 5  # of a step: what is fed, leases, what is done; to average, to commit
+REMEMBERED_S = 30.0  # what a run asks, after the last one has announced it
 FLOAT32_BYTES = 4
 MANY_PARAMETERS = 10**6
 BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
@@ -52,8 +53,7 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
 
     usual = StepLoad(MICROBATCHES, positions, 1000 * FLOAT32_BYTES)
 
-    def announced() -> StepLoad:
-        return middle_load(StepLoad(*peer.step_load) for peer in directory.peers().values() if peer.life is State.READY)
+    announced = AnnouncedLoad(directory, clock)
 
     def told() -> StepLoad:
         return known if (known := announced()).all_positions else usual
@@ -69,6 +69,27 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
         lambda: has_begun(directory),
         under_way=lambda: bool(announced().all_positions),
     )
+
+
+class AnnouncedLoad:
+    """What a step of the run asks that peers announce. It is remembered for a while: where all have just moved, nobody is in the
+    run again yet, and they would go back. `clock`: seconds."""
+
+    def __init__(self, directory: Directory, clock: Callable[[], float]) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._newest, self._until_s = StepLoad(), 0.0
+
+    def __repr__(self) -> str:
+        return f"<AnnouncedLoad {self._newest}>"
+
+    def __call__(self) -> StepLoad:
+        """Nothing where no run is known."""
+        ready = [peer for peer in self._directory.peers().values() if peer.life is State.READY]
+        newest = middle_load(StepLoad(*peer.step_load) for peer in ready)
+        if newest.all_positions:
+            self._newest, self._until_s = newest, self._clock() + REMEMBERED_S
+        return newest if newest.all_positions or self._clock() >= self._until_s else self._newest
 
 
 def step_load_of(run: Run, width: int) -> StepLoad:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,9 +22,10 @@ from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
-from swarmnode.roles.training.organisation import announced_network, step_load_of
+from swarmnode.roles.training.organisation import REMEMBERED_S, AnnouncedLoad, announced_network, step_load_of
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.run import Averaging, Run
+from swarmnode.swarm.records.step_load import StepLoad
 
 UNITS, HALF = 8, Span(0, 4)
 SPEED = 20_000.0  # units/s, so that 32 microbatches of 1024 positions through 8 units on 8 peers take 1.6 s
@@ -347,6 +349,22 @@ def test_who_is_to_stand_by_waits_for_five_turns_unless_a_run_waits_for_it(under
     turn_s = MovePolicy().turn_s * (1 + len(view.peers) / 3)
     assert len(delays_s) == 4 and all(delay_s <= turns * turn_s for delay_s in delays_s)
     assert (max(delays_s) > turn_s) == (turns > 1)
+
+
+def test_what_a_run_asks_is_remembered_while_all_who_are_in_it_move() -> None:
+    """Else they would be back at the places for a usual step as soon as the last one has gone to those for the run."""
+    step, now_s = (4, 512, 4000), [100.0]
+    told = {"ada": step, "bob": step, "cyd": (0, 0, 0)}
+    peers = {name: SimpleNamespace(life=State.READY, step_load=of) for name, of in told.items()}
+    directory: Any = SimpleNamespace(peers=lambda: peers)
+    announced = AnnouncedLoad(directory, lambda: now_s[0])
+    assert announced() == step
+    for peer in peers.values():
+        peer.step_load = (0, 0, 0)
+    now_s[0] += REMEMBERED_S - 1
+    assert announced() == step
+    now_s[0] += 2
+    assert announced() == StepLoad(), "the run is over"
 
 
 def test_a_wish_waits_for_its_turn() -> None:
