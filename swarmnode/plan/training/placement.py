@@ -20,11 +20,12 @@ import numpy as np
 
 from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.layout import LEFT_OUT, STANDING_BY, StageLayout, windows_between
+from swarmnode.plan.training.layout import STANDING_BY, StageLayout, windows_between
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
 HYSTERESIS = 0.002  # relative: a step must become so much shorter
+LEAVES = 1.5  # times as long a step must take with a peer that holds units, before it stands by of its own
 POSSIBLE = 1.0  # likewise, at most: where units have nobody, but those of a peer's own place have
 
 
@@ -134,7 +135,7 @@ def choose_training_place(
     if comes:
         windows = [one for one in windows if not worth_of[one].holds_up(spare)]
     else:
-        worth_of[STANDING_BY] = replace(spare, step_s=LEFT_OUT * spare.step_s)
+        worth_of[STANDING_BY] = replace(spare, step_s=LEAVES * spare.step_s)
     best, stays = min(windows, key=lambda window: worth_of[window]), worth_of[now]
     if layout is not None:
         place = layout.places[peer]
