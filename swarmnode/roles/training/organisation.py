@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import permutations
 
 import numpy as np
 
 from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
+from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.delays import bandwidths, likely_delays
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
@@ -27,6 +29,7 @@ from swarmnode.swarm.records.step_load import StepLoad, middle_load
 MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
 COMMANDS = 5  # of a step: what is fed, leases, what is done; to average, to commit
+HELD_S = 300.0  # how fast a path was
 REMEMBERED_S = 30.0  # what a run asks, after the last one has announced it
 FLOAT32_BYTES = 4
 MANY_PARAMETERS = 10**6
@@ -60,8 +63,10 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
 
     load_of = lru_cache(maxsize=8)(partial(training_load, hardware))
 
+    lines = HomeLines(clock)
+
     def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
-        return announced_network(view, peers, told().positions)
+        return lines.held([peer.peer for peer in peers], announced_network(view, peers, told().positions))
 
     return TrainingRule(
         StepOutlook(lambda: load_of(told()), network, clock=clock),
@@ -90,6 +95,35 @@ class AnnouncedLoad:
         if newest.all_positions:
             self._newest, self._until_s = newest, self._clock() + REMEMBERED_S
         return newest if newest.all_positions or self._clock() >= self._until_s else self._newest
+
+
+class HomeLines:
+    """How fast paths out of shared homes were at best, lately: while several are used at once each gets a part of the line, and the
+    line is as fast as it was. `clock`: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._best: dict[tuple[PeerId, PeerId], tuple[float, float]] = {}  # bits/s, and until when they count
+
+    def __repr__(self) -> str:
+        return f"<HomeLines of {len(self._best)} paths>"
+
+    def held(self, names: Sequence[PeerId], network: TrainingNetwork) -> TrainingNetwork:
+        """The same network with these paths as fast as they were."""
+        if not network.homes:
+            return network
+        now_s, homes, bandwidth_NN = self._clock(), network.homes, network.bandwidth_NN.copy()
+        shares_N = [homes.count(home) > 1 for home in homes]
+        before, self._best = self._best, {}
+        for one, other in permutations(range(len(names)), 2):
+            if homes[one] != homes[other] and (shares_N[one] or shares_N[other]):
+                path, bps = (names[one], names[other]), float(bandwidth_NN[one, other])
+                best_bps, until_s = before.get(path, (0.0, 0.0))
+                if bps >= best_bps or now_s >= until_s:
+                    best_bps, until_s = bps, now_s + HELD_S
+                self._best[path] = best_bps, until_s
+                bandwidth_NN[one, other] = best_bps
+        return replace(network, bandwidth_NN=bandwidth_NN)
 
 
 def step_load_of(run: Run, width: int) -> StepLoad:

@@ -22,7 +22,14 @@ from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
-from swarmnode.roles.training.organisation import REMEMBERED_S, AnnouncedLoad, announced_network, step_load_of
+from swarmnode.roles.training.organisation import (
+    HELD_S,
+    REMEMBERED_S,
+    AnnouncedLoad,
+    HomeLines,
+    announced_network,
+    step_load_of,
+)
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.swarm.records.step_load import StepLoad
@@ -365,6 +372,24 @@ def test_what_a_run_asks_is_remembered_while_all_who_are_in_it_move() -> None:
     assert announced() == step
     now_s[0] += 2
     assert announced() == StepLoad(), "the run is over"
+
+
+def test_a_line_of_a_home_is_as_fast_as_it_was_while_its_paths_share_it() -> None:
+    now_s, names = [0.0], ["ada", "bob", "cyd"]
+    lines = HomeLines(lambda: now_s[0])
+
+    def held(out_bps: float, homes: tuple[int, ...] = (0, 0, 2)) -> list[list[float]]:
+        bandwidth_NN = np.array([[0.0, 1e9, out_bps], [1e9, 0.0, out_bps], [out_bps, out_bps, 0.0]])
+        network = TrainingNetwork(np.ones(3), np.zeros((3, 3)), bandwidth_NN, homes)
+        return [[float(bps) for bps in row] for row in lines.held(names, network).bandwidth_NN]
+
+    alone = held(8e6)
+    assert alone[0] == [0.0, 1e9, 8e6]
+    now_s[0] = HELD_S - 1
+    assert held(2e6) == alone, "all at once each get a quarter"
+    assert held(2e6, ())[0][2] == 2e6, "nobody is known to share a line"
+    now_s[0] = HELD_S + 1
+    assert held(2e6)[0][2] == 2e6, "it has become slower"
 
 
 def test_a_wish_waits_for_its_turn() -> None:
