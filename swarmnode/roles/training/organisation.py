@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import permutations
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
     lines = HomeLines(clock)
 
     def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
-        return lines.held([peer.peer for peer in peers], announced_network(view, peers, told().positions))
+        return announced_network(lines.held(view, peers), peers, told().positions)
 
     return TrainingRule(
         StepOutlook(lambda: load_of(told()), network, clock=clock),
@@ -108,22 +108,17 @@ class HomeLines:
     def __repr__(self) -> str:
         return f"<HomeLines of {len(self._best)} paths>"
 
-    def held(self, names: Sequence[PeerId], network: TrainingNetwork) -> TrainingNetwork:
-        """The same network with these paths as fast as they were."""
-        if not network.homes:
-            return network
-        now_s, homes, bandwidth_NN = self._clock(), network.homes, network.bandwidth_NN.copy()
-        shares_N = [homes.count(home) > 1 for home in homes]
+    def held(self, view: View, peers: Sequence[PeerView]) -> View:
+        """The same view with these paths, where they were measured, as fast as they were."""
+        now_s, homes = self._clock(), {peer.peer: peer.home or peer.peer for peer in peers}
+        at_home = Counter(homes.values())
         before, self._best = self._best, {}
-        for one, other in permutations(range(len(names)), 2):
-            if homes[one] != homes[other] and (shares_N[one] or shares_N[other]):
-                path, bps = (names[one], names[other]), float(bandwidth_NN[one, other])
+        for path, bps in view.path_bps.items():
+            here, there = (homes.get(end, end) for end in path)
+            if here != there and (at_home[here] > 1 or at_home[there] > 1):
                 best_bps, until_s = before.get(path, (0.0, 0.0))
-                if bps >= best_bps or now_s >= until_s:
-                    best_bps, until_s = bps, now_s + HELD_S
-                self._best[path] = best_bps, until_s
-                bandwidth_NN[one, other] = best_bps
-        return replace(network, bandwidth_NN=bandwidth_NN)
+                self._best[path] = (bps, now_s + HELD_S) if bps >= best_bps or now_s >= until_s else (best_bps, until_s)
+        return replace(view, path_bps={**view.path_bps, **{path: bps for path, (bps, _) in self._best.items()}})
 
 
 def step_load_of(run: Run, width: int) -> StepLoad:
