@@ -20,6 +20,7 @@ from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, Wire, book, wire
 
+PIECES = 4  # of a message, on a line that others at home use, too
 RUN = 128  # microbatches that go through; further ones take what those in the middle take
 FORWARD_SHARE = 1 / 3  # of what a unit takes there and back
 
@@ -120,21 +121,23 @@ class _DryRun:
 
     def _send(self, path: tuple[PeerId, PeerId], arrived: Callable[[], None]) -> None:
         """A message: at once, or where lines are shared behind those that go to the same peer."""
-        if self._lines.pieces(*path) == 1:
+        if not self._lines.takes_turns(*path):
             self._at(self._lines.send(self._now_s, *path)[1], arrived)
             return
         self._queues[path].append(arrived)
         if len(self._queues[path]) == 1:
-            self._send_on(path)
+            self._send_piece(path, PIECES)
 
-    def _send_on(self, path: tuple[PeerId, PeerId], sent: int = 0) -> None:
-        """The next piece of a path's first message takes its turn on the line, and when it has left, another one does."""
-        queue, pieces = self._queues[path], self._lines.pieces(*path)
-        if sent == pieces:
-            queue.popleft()
-            sent = 0
-        if queue:
-            leaves_s, arrives_s = self._lines.send(self._now_s, *path, 1 / pieces)
-            if sent + 1 == pieces:
-                self._at(arrives_s, queue[0])
-            self._at(leaves_s, self._send_on, path, sent + 1)
+    def _send_piece(self, path: tuple[PeerId, PeerId], left: int) -> None:
+        """Of a path's first message, of which so many are left: the next takes its turn on the line when this one has left it."""
+        leaves_s, arrives_s = self._lines.send(self._now_s, *path, 1 / PIECES)
+        if left > 1:
+            self._at(leaves_s, self._send_piece, path, left - 1)
+        else:
+            self._at(arrives_s, self._queues[path][0])
+            self._at(leaves_s, self._sent, path)
+
+    def _sent(self, path: tuple[PeerId, PeerId]) -> None:
+        self._queues[path].popleft()
+        if self._queues[path]:
+            self._send_piece(path, PIECES)

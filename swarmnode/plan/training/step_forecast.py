@@ -104,6 +104,7 @@ class StepForecast:
         self.load, self.network = load, network
         self._arranged: dict[tuple[Span, ...], float] = {}
         self._run: dict[tuple[Span, ...], float] = {}
+        self._closed: dict[tuple[Span, ...], float] = {}
         self.path_NN = network.seconds_per_byte_NN
         apart_NN = self.path_NN + np.where(np.eye(network.peers, dtype=bool), np.inf, 0.0)
         self.line_N = np.where(np.isfinite(apart_NN.min(axis=1)), apart_NN.min(axis=1), 0.0)  # its fastest path
@@ -133,8 +134,7 @@ class StepForecast:
         its gradients averaged, as they will be, as far as units have holders."""
         key = tuple(spans)
         if key not in self._arranged:
-            held_NU = held_units(spans, self.load.units)
-            self._arranged[key] = self._played_s(spans, held_NU) + self._averaged_s(held_NU)
+            self._arranged[key] = self._played_s(spans) + self._closing_s(spans)
         return self._arranged[key]
 
     def dry_run_s(self, spans: Sequence[Span]) -> float:
@@ -142,8 +142,7 @@ class StepForecast:
         key = tuple(spans)
         if key not in self._run:
             passing_s = dry_run_s(self.load.units, *self._stages(spans), self.load.microbatches)
-            averaged_s = self._averaged_s(held_units(spans, self.load.units))
-            self._run[key] = passing_s + averaged_s if passing_s < math.inf else self.arranged_s(spans)
+            self._run[key] = passing_s + self._closing_s(spans) if passing_s < math.inf else self.arranged_s(spans)
         return self._run[key]
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
@@ -160,13 +159,14 @@ class StepForecast:
         held_NU[but] = 0.0
         return held_NU
 
-    def _played_s(self, spans: Sequence[Span], held_NU: Floats) -> float:
+    def _played_s(self, spans: Sequence[Span]) -> float:
         """Microbatches through all stages and back. Replicas share their work as they are fast; what lines carry, and how long one
         is under way, a rehearsal tells: the first ones are while no others are computed, one of each replica where most is to be
         done. And how uneven they are, so that slow ones are waited for at the end. Where units have nobody a formula has to do."""
         played = rehearse(self.load.units, *self._stages(spans))
         if played is None:
             return float(self._passing_s(self._held(spans, 0), 0, held_units(spans[:1], self.load.units))[0])
+        held_NU = held_units(spans, self.load.units)
         rate_U = self._rates(held_NU, self.network.work_per_s_N).sum(axis=0)
         shared_s, at_once = float(1 / rate_U.min()), float(held_NU[:, rate_U.argmin()].sum())
         after_the_first_s = max(
@@ -185,9 +185,17 @@ class StepForecast:
         transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
         return {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}, transfers
 
+    def _closing_s(self, spans: Sequence[Span]) -> float:
+        """What follows on the microbatches, however these are forecast: averaging, and hearing what to do."""
+        key = tuple(spans)
+        if key not in self._closed:
+            held_NU = held_units(spans, self.load.units)
+            self._closed[key] = self._averaged_s(held_NU) + self._commanded_s(held_NU)
+        return self._closed[key]
+
     def _averaged_s(self, held_NU: Floats) -> float:
         """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
-        one group after another; and until they have heard what to do."""
+        one group after another."""
         holders_GN, group_U = np.unique(held_NU.T > 0, axis=0, return_inverse=True)
         busy_s_N, homes_s = np.zeros(len(held_NU)), Counter[int]()
         for number, holds_N in enumerate(holders_GN):
@@ -196,7 +204,7 @@ class StepForecast:
                 group_s, lines_s = self._group_s(np.flatnonzero(holds_N), gradient_bytes)
                 busy_s_N[holds_N] += group_s
                 homes_s.update(lines_s)
-        return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0) + self._commanded_s(held_NU)
+        return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0)
 
     def _commanded_s(self, held_NU: Floats) -> float:
         """For how long those who hold something wait for commands: whoever coordinates them may be the farthest one."""

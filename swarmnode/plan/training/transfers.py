@@ -17,8 +17,6 @@ import numpy as np
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Floats
 
-PIECES = 4  # of a message, on a line that others at home use, too
-
 
 class Transfers:
     """Between the stages of one training. Of whoever nothing is known, sending costs nothing."""
@@ -114,9 +112,9 @@ class VirtualLines:
         self._homes = homes
         self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
 
-    def pieces(self, sender: PeerId, receiver: PeerId) -> int:
-        """How many a message is sent in: who is at home together shares a line, and nobody waits there until others are through."""
-        return PIECES if self._homes is not None and self._homes.parts(*self._path(sender, receiver)) else 1
+    def takes_turns(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Whether a message goes out over the line of a home, where nobody waits until others are through."""
+        return self._homes is not None and self._homes.parts(*self._path(sender, receiver))
 
     def send(self, now_s: float, sender: PeerId, receiver: PeerId, share: float = 1.0) -> tuple[float, float]:
         """When a share of a microbatch's values that is handed over now will have left, and when it will have arrived."""

@@ -86,25 +86,28 @@ class SpeedCache:
     def find(self, conditions: Conditions) -> Speeds | None:
         """What was measured under these conditions, if it is not too old."""
         entry = self._entries.get(conditions.key)
-        return None if entry is None or self._now() - entry.measured_at > OLD_S else entry.speeds
+        return entry.speeds if entry is not None and self._is_fresh(entry) else None
 
     def nearest(self, conditions: Conditions) -> Speeds:
         """What was measured on a span of the most similar size, all else being equal; zeros where nothing was."""
-        found = [
-            self.find(one) for one in sorted(self._alike(conditions), key=lambda one: conditions.distance(one.units))
-        ]
-        return next((speeds for speeds in found if speeds is not None), Speeds())
+        known = self._by_size(conditions)
+        return known[min(known, key=conditions.distance)].speeds if known else Speeds()
 
     def newest(self, conditions: Conditions) -> Speeds:
         """What was measured last on a span of any size, all else being equal; zeros where nothing was."""
-        known = [one for one in self._alike(conditions) if self.find(one) is not None]
-        newest = max(known, key=lambda one: self._entries[one.key].measured_at, default=None)
-        return Speeds() if newest is None else self._entries[newest.key].speeds
+        known = self._by_size(conditions)
+        return max(known.values(), key=lambda entry: entry.measured_at).speeds if known else Speeds()
 
-    def _alike(self, conditions: Conditions) -> list[Conditions]:
-        """Those under which something was measured, but for the span's size."""
-        sizes = [int(key.rpartition("; ")[2]) for key in self._entries if key.startswith(conditions.but_size)]
-        return [replace(conditions, units=size) for size in sizes]
+    def _by_size(self, conditions: Conditions) -> dict[int, _Entry]:
+        """What was measured on spans of so many units, all else being equal, and is not too old."""
+        return {
+            int(key.rpartition("; ")[2]): entry
+            for key, entry in self._entries.items()
+            if key.startswith(conditions.but_size) and self._is_fresh(entry)
+        }
+
+    def _is_fresh(self, entry: _Entry) -> bool:
+        return self._now() - entry.measured_at <= OLD_S
 
     def put(self, conditions: Conditions, speeds: Speeds) -> None:
         """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""
@@ -212,7 +215,7 @@ class Capability:
             self._announce(field, speed)
 
     def _announce(self, field: str, units_per_s: float) -> None:
-        log.info("real work shows %s of %.1f instead of %.1f", field, units_per_s, getattr(self.speeds, field))
+        log.info("work here shows %s of %.1f instead of %.1f", field, units_per_s, getattr(self.speeds, field))
         self.speeds = replace(self.speeds, **{field: units_per_s})
         self._cache.put(self._conditions, self.speeds)
 
