@@ -295,7 +295,8 @@ class StepReport(Body, frozen=True):
 
 class Wait(Body, frozen=True):
     """A peer that something is expected of, for `since_s` seconds: the answer to a command of kind `what` (LEASE: that it is
-    fed, FORWARD: a microbatch, DISCARD: nothing; it failed and is left alone)."""
+    fed, FORWARD: a microbatch, DISCARD: nothing; it failed and is left alone). WORK: without a peer, that all have come to their
+    places, before the first step of a run."""
 
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]
     what: Code

@@ -234,7 +234,18 @@ class Node:
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
-        return StageLoader(host, hardware, self._executors, seeder, weights, adapters, self._states, self._tell), place
+        loader = StageLoader(
+            host,
+            hardware,
+            self._executors,
+            seeder,
+            weights,
+            adapters,
+            self._states,
+            self._tell,
+            awaits_others=place.awaits_others,
+        )
+        return loader, place
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold what the swarm needs most. Ends by errors alone."""

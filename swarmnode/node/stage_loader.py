@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageLoader:
-    """Loads spans one after another. `executors`: by device; `adapters`: where the swarm has any; `states`: where it trains."""
+    """Loads spans one after another. `executors`: by device; `adapters`: where the swarm has any; `states`: where it trains;
+    `awaits_others`: whether what is to begin had better wait until others are at their places."""
 
     host: Host
     hardware: Hardware
@@ -40,6 +41,7 @@ class StageLoader:
     adapters: AdapterFiles | None
     states: SharedStates | None
     tell: Tell
+    awaits_others: Callable[[], bool]
 
     async def load(self, span: Span) -> Stage:
         """Fetch the weights of a span, give them to others from now on, and load them. Raises LocalError, CheckpointError,
@@ -85,6 +87,8 @@ class StageLoader:
         from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
         assert self.states is not None
-        worker = await TrainingWorker.load(self.host, checkpoint, self.hardware, span, self.executors, self.states)
+        worker = await TrainingWorker.load(
+            self.host, checkpoint, self.hardware, span, self.executors, self.states, self.awaits_others
+        )
         worker.listen(self.tell)
         return worker

@@ -142,6 +142,8 @@ class Placement:
     async def _pause(self, revision: int) -> None:
         """Until the next look: a moment while a wish waits for its turn, else until something differs from `revision`."""
         await asyncio.sleep(self.config.look_s)
+        if self.awaits_others():
+            self._host.directory.hurry()
         if self._wish is None:
             with contextlib.suppress(asyncio.TimeoutError):
                 calm_s = self.config.calm_look_s - self.config.look_s
@@ -160,6 +162,10 @@ class Placement:
 
     async def _wish_in(self, view: View) -> Move | None:
         return await asyncio.to_thread(self._rule.reconsider, view, self._joiner(), self._move_policy())
+
+    def awaits_others(self) -> bool:
+        """Whether work that is to begin had better wait: by the last look others are still on their way to their places."""
+        return self._rule.awaits_others()
 
     def arrived(self) -> None:
         """The node serves again after a move: what it cost is known now, and counts next time."""

@@ -4,6 +4,7 @@ others were lost."""
 from __future__ import annotations
 
 import asyncio
+import math
 import typing
 from collections import Counter
 from itertools import combinations, permutations, product
@@ -21,6 +22,8 @@ from swarmnode.node.node import NodeConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.placement import Placement
+from swarmnode.roles.training.coordinator.coordinator import OTHERS_S
 from swarmnode.roles.training.organisation import step_load_of
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
@@ -38,6 +41,7 @@ ISLANDS = {"ada": 0, "bob": 0, "cyd": 1}
 DATA = Path(typing.__file__)
 SETTINGS = Run(NO_DATA, 12, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
 PASS_S = 0.3
+PATIENCE_S = 10.0  # for what is done at once
 CRAWL = NetworkPath(latency_s=0.01, bytes_per_s=5e3)
 INSIDE, BETWEEN = NetworkPath(0.001, 12.5e6), NetworkPath(0.05, 2e5)  # of two clusters
 STEADY_S = 60.0  # in which a node would move, if it were to
@@ -233,6 +237,33 @@ async def test_what_the_last_who_had_learnt_left_on_its_disk_is_fetched_by_who_w
         start("ada", "0:2")
         assert await trainer.finish() == SETTINGS.steps
         assert_same_curve(trainer.losses, alone, steps=SETTINGS.steps)
+
+
+@pytest.mark.parametrize(("comes_s", "begins_s"), [(20.0, 20.0), (math.inf, OTHERS_S)])
+@in_virtual_time
+async def test_a_first_step_waits_for_those_who_are_on_their_way_and_not_for_ever(
+    training: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_s: float, begins_s: float
+) -> None:
+    """What it learns would have to be sent to them."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        training.into(swarm)
+        await swarm.bootstrap()
+        clock = asyncio.get_running_loop().time
+        came_s = math.inf
+        monkeypatch.setattr(Placement, "awaits_others", lambda _self: clock() < came_s)
+        ada = swarm.node("ada", cost_s=lambda _item: PASS_S, compress="none")
+        await ada.wait_for("ready")
+        began_s = clock()
+        came_s = began_s + comes_s
+        trainer = swarm.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_until(lambda: bool(trainer.why))
+        assert trainer.why.startswith("step 0 waits: until peers are at the places") and not trainer.missing
+        await trainer.wait_for_step(0)
+        first_s = clock() - began_s
+        assert begins_s < first_s < begins_s + PATIENCE_S
+        await trainer.wait_for_step(1)
+        assert clock() - began_s - first_s < PATIENCE_S, "only a first step waits"
+        await trainer.kill()
 
 
 @in_virtual_time

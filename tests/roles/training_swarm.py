@@ -98,6 +98,9 @@ class NoLinkTimes:
     def between(self, peers: Sequence[PeerId], _positions: int) -> tuple[Floats, Floats]:
         return np.zeros((len(peers), len(peers))), np.zeros((len(peers), len(peers)))
 
+    def homes(self, _peers: Sequence[PeerId]) -> tuple[int, ...]:
+        return ()
+
     def line_bps(self, _peer: PeerId) -> float:
         return 0.0
 

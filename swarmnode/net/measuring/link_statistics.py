@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -40,7 +40,8 @@ class PathMeasurement:
 
 
 class LinkStatistics:
-    """Shared by all links of a node. Who has not been heard of for longest is forgotten first."""
+    """Shared by all links of a node. Who has not been heard of for longest is forgotten first. `at_home`: whether a path to a peer
+    stays in this node's own home, and says nothing of the line out of it."""
 
     def __init__(
         self,
@@ -48,8 +49,10 @@ class LinkStatistics:
         clock: Callable[[], float] = time.monotonic,
         on_rtt: OnRtt | None = None,
         guess: Guess = lambda _peer: None,
+        at_home: Callable[[PeerId], bool] = lambda _peer: False,
     ) -> None:
         self.on_rtt = on_rtt
+        self.at_home = at_home
         self._guess = guess
         self._clock = clock
         self._peers: dict[PeerId, PathMeasurement] = {}
@@ -124,19 +127,25 @@ class LinkStatistics:
     def up_bps(self) -> float:
         """What this node can send, in bits/s; 0 where no large frame has left lately."""
         fresh_s = self._clock() - FRESH_S
-        return _capacity(one.up_bps for one in self._peers.values() if one.up_at_s >= fresh_s)
+        return self._capacity({peer: one.up_bps for peer, one in self._peers.items() if one.up_at_s >= fresh_s})
 
     @property
     def down_bps(self) -> float:
         """What this node can receive, in bits/s; 0 where no large frame has come lately."""
         fresh_s = self._clock() - FRESH_S
-        return _capacity(one.down_bps for one in self._peers.values() if one.down_at_s >= fresh_s)
+        return self._capacity({peer: one.down_bps for peer, one in self._peers.items() if one.down_at_s >= fresh_s})
 
-    @property
-    def rated_peers(self) -> int:
-        """Peers whose paths were measured lately, both ways."""
+    def rated_peers(self) -> set[PeerId]:
+        """Whose paths were measured lately, both ways."""
         fresh_s = self._clock() - FRESH_S
-        return sum(one.up_at_s >= fresh_s and one.down_at_s >= fresh_s for one in self._peers.values())
+        return {peer for peer, one in self._peers.items() if one.up_at_s >= fresh_s and one.down_at_s >= fresh_s}
+
+    def _capacity(self, rates_bps: Mapping[PeerId, float]) -> float:
+        """What the own access link carries: a path can be narrower than it, so the fast ones count; the upper quartile, so that
+        a quarter of the peers may claim what they like. Paths at home count where there are no others."""
+        away_bps = [rate_bps for peer, rate_bps in rates_bps.items() if not self.at_home(peer)]
+        ranked = sorted(away_bps or rates_bps.values(), reverse=True)
+        return ranked[len(ranked) // 4] if ranked else 0.0
 
     def _of(self, peer: PeerId) -> PathMeasurement:
         path_measurement = self._peers.pop(peer, None) or PathMeasurement()
@@ -144,10 +153,3 @@ class LinkStatistics:
         if len(self._peers) > PEERS_KEPT:
             del self._peers[next(iter(self._peers))]
         return path_measurement
-
-
-def _capacity(rates_bps: Iterable[float]) -> float:
-    """What the own access link carries: a path can be narrower than it, so the fast ones count; the upper quartile, so that
-    a quarter of the peers may claim what they like."""
-    ranked = sorted(rates_bps, reverse=True)
-    return ranked[len(ranked) // 4] if ranked else 0.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
 
 import numpy as np
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.spans.flow import Floats, Indexes
+from swarmnode.plan.spans.flow import Bools, Floats, Indexes
 from swarmnode.plan.view import View
 
 # delays from those who measured to those between whom it is to be told: at most so much, and of the delay between these
@@ -55,8 +55,8 @@ def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Bits/s [N, N]: as the sender measured it, else the sender's uplink or the receiver's downlink, whichever is narrower, and no
-    more than peers near the one have to peers near the other, or than is usual of the sender's links; infinite if nothing was
-    measured."""
+    more than peers near the one have to peers near the other, or than is usual of the sender's links out of its home; infinite if
+    nothing was measured."""
     bps_NN = _by_lines(view, peers)
     index = {peer: number for number, peer in enumerate(peers) if peer is not None}
     measured = [
@@ -66,7 +66,8 @@ def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
         delay_NN = likely_delays(view, peers)
         by_sender = list(_by_sender(measured))
         told_NN = _by_neighbours(delay_NN, by_sender)
-        bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, _usual(delay_NN, by_sender)))
+        usual_NN = _usual(delay_NN, by_sender, _at_home(view, peers))
+        bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, usual_NN))
         senders, receivers, rates_bps = zip(*measured, strict=True)
         bps_NN[senders, receivers] = rates_bps
     return bps_NN
@@ -94,14 +95,22 @@ def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floa
     return told_NN
 
 
-def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floats:
-    """Bits/s [N, N]: the median of what each sender measured, or of those nearest to it where it measured nothing, two at least;
-    infinite to who is nearer than all whom these measured. Half of its links are no faster, so that a stranger seems to be beside
-    the peers of one place at most, and never of two that a slow link joins."""
+def _at_home(view: View, peers: Sequence[PeerId | None]) -> Bools:
+    """[N, N]: who is in the same home as whom; that links there are fast says nothing of links out of it."""
+    home_of = {peer.peer: peer.home for peer in view.peers if peer.home}
+    homes = [home_of.get(peer or "") for peer in peers]
+    return np.array([[one is not None and one == other for other in homes] for one in homes])
+
+
+def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks], at_home_NN: Bools) -> Floats:
+    """Bits/s [N, N]: the median of what each sender measured out of its home, or of those nearest to it where it measured nothing,
+    two at least; infinite at home, and to who is nearer than all whom these measured. Half of its links are no faster, so that a
+    stranger seems to be beside the peers of one place at most, and never of two that a slow link joins."""
     usual_NN = np.full(delay_NN.shape, np.inf)
     own = {
-        sender: (statistics.median_low(rates_bps), delay_NN[sender, receivers].min())
+        sender: (statistics.median_low(away_bps), delay_NN[sender, receivers].min())
         for sender, receivers, rates_bps in by_sender
+        if (away_bps := list(compress(rates_bps, ~at_home_NN[sender, receivers])))
     }
     for sender, delay_N in enumerate(delay_NN):
         voices = [sender] if sender in own else sorted(own, key=lambda voice: (delay_N[voice], voice))[:VOICES]
@@ -110,7 +119,7 @@ def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floats:
                 statistics.median_low(values) for values in zip(*(own[voice] for voice in voices), strict=True)
             )
             usual_NN[sender, delay_N >= least_s] = usual_bps
-    return usual_NN
+    return np.where(at_home_NN, np.inf, usual_NN)
 
 
 def _by_sender(measured: Sequence[tuple[int, int, float]]) -> Iterator[MeasuredLinks]:

@@ -121,6 +121,9 @@ class PlacementRule:
 
     choose: Callable[[View, Joiner], Span]
     reconsider: Callable[[View, Joiner, MovePolicy], Move | None]
+    awaits_others: Callable[[], bool] = lambda: (
+        False
+    )  # whether work that is to begin had better wait until all are at their places
 
 
 BY_THROUGHPUT = PlacementRule(choose_span, reconsider)

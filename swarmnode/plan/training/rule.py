@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
+from swarmnode.plan.training.first_places import FirstPlaces
 from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, likely_layouts
 from swarmnode.plan.training.placement import (
     HYSTERESIS,
@@ -36,6 +37,8 @@ MUCH = 0.5  # relative, of a step: for less not all go to another layout than th
 
 RESTS = 20  # times as long as it took to find them layouts are not looked for again, where only links are others
 STANDING_BY_TURNS = 5  # instead of one, unless a run is waited for: where each knows other links, all would go
+
+SEEN_S = 5.0  # until a node looks again, and others see that it has moved
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 """What is known of these peers' speeds and of the links between them"""
@@ -88,7 +91,8 @@ class StepOutlook:
 
 class TrainingRule:
     """Of one swarm. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the memory of another peer.
-    `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first step is done."""
+    `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first step is done, which waits
+    for `first_places`, as long as these are awaited; `clock`: seconds."""
 
     def __init__(
         self,
@@ -97,7 +101,9 @@ class TrainingRule:
         has_begun: Callable[[], bool],
         *,
         under_way: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self.first_places = FirstPlaces(clock)
         self._outlook = outlook
         self._capacity_of = capacity_of
         self._has_begun = has_begun
@@ -128,8 +134,9 @@ class TrainingRule:
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         waits = not place.span.units and not (self._under_way() and place.gain > SETTLING)
         turn *= STANDING_BY_TURNS if waits else 1
-        delay_s = turn * move_policy.turn_s * (1 + len(view.peers) / 3)
-        return Move(place.span, place.gain, delay_s, disturbs=self._under_way())
+        delay_s = turn * turns_s(move_policy, view)
+        disturbs = self._under_way() and not self.first_places.awaited  # else the others wait for it
+        return Move(place.span, place.gain, delay_s, disturbs=disturbs)
 
     def _place(
         self, view: View, joiner: Joiner, move_policy: MovePolicy, *, may_stand: bool = False
@@ -158,10 +165,18 @@ class TrainingRule:
             return _trained_place(resettling, alone, number, move_policy)
         if may_stand or self._under_way():
             resettling = _soonest(forecast, layouts, peers, stay_s, LOADED_SHARE)
-            if not _pays_to_load(forecast, resettling, peers, move_policy):
+            elsewhere = _pays_to_load(forecast, resettling, peers, move_policy)
+            patience_s = SEEN_S + turns_s(move_policy, view)
+            self.first_places.note(view.peers, elsewhere=elsewhere and self._under_way(), patience_s=patience_s)
+            if not elsewhere:
                 return alone()
             layout = resettling.layout
         return choose_training_place(forecast, layout, peers, number, hysteresis=move_policy.hysteresis)
+
+
+def turns_s(move_policy: MovePolicy, view: View) -> float:
+    """Within which those who want to move do, one after another: the more there are, the longer."""
+    return move_policy.turn_s * (1 + len(view.peers) / 3)
 
 
 def _in_reach(

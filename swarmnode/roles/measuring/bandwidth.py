@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -49,7 +49,9 @@ class ProbeConfig:
     first_look_s: float = 5.0  # until the first test, and twice as long until each of the next ones, up to
     look_s: float = 60.0
     pause_s: float = 600.0  # before the same peer is tested, or answered, again
-    enough_peers: int = 3  # whose paths were measured: then the access link is known well enough
+    enough_peers: int = (
+        3  # whose paths were measured: then the access link is known well enough, or the network at home
+    )
     answers_at_once: int = 1
 
 
@@ -136,15 +138,23 @@ class Prober:
         look_s = self._config.first_look_s
         while True:
             await asyncio.sleep(look_s * self._random.uniform(0.5, 1.5))
-            look_s = min(self._config.look_s, 2 * look_s)
-            if self._busy() or self._link_config.link_statistics.rated_peers >= self._config.enough_peers:
+            if self._busy():
                 continue
-            peer = self.choose(candidates())
-            if peer is not None:
+            look_s = min(self._config.look_s, 2 * look_s)
+            for peer in self._unknown(set(candidates())):
                 try:
                     await self.test(peer)
                 except (PeerError, NetworkDown) as error:
                     log.info("no bandwidth test with peer %s: %s", peer, error)
+
+    def _unknown(self, candidates: set[PeerId]) -> Iterator[PeerId]:
+        """Somebody of this home and somebody elsewhere, as long as few of either were measured: one says nothing of the other."""
+        statistics = self._link_config.link_statistics
+        at_home = {peer for peer in candidates if statistics.at_home(peer)}
+        for some in (at_home, candidates - at_home):
+            rated = some & statistics.rated_peers()
+            if len(rated) < self._config.enough_peers and (peer := self.choose(some - rated)) is not None:
+                yield peer
 
     def choose(self, candidates: Iterable[PeerId]) -> PeerId | None:
         """Somebody who was not asked lately; None where everybody was."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.net.addressing.reachability import Evidence, Reachability, conclude, own_interfaces
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import home_of
 from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate, Surveyor
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.swarm.records.announcement import MAX_PATHS, MAX_RTTS, Announcement, peer_digest
@@ -22,7 +23,10 @@ class Paths:
     """Filled by the links in ordinary traffic (`link_statistics`), told by announcements (`section`)."""
 
     def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.link_statistics = LinkStatistics(clock=clock, on_rtt=self._measured, guess=self._by_coordinates)
+        self.link_statistics = LinkStatistics(
+            clock=clock, on_rtt=self._measured, guess=self._by_coordinates, at_home=self._is_at_home
+        )
+        self._peer = peer
         self.reachability = Reachability.UNKNOWN
         self._surveyor = Surveyor(peer)
         self._known = known
@@ -40,6 +44,12 @@ class Paths:
         announcement = self._known(peer)
         if announcement is not None:
             self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
+
+    def _is_at_home(self, peer: PeerId) -> bool:
+        """Whether both announce the same address on the open internet."""
+        own, other = self._known(self._peer), self._known(peer)
+        home = "" if own is None else home_of(own.addresses)
+        return bool(home) and other is not None and home_of(other.addresses) == home
 
     def _by_coordinates(self, peer: PeerId) -> float | None:
         announcement = self._known(peer)

@@ -16,7 +16,7 @@ from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
-from swarmnode.plan.view import PeerView, View
+from swarmnode.plan.view import PeerView, View, shared_homes
 from swarmnode.roles.host import Host
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.roles.serving.hardware import Hardware
@@ -42,7 +42,7 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
     rule = training_rule(host.directory, hardware, positions, host.clock.monotonic)
     move_policy = replace(config.move_policy, for_gain=False, hysteresis=SETTLING)
-    placement_rule = PlacementRule(rule.choose, rule.reconsider)
+    placement_rule = PlacementRule(rule.choose, rule.reconsider, lambda: rule.first_places.awaited)
     return Placement(host, hardware.capacity_units, replace(config, move_policy=move_policy), placement_rule)
 
 
@@ -73,6 +73,7 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
         capacity,
         lambda: has_begun(directory),
         under_way=lambda: bool(announced().all_positions),
+        clock=clock,
     )
 
 
@@ -147,15 +148,8 @@ def announced_network(view: View, peers: Sequence[PeerView], positions: int = PO
     usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
     units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)
     names = [peer.peer for peer in peers]
-    return TrainingNetwork(
-        units_per_s_N / positions, likely_delays(view, names), bandwidths(view, names), _homes(peers)
-    )
-
-
-def _homes(peers: Sequence[PeerView]) -> tuple[int, ...]:
-    """Numbers of homes; nothing where each has one of its own."""
-    homes = [peer.home or peer.peer for peer in peers]
-    return tuple(map(homes.index, homes)) if len(set(homes)) < len(homes) else ()
+    homes = shared_homes([peer.home or peer.peer for peer in peers])
+    return TrainingNetwork(units_per_s_N / positions, likely_delays(view, names), bandwidths(view, names), homes)
 
 
 def has_begun(directory: Directory) -> bool:

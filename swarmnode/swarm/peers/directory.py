@@ -89,7 +89,7 @@ class Directory:
         self._speak = asyncio.Event()
         self._look = asyncio.Event()
         self._calm = 1.0  # factor on the time between reads
-        self._seen: frozenset[tuple[PeerId, int, tuple[int, int]]] = frozenset()
+        self._seen: frozenset[tuple[PeerId, int, tuple[int, int], tuple[int, int, int]]] = frozenset()
         self._moved = asyncio.Event()  # set and exchanged at every change
         self._closed = False
         self._tasks = Tasks("directory", on_crash=on_crash)
@@ -264,7 +264,9 @@ class Directory:
             await self._pause(self._look, self._look_again_s())
             self._look.clear()
             await self.refresh()
-            seen = frozenset((peer.peer, peer.state, peer.span) for peer in self._peer_table.live.values())
+            seen = frozenset(
+                (peer.peer, peer.state, peer.span, peer.step_load) for peer in self._peer_table.live.values()
+            )
             self._calm = self._calm * self.config.calm_growth if seen == self._seen else 1.0
             self._seen = seen
 

@@ -17,7 +17,7 @@ class DirectoryConfig:
 
     read_s: float = 1.0
     max_read_s: float = 5.0
-    calm_growth: float = 1.3  # reads that find the same peers in the same places follow one another more slowly
+    calm_growth: float = 1.3  # reads that find the same peers in the same places and run follow one another more slowly
     read_bytes_per_s: float = 12_000.0  # a read that brought more delays the next one
     least_read_bytes_per_s: float = 600.0  # what is left of it in the largest swarms, of which a sample is known
     publish_s: float = 5.0

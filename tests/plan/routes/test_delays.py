@@ -104,6 +104,14 @@ def test_to_whom_nobody_measured_a_link_is_the_usual_one_of_its_sender():
     assert known["a2", "new"] == 2e7, "or of those nearby"
 
 
+def test_what_is_measured_at_home_is_not_usual_of_links_out_of_it():
+    view = towns({("a0", "a1"): 1e9, ("a0", "a2"): 1e9, ("a0", "b0"): 1e7}, up_bps=0.0)
+    assert rates(view)["a0", "b0"] == 1e7
+    stranger = replace(view.peers[-1], peer="new")
+    view = replace(view, peers=(*(replace(peer, home=peer.peer[0]) for peer in view.peers), stranger))
+    assert rates(view)["a0", "new"] == 1e7
+
+
 def test_a_link_is_as_long_as_the_one_of_its_ends_says_that_calls_it_longer():
     for rtt_s in ({("a", "b"): 0.4, ("b", "a"): 0.0}, {("b", "a"): 0.0, ("a", "b"): 0.4}):
         assert one_way_delays(View(4, (), rtt_s), ["a", "b"])[0, 1] == 0.2

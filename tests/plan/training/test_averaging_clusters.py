@@ -137,3 +137,14 @@ def test_a_member_takes_no_part_in_clusters_that_are_far_slower_as_it_measures_i
     assert is_bearable(spec, "0", inside_out), "twice as long is no reason"
     alone = Group(0, (0,), tuple(MemberSpec(f"{place}", 1, cluster=int(place > 1)) for place in range(32)))
     assert not is_bearable(alone, "0", {"1": 1e6} | {f"{place}": 1e9 for place in range(2, 32)})
+
+
+def test_at_home_paths_count_and_not_the_line_out_of_it() -> None:
+    """Two mates behind a line that is a hundred times slower than what joins them."""
+    size_bytes, inside_bps, line_bps = 1e8, 1e9, 1e7
+    path_bps_NN, nobody_NN = np.full((2, 2), inside_bps), np.zeros((2, 2))
+    lines_bps = np.full(2, line_bps)
+    apart = AveragingNetwork(path_bps_NN, lines_bps, nobody_NN)
+    together = AveragingNetwork(path_bps_NN, lines_bps, nobody_NN, homes=(0, 0))
+    seconds = [network.averaging_s(size_bytes, (1, 1), (0, 0)) for network in (apart, together)]
+    assert seconds == pytest.approx([8 * size_bytes / line_bps, 8 * size_bytes / inside_bps], rel=0.01)

@@ -52,7 +52,7 @@ async def test_both_sides_learn_both_directions(rate_bps: float) -> None:
     for one in (alice, bob):
         assert one.link_statistics.up_bps == pytest.approx(rate_bps, rel=0.15)
         assert one.link_statistics.down_bps == pytest.approx(rate_bps, rel=0.15)
-        assert one.link_statistics.rated_peers == 1
+        assert len(one.link_statistics.rated_peers()) == 1
     spent_s = asyncio.get_running_loop().time() - began_s
     assert spent_s < 2.5, "about a second of sending, one of listening"
 
@@ -112,7 +112,7 @@ async def test_a_node_asks_around_until_it_knows_enough() -> None:
     first = made[0]
     await first.prober.start(lambda: everybody)
     await asyncio.sleep(300)
-    assert first.link_statistics.rated_peers == first.config.enough_peers
+    assert len(first.link_statistics.rated_peers()) == first.config.enough_peers
     assert first.link_statistics.up_bps == pytest.approx(30e6, rel=0.15)
     assert first.prober.choose([first.network.peer_id]) is None, "never itself"
     await first.prober.close()
@@ -130,6 +130,35 @@ async def test_the_first_tests_come_soon_and_later_ones_seldom() -> None:
         seen_s += [loop.time() - began_s] * (len(first.prober._asked) - len(seen_s))
     await first.prober.close()
     assert seen_s[0] <= 8.0 and seen_s[1] <= 23.0 and seen_s[-1] - seen_s[-2] >= 25.0
+
+
+@in_virtual_time
+async def test_the_network_at_home_is_tested_as_soon_as_the_line_out_of_it() -> None:
+    """Of two at home and two elsewhere; what one path shows says nothing of the other kind."""
+    made = await peers(5, Path(latency_s=0.01, bytes_per_s=30e6 / 8))
+    first, *others = made
+    home = {one.network.peer_id for one in others[:2]}
+    first.link_statistics.at_home = home.__contains__
+    for mate in home:
+        first.network._world.set_path(first.network.peer_id, mate, Path(latency_s=0.001, bytes_per_s=800e6 / 8))
+    await first.prober.start(lambda: [one.network.peer_id for one in made])
+    await asyncio.sleep(12.0)
+    rated = first.link_statistics.rated_peers()
+    assert rated & home and rated - home
+    assert first.link_statistics.up_bps == pytest.approx(30e6, rel=0.15)
+    await first.prober.close()
+
+
+@in_virtual_time
+async def test_who_is_busy_at_first_tests_as_soon_as_it_is_not() -> None:
+    alice, bob = await peers(2, Path(latency_s=0.01, bytes_per_s=30e6 / 8))
+    alice.busy = True
+    await alice.prober.start(lambda: [bob.network.peer_id])
+    await asyncio.sleep(60.0)
+    alice.busy = False
+    await asyncio.sleep(12.0)
+    assert bob.network.peer_id in alice.link_statistics.rated_peers()
+    await alice.prober.close()
 
 
 @in_virtual_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from swarmnode.codec.messages import VERSION, Hello, Ready
@@ -64,6 +65,23 @@ def test_peers_that_announce_nothing_move_nobody() -> None:
     paths.link_statistics.round_trip("a client", 0.1)
     assert paths.coordinate == Coordinate()
     assert paths.section().rtt_us == {peer_digest("a client"): 100_000}
+
+
+def test_what_is_measured_at_home_says_nothing_of_the_line_out_of_it() -> None:
+    known: dict[str, Announcement] = {}
+    paths = Paths("me", known.get)
+    for peer, address in (("me", "5.6.7.8"), ("mate", "5.6.7.8"), ("far", "5.6.7.9")):
+        known[peer] = msgspec.structs.replace(announced(peer, paths), addresses=(f"/ip4/{address}/tcp/1",))
+    paths.link_statistics.sent("mate", 1e9)
+    paths.link_statistics.sent("of no address", 2e9)
+    assert paths.section().up_bps == 2e9
+    paths.link_statistics.sent("far", 1e7)
+    paths.link_statistics.received("mate", 1e9)
+    assert paths.section().up_bps == 2e9 and paths.section().down_bps == 1e9, (
+        "where there is nothing else, it is all there is"
+    )
+    del known["me"]
+    assert not paths.link_statistics.at_home("of no address"), "of who has no address nothing is known"
 
 
 def test_reachability_is_told_as_a_number() -> None:

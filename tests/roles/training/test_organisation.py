@@ -249,6 +249,37 @@ def test_where_no_step_can_be_done_those_go_on_who_have_the_weights_soonest(
     assert any(span.units for span in across) == goes_across
 
 
+def test_a_first_step_waits_until_all_are_at_the_places_to_which_they_go_alike() -> None:
+    """Eight peers by turns on two islands hold the halves so that all that is trained crosses the link between these."""
+    view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    halves = [Span(4 * (number % 2), 4 * (number % 2) + 4) for number in range(8)]
+    view = replace(view, peers=tuple(replace(peer, span=half) for peer, half in zip(view.peers, halves, strict=True)))
+    load = replace(LOAD, activation_bytes=4e7)
+    one = TrainingRule(
+        StepOutlook(lambda: load, announced_network),
+        lambda peer: peer.memory_bytes,
+        lambda: False,
+        under_way=lambda: True,
+    )
+
+    def place_of(peer: PeerView, view: View) -> Span:
+        move = one.reconsider(view, joiner(peer), MovePolicy(hysteresis=SETTLING, for_gain=False))
+        return peer.span if move is None else move.span
+
+    places = [place_of(peer, view) for peer in view.peers]
+    assert one.first_places.awaited and places != halves
+    for state, awaited in ((State.LOADING, True), (State.READY, False)):
+        gone = replace(
+            view,
+            peers=tuple(
+                replace(peer, span=place, state=State.READY if place == peer.span else state)
+                for peer, place in zip(view.peers, places, strict=True)
+            ),
+        )
+        assert place_of(gone.peers[0], gone) == places[0]
+        assert one.first_places.awaited is awaited
+
+
 def test_who_is_there_but_has_not_trained_yet_is_no_holder_that_others_may_leave_behind() -> None:
     """A node is ready before it has learnt what the others know."""
     view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))

@@ -109,7 +109,8 @@ class AveragingGroups:
     def _network(self, peers: Sequence[PeerId]) -> AveragingNetwork:
         lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
         delay_NN, _ = self._link_times.between(peers, 1)
-        return AveragingNetwork(self._paths_bps(peers), np.array(lines_bps), np.maximum(delay_NN, delay_NN.T))
+        longer_NN = np.maximum(delay_NN, delay_NN.T)
+        return AveragingNetwork(self._paths_bps(peers), np.array(lines_bps), longer_NN, self._link_times.homes(peers))
 
     def _paths_bps(self, peers: Sequence[PeerId]) -> Floats:
         """[N, N]: as parts came, before the first of them as all links are announced; infinite where not both ends have said

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Callable, Collection, Iterable
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
 from swarmnode.codec.training_fields import KEY_BYTES, MAX_LEFT_OUT
-from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Work
+from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Wait, Work
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
@@ -44,6 +45,7 @@ from swarmnode.swarm.records.run import Run, decode_run
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+OTHERS_S = 45.0  # that a first step is put off, at most: a trainer that waits longer looks for another coordinator
 TELL_EVERY = 2  # ticks
 TERM_BITS = 16  # of a term that tell coordinators apart
 
@@ -68,6 +70,7 @@ class Coordinator:
         codecs: Collection[int],
         clock: Callable[[], float],
         decisions: DecisionLog,
+        awaits_others: Callable[[], bool],
     ) -> None:
         self.term = term
         self._units = units
@@ -76,6 +79,8 @@ class Coordinator:
         self._check_run = check_run
         self._resigned = resigned
         self._clock = clock
+        self._awaits_others = awaits_others
+        self._came_s = -math.inf  # the last trainer
         self._decisions = decisions
         self._worker_group = WorkerGroup(
             dial,
@@ -100,6 +105,7 @@ class Coordinator:
             found_false,
             AveragingGroups(units, link_times, codecs, decisions),
             decisions,
+            self._puts_off,
         )
         self._rendezvous = Rendezvous(units, clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous
@@ -156,13 +162,18 @@ class Coordinator:
             0 if step_loop is None else step_loop.step,
             0 if step_loop is None or calling else step_loop.counted,
             self._rendezvous.missing if calling else (),
-            longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock()),
+            self._waits(),
             b"" if step_loop is None else step_loop.run.id,
             self._strikes.banned[-MAX_LEFT_OUT:],
         )
         for member in self._worker_group:
             member.send(word)
         self._trainer_connections.tell(word)
+
+    def _waits(self) -> tuple[Wait, ...]:
+        if self._going is not None and self._going.awaits_others:
+            return (Wait("", FrameKind.WORK, self._clock() - self._came_s),)
+        return longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock())
 
     # -- stages
 
@@ -234,6 +245,7 @@ class Coordinator:
         if stopped is not None and (run != self._run or stopped.code):
             self._try_anew(run)
         self._trainer_connections.add(trainer, body.since)
+        self._came_s = self._clock()
         self._advance()
 
     def _accepts(self, trainer: TrainerLine) -> bool:
@@ -264,6 +276,10 @@ class Coordinator:
             self._advance()
 
     # -- what follows
+
+    def _puts_off(self) -> bool:
+        """Whether a first step waits for those who are on their way to their places: as long as a trainer does."""
+        return self._clock() < self._came_s + OTHERS_S and self._awaits_others()
 
     @property
     def _run(self) -> Run | None:

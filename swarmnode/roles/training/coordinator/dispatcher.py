@@ -112,7 +112,8 @@ class Dispatcher:
         known = step, frozenset(workers)
         if known != self._known:
             self._known, peers = known, sorted(workers)
-            self._transfers.know(peers, *self._link_times.between(peers, self._positions))
+            between = self._link_times.between(peers, self._positions)
+            self._transfers.know(peers, *between, self._link_times.homes(peers))
             keep_busy(self._units, workers, self._transfers)
 
     def _free_trainer(self) -> TrainerLine | None:

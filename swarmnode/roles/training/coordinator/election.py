@@ -53,6 +53,7 @@ class CoordinatorElection:
         clock: Callable[[], float] = time.monotonic,
         on_crash: OnCrash | None = None,
         decisions: DecisionLog | None = None,
+        awaits_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self._decisions = decisions or DecisionLog()
         self._directory = directory
@@ -60,6 +61,7 @@ class CoordinatorElection:
         self._units = units
         self._link_times = link_times
         self._clock = clock
+        self._awaits_others = awaits_others
         self._machine = Coordination()
         self._strikes = Strikes(clock)
         self._vacant_since_s = clock()
@@ -170,6 +172,7 @@ class CoordinatorElection:
             codecs=self._stage.compressor.allowed,
             clock=self._clock,
             decisions=self._decisions,
+            awaits_others=self._awaits_others,
         )
         log.info("this node leads the training from now on")
         able = len(list(filter(self._may_lead, ready_peers(self._directory))))

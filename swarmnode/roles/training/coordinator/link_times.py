@@ -10,12 +10,13 @@ import numpy as np
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import home_of
 from swarmnode.plan.compression import LADDER, encoded_bytes
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
-from swarmnode.plan.view import view_of
+from swarmnode.plan.view import shared_homes, view_of
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import peer_digest
 from swarmnode.swarm.records.run import Averaging
@@ -44,8 +45,14 @@ class LinkTimes:
         size_NN = self._sizes(sends, [peer_digest(peer) for peer in peers], positions)
         return delay_NN, transfer_s(size_NN, np.zeros_like(delay_NN), bandwidths(view, peers))
 
+    def homes(self, peers: Sequence[PeerId]) -> tuple[int, ...]:
+        """Numbers that those have in common who share a line, by the addresses that they announce; nothing where nobody does."""
+        announced = self._directory.peers()
+        addresses = [announced[peer].addresses if peer in announced else () for peer in peers]
+        return shared_homes([home_of(own) or peer for peer, own in zip(peers, addresses, strict=True)])
+
     def line_bps(self, peer: PeerId) -> float:
-        """What a stage says that its line carries, up or down, whichever is less; 0 where it has measured neither."""
+        """What a stage says that the line out of its home carries, up or down, whichever is less; 0 where it measured neither."""
         announced = self._directory.peers().get(peer)
         ways = (0.0, 0.0) if announced is None else (announced.up_bps, announced.down_bps)
         return min((bps for bps in ways if bps > 0), default=0.0)

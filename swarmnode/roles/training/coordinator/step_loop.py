@@ -54,6 +54,7 @@ class Office:
     found_false: Callable[[], set[PeerId]]  # by this node's own stage
     averaging_groups: AveragingGroups
     decisions: DecisionLog
+    awaits_others: Callable[[], bool]  # before a first step: whether they are on their way to their places
 
 
 class StepLoop:
@@ -98,6 +99,11 @@ class StepLoop:
     def expected_s(self) -> float:
         """What the step in force is expected to take; 0 where nothing is known."""
         return self._expected.expected_s
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether nothing is leased, as others are on their way to their places, who have to be sent what is learnt afterwards."""
+        return self.step == 0 and self._as_founded and self._office.awaits_others()
 
     # -- to the first step
 
@@ -273,6 +279,8 @@ class StepLoop:
             return Event.FINISHED
         if self._astray or self._worker_group.uncovered(self._units):
             return Event.UNCOVERED
+        if self.awaits_others:
+            return None
         ledger = self._step_progress.ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)

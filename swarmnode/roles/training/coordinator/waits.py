@@ -62,6 +62,8 @@ def _units_text(peer: str, units: Iterable[int]) -> str:
 
 
 def _wait_text(wait: Wait) -> str:
+    if wait.what == FrameKind.WORK:
+        return f"until peers are at the places where steps are shortest, {wait.since_s:.0f} s so far"
     where = f" (units {wait.start}-{wait.end - 1})" if wait.end > wait.start else ""
     doing = DOING.get(FrameKind(wait.what)) if wait.what in FrameKind._value2member_map_ else None
     if doing is None:

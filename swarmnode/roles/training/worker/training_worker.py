@@ -95,6 +95,7 @@ class TrainingWorker:
         units: Span,
         executors: Sequence[Executor],
         states: SharedStates,
+        awaits_others: Callable[[], bool],
     ) -> TrainingWorker:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
@@ -111,7 +112,7 @@ class TrainingWorker:
             await measure_part(host, part, hardware, hardware.lent[device], cache)
             for part, device in zip(parts, devices, strict=True)
         ]
-        election = _election(host, training, checkpoint.units, hardware)
+        election = _election(host, training, checkpoint.units, hardware, awaits_others)
         backups = BackupSender(host, lambda: checkpoint_manager.store, hardware.config.min_holders)
         restoration = Restoration(host, training, checkpoint_manager, checkpoint.units)
         await training.start()
@@ -313,7 +314,9 @@ def _stage(
     )
 
 
-def _election(host: Host, training: TrainingStage, units: int, hardware: Hardware) -> CoordinatorElection:
+def _election(
+    host: Host, training: TrainingStage, units: int, hardware: Hardware, awaits_others: Callable[[], bool]
+) -> CoordinatorElection:
     return CoordinatorElection(
         host.directory,
         training,
@@ -322,4 +325,5 @@ def _election(host: Host, training: TrainingStage, units: int, hardware: Hardwar
         clock=host.clock.monotonic,
         on_crash=host.supervisor.ends_peer,
         decisions=host.decisions,
+        awaits_others=awaits_others,
     )

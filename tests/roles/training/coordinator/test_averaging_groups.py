@@ -33,6 +33,9 @@ class Links:
     def between(self, peers: Sequence[str], _positions: int) -> tuple[Any, Any]:
         return np.full((len(peers), len(peers)), 0.01), np.zeros((len(peers), len(peers)))
 
+    def homes(self, _peers: Sequence[str]) -> tuple[int, ...]:
+        return ()
+
     def line_bps(self, _peer: str) -> float:
         return FAST_BPS
 

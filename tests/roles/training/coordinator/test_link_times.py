@@ -67,3 +67,11 @@ def test_codecs_that_nobody_knows_and_lines_that_nobody_measured_are_no_news() -
 def test_where_the_width_is_not_known_delays_alone_count() -> None:
     _, sending_NN = between(announced("a", up_bps=1.0), announced("b"), width=0)
     assert not sending_NN.any()
+
+
+def test_who_announces_the_same_address_on_the_open_internet_is_in_one_home() -> None:
+    addresses = {"a": "5.6.7.8", "b": "192.168.0.3", "c": "5.6.7.8", "d": "5.6.7.9"}
+    peers = {peer: announced(peer, addresses=(f"/ip4/{address}/tcp/1",)) for peer, address in addresses.items()}
+    links = LinkTimes(cast("Any", SimpleNamespace(peers=lambda: peers)), 4, WIDTH)
+    assert links.homes(["a", "b", "c", "d", "stranger"]) == (0, 1, 0, 3, 4)
+    assert links.homes(["a", "b", "d", "stranger"]) == ()
