@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
-from swarmnode.codec.frames import Frame
+from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import (
@@ -194,7 +194,8 @@ class _FeedingSession:
         self._lose(PeerLost(f"peer {self._coordinator} {fault}", peer=self._coordinator))
 
     def _fault(self) -> str | None:
-        """What the coordinator does not do. That units have nobody excuses it for a while: it may be wrong."""
+        """What the coordinator does not do. That units have nobody, or others are on their way, excuses it for a while: it may be
+        wrong."""
         if self._silent_ticks * TICK_S >= SILENCE_S:
             return f"says nothing for {SILENCE_S:.0f} s"
         idle_s = self._idle_ticks * TICK_S
@@ -241,7 +242,7 @@ class _FeedingSession:
         if isinstance(news, StepReport):
             self._idle_ticks = 0
         else:
-            self._excused = bool(news.missing)
+            self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
 
     def _take(self, lease: Lease) -> None:
         if lease.run != self._run.id:

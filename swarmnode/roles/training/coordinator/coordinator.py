@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import secrets
 from collections.abc import Callable, Collection, Iterable
 
@@ -45,7 +44,7 @@ from swarmnode.swarm.records.run import Run, decode_run
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-OTHERS_S = 45.0  # that a first step is put off, at most: a trainer that waits longer looks for another coordinator
+OTHERS_S = 45.0  # that a first step is put off, at most
 TELL_EVERY = 2  # ticks
 TERM_BITS = 16  # of a term that tell coordinators apart
 
@@ -80,7 +79,7 @@ class Coordinator:
         self._resigned = resigned
         self._clock = clock
         self._awaits_others = awaits_others
-        self._came_s = -math.inf  # the last trainer
+        self._put_off_s: float | None = None  # since when a first step waits for them
         self._decisions = decisions
         self._worker_group = WorkerGroup(
             dial,
@@ -172,7 +171,8 @@ class Coordinator:
 
     def _waits(self) -> tuple[Wait, ...]:
         if self._going is not None and self._going.awaits_others:
-            return (Wait("", FrameKind.WORK, self._clock() - self._came_s),)
+            assert self._put_off_s is not None
+            return (Wait("", FrameKind.WORK, self._clock() - self._put_off_s),)
         return longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock())
 
     # -- stages
@@ -245,7 +245,6 @@ class Coordinator:
         if stopped is not None and (run != self._run or stopped.code):
             self._try_anew(run)
         self._trainer_connections.add(trainer, body.since)
-        self._came_s = self._clock()
         self._advance()
 
     def _accepts(self, trainer: TrainerLine) -> bool:
@@ -278,8 +277,12 @@ class Coordinator:
     # -- what follows
 
     def _puts_off(self) -> bool:
-        """Whether a first step waits for those who are on their way to their places: as long as a trainer does."""
-        return self._clock() < self._came_s + OTHERS_S and self._awaits_others()
+        """Whether a first step waits for those who are on their way to their places; once, and not for long."""
+        if not self._awaits_others():
+            return False
+        if self._put_off_s is None:
+            self._put_off_s = self._clock()
+        return self._clock() < self._put_off_s + OTHERS_S
 
     @property
     def _run(self) -> Run | None:
