@@ -6,7 +6,11 @@ one of each does so for all there (`roles/training/averaging/attempt.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,6 +22,9 @@ from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.swarm.records.run import Averaging
 
+Came = Callable[[int, float], None]
+"""Called with who has got something, and when"""
+
 
 def reduction_ends_s(
     now_s: float, groups: Sequence[Group], indexes: Mapping[PeerId, int], links: Links, model: Model, how: Averaging
@@ -28,8 +35,11 @@ def reduction_ends_s(
         for group in groups
         if len(group.members) > 1 and group.how != How.APART and any(member.count for member in group.members)
     ]
-    settled = [exchange.gather(now_s, links) for exchange in exchanges]  # all offers leave before the first sum
-    return max((exchange.spread(at_s, links) for exchange, at_s in zip(exchanges, settled, strict=True)), default=now_s)
+    sends = _Sends(links)
+    for exchange in exchanges:
+        exchange.begin(now_s, sends)
+    sends.run()
+    return max((exchange.ends_s for exchange in exchanges), default=now_s)
 
 
 def averaging_network(group: Group, indexes: Mapping[PeerId, int], links: Links) -> AveragingNetwork:
@@ -58,6 +68,29 @@ def _bytes_by_member(group: Group, model: Model, how: Averaging) -> dict[PeerId,
     }
 
 
+class _Sends:
+    """What several groups have to send, in the order in which it is there: who waits in one group does not hold up another one."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._waiting: list[tuple[float, int, int, Mapping[int, float], Came]] = []
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<_Sends, {len(self._waiting)} wait>"
+
+    def add(self, at_s: float, sender: int, sizes_bytes: Mapping[int, float], came: Came) -> None:
+        """Messages to these are handed over together."""
+        heapq.heappush(self._waiting, (at_s, next(self._numbers), sender, sizes_bytes, came))
+
+    def run(self) -> None:
+        """Until nothing waits any more; what came may bring about more."""
+        while self._waiting:
+            at_s, _, sender, sizes_bytes, came = heapq.heappop(self._waiting)
+            for receiver, came_s in self._links.send_together(at_s, sender, sizes_bytes).items():
+                came(receiver, came_s)
+
+
 class _Exchange:
     """One group: those who have counted something contribute, all members are to have the sum."""
 
@@ -78,44 +111,46 @@ class _Exchange:
             gatherer: sum(share for (one, _), share in self._gathered.items() if one == gatherer)
             for gatherer in self._contributors
         }
+        self._given_s = defaultdict[int, list[float]](list)  # when the values of each came to who gathers them
+        self._summed_s = defaultdict[int, list[float]](list)  # and the sums of each cluster to the owner
 
     def __repr__(self) -> str:
         return f"<_Exchange of {len(self._cluster_of)} members, {len(self._contributors)} contribute>"
 
-    def gather(self, now_s: float, links: Links) -> dict[int, float]:
-        """When each owner has all values of its share: first each cluster's, and then the clusters' sums."""
-        inside_s = dict.fromkeys(self._contributors, now_s)
+    def begin(self, now_s: float, sends: _Sends) -> None:
+        """All have their values of each share."""
+        self._sends, self.ends_s = sends, now_s
         for giver in self._contributors:
-            near = {
-                one: self._size_bytes[giver] * self._gathers[one]
-                for one in self._contributors
-                if self._are_near(giver, one)
-            }
-            for gatherer, came_s in links.send_together(now_s, giver, near).items():
-                inside_s[gatherer] = max(inside_s[gatherer], came_s)
-        ends_s = dict(inside_s)
-        for gatherer in self._contributors:
-            sums = {
-                one: share * self._size_bytes[gatherer] for (by, one), share in self._gathered.items() if by == gatherer
-            }
-            for owner, came_s in links.send_together(inside_s[gatherer], gatherer, sums).items():
-                ends_s[owner] = max(ends_s[owner], came_s)
-        return ends_s
+            near = [one for one in self._contributors if self._are_near(giver, one)]
+            sizes_bytes = {one: self._size_bytes[giver] * self._gathers[one] for one in near}
+            sends.add(now_s, giver, sizes_bytes, self._given)
 
-    def spread(self, settled_s: Mapping[int, float], links: Links) -> float:
-        """When everybody has the sums of all parts: lines carry first what is there first."""
-        sizes_bytes = {part: share * self._size_bytes[part[1]] for part, share in self._gathered.items()}
-        come_s = dict[tuple[int, int], float]()
-        for owner in self._contributors:
-            back = {gatherer: sizes_bytes[gatherer, one] for gatherer, one in self._gathered if one == owner}
-            for gatherer, came_s in links.send_together(settled_s[owner], owner, back).items():
-                come_s[gatherer, owner] = came_s
-        return max(
-            came_s
-            for part in sorted(come_s, key=lambda part: (come_s[part], part))
-            for near in [[member for member in self._cluster_of if self._are_near(member, part[0])]]
-            for came_s in links.send_together(come_s[part], part[0], dict.fromkeys(near, sizes_bytes[part])).values()
-        )
+    def _given(self, gatherer: int, came_s: float) -> None:
+        """Who has the values of all in its cluster hands their sums to the owners."""
+        given_s = self._given_s[gatherer]
+        given_s.append(came_s)
+        if len(given_s) == sum(self._are_near(gatherer, one) for one in self._contributors):
+            owned = {owner: share for (by, owner), share in self._gathered.items() if by == gatherer}
+            sizes_bytes = {owner: share * self._size_bytes[gatherer] for owner, share in owned.items()}
+            self._sends.add(max(given_s), gatherer, sizes_bytes, self._summed)
+
+    def _summed(self, owner: int, came_s: float) -> None:
+        """Who has the sums of all clusters hands them back, from where all there get them as they come."""
+        summed_s = self._summed_s[owner]
+        summed_s.append(came_s)
+        sizes_bytes = {
+            by: share * self._size_bytes[owner] for (by, one), share in self._gathered.items() if one == owner
+        }
+        if len(summed_s) == len(sizes_bytes):
+            back = partial(self._handed_back, sizes_bytes)
+            self._sends.add(max(summed_s), owner, sizes_bytes, back)
+
+    def _handed_back(self, sizes_bytes: Mapping[int, float], gatherer: int, came_s: float) -> None:
+        near = [member for member in self._cluster_of if self._are_near(member, gatherer)]
+        self._sends.add(came_s, gatherer, dict.fromkeys(near, sizes_bytes[gatherer]), self._come)
+
+    def _come(self, _member: int, came_s: float) -> None:
+        self.ends_s = max(self.ends_s, came_s)
 
     def _are_near(self, one: int, other: int) -> bool:
         return self._cluster_of[one] == self._cluster_of[other]

@@ -110,6 +110,23 @@ def test_what_is_sent_together_shares_the_line_until_it_is_through() -> None:
     assert links.send(1.0, 0, 1, 1e6) == pytest.approx(1.01 + 0.88 + 0.08), "what is sent later follows"
 
 
+@pytest.mark.parametrize("groups", [2, 12])
+def test_who_waits_for_others_in_one_group_holds_no_other_group_up(groups: int) -> None:
+    """While nodes are on their way to other stages each is in two groups, with others in each: a chain of them takes no longer than
+    two do. Sums of one group waited for what was sent for the one before, and that for the one before it."""
+    count, size_bits = groups + 1, 32 * PARAMETERS
+    nothing = (None,) * count
+    nowhere, bandwidths = np.zeros((count, count)), np.full((count, count), 1e8)
+    links = Links(Scenario("chain", nothing, nowhere, bandwidths, nothing, nothing, nothing), range(count))
+    pairs = [
+        Group(number, (number,), tuple(MemberSpec(f"{one}", 1) for one in (number, number + 1)))
+        for number in range(groups)
+    ]
+    indexes = {f"{number}": number for number in range(count)}
+    took_s = reduction_ends_s(0.0, pairs, indexes, links, cast("Model", OneUnit()), Averaging())
+    assert took_s == pytest.approx(2 * size_bits / 1e8), "half there and half back, of two groups"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_averaging_takes_is_forecast_whatever_the_shares(seed: int) -> None:
     """Lines that are fast to neighbours say nothing of the slow paths over which a large part has to come and go: parts by lines
