@@ -108,11 +108,6 @@ class View:
         return replace(self, peers=tuple(peers))
 
 
-def shared_homes(homes: Sequence[str]) -> tuple[int, ...]:
-    """Numbers that those have in common who are in the same home; nothing where each is in one of its own."""
-    return tuple(map(homes.index, homes)) if len(set(homes)) < len(homes) else ()
-
-
 def view_of(
     units: int,
     announcements: Iterable[Announcement],

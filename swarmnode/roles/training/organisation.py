@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -10,13 +9,13 @@ from functools import lru_cache, partial
 import numpy as np
 
 from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
-from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.delays import bandwidths, likely_delays
+from swarmnode.plan.routes.home_lines import HomeLines, shared_homes
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
-from swarmnode.plan.view import PeerView, View, shared_homes
+from swarmnode.plan.view import PeerView, View
 from swarmnode.roles.host import Host
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.roles.serving.hardware import Hardware
@@ -29,7 +28,6 @@ from swarmnode.swarm.records.step_load import StepLoad, middle_load
 MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
 COMMANDS = 5  # of a step: what is fed, leases, what is done; to average, to commit
-HELD_S = 300.0  # how fast a path was
 REMEMBERED_S = 30.0  # what a run asks, after the last one has announced it
 FLOAT32_BYTES = 4
 MANY_PARAMETERS = 10**6
@@ -96,30 +94,6 @@ class AnnouncedLoad:
         if newest.all_positions:
             self._newest, self._until_s = newest, self._clock() + REMEMBERED_S
         return newest if newest.all_positions or self._clock() >= self._until_s else self._newest
-
-
-class HomeLines:
-    """How fast paths out of shared homes were at best, lately: while several are used at once each gets a part of the line, and the
-    line is as fast as it was. `clock`: seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._best: dict[tuple[PeerId, PeerId], tuple[float, float]] = {}  # bits/s, and until when they count
-
-    def __repr__(self) -> str:
-        return f"<HomeLines of {len(self._best)} paths>"
-
-    def held(self, view: View, peers: Sequence[PeerView]) -> View:
-        """The same view with these paths, where they were measured, as fast as they were."""
-        now_s, homes = self._clock(), {peer.peer: peer.home or peer.peer for peer in peers}
-        at_home = Counter(homes.values())
-        before, self._best = self._best, {}
-        for path, bps in view.path_bps.items():
-            here, there = (homes.get(end, end) for end in path)
-            if here != there and (at_home[here] > 1 or at_home[there] > 1):
-                best_bps, until_s = before.get(path, (0.0, 0.0))
-                self._best[path] = (bps, now_s + HELD_S) if bps >= best_bps or now_s >= until_s else (best_bps, until_s)
-        return replace(view, path_bps={**view.path_bps, **{path: bps for path, (bps, _) in self._best.items()}})
 
 
 def step_load_of(run: Run, width: int) -> StepLoad:

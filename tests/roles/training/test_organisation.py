@@ -23,10 +23,8 @@ from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.roles.training.organisation import (
-    HELD_S,
     REMEMBERED_S,
     AnnouncedLoad,
-    HomeLines,
     announced_network,
     step_load_of,
 )
@@ -403,24 +401,6 @@ def test_what_a_run_asks_is_remembered_while_all_who_are_in_it_move() -> None:
     assert announced() == step
     now_s[0] += 2
     assert announced() == StepLoad(), "the run is over"
-
-
-def test_a_line_of_a_home_is_as_fast_as_it_was_while_its_paths_share_it() -> None:
-    now_s, names = [0.0], ["ada", "bob", "cyd"]
-    lines = HomeLines(lambda: now_s[0])
-    inside, out = ("ada", "bob"), ("ada", "cyd")
-
-    def held(out_bps: float, homes: Sequence[str] = ("one", "one", "")) -> dict[tuple[str, str], float]:
-        view = swarm(names, [SPEED] * 3)
-        peers = [replace(peer, home=home) for peer, home in zip(view.peers, homes, strict=True)]
-        return dict(lines.held(replace(view, path_bps={inside: 1e9, out: out_bps}), peers).path_bps)
-
-    assert held(8e6) == {inside: 1e9, out: 8e6}
-    now_s[0] = HELD_S - 1
-    assert held(2e6) == {inside: 1e9, out: 8e6}, "all at once each get a quarter; what was never measured is not there"
-    now_s[0] = HELD_S + 1
-    assert held(2e6)[out] == 2e6, "it has become slower"
-    assert held(1e6, ("", "", ""))[out] == 1e6, "nobody is known to share a line"
 
 
 def test_a_wish_waits_for_its_turn() -> None:

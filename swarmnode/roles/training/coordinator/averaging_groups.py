@@ -11,6 +11,7 @@ from swarmnode.codec.averaging_messages import Group, How, PathRate
 from swarmnode.codec.body import SHARED
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.routes.home_lines import sharing_lines
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork
@@ -113,14 +114,16 @@ class AveragingGroups:
         return AveragingNetwork(self._paths_bps(peers), np.array(lines_bps), longer_NN, self._link_times.homes(peers))
 
     def _paths_bps(self, peers: Sequence[PeerId]) -> Floats:
-        """[N, N]: as parts came, before the first of them as all links are announced; infinite where not both ends have said
-        something."""
+        """[N, N]: as parts came, before the first of them as all links are announced, of a home's line whichever was faster;
+        infinite where not both ends have said something."""
         told_NN = np.array(
             [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
         )
         announced_NN = self._link_times.paths_bps(peers)
         slower_NN = np.minimum(told_NN, told_NN.T)
-        slower_NN = np.where(slower_NN > 0, slower_NN, np.minimum(announced_NN, announced_NN.T))
+        sharing_NN = sharing_lines(self._link_times.homes(peers), len(peers))
+        either_NN = np.maximum(slower_NN, np.minimum(announced_NN, announced_NN.T))
+        slower_NN = np.where((slower_NN > 0) & ~sharing_NN, slower_NN, either_NN)
         return np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
 
     def _tell(self, chosen: ClusteredGroup) -> None:

@@ -3,7 +3,8 @@ lines up and down, and the codecs that they send to one another with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,9 +15,10 @@ from swarmnode.net.limits.address_group import home_of
 from swarmnode.plan.compression import LADDER, encoded_bytes
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
+from swarmnode.plan.routes.home_lines import HomeLines, shared_homes
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
-from swarmnode.plan.view import shared_homes, view_of
+from swarmnode.plan.view import View, view_of
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import peer_digest
 from swarmnode.swarm.records.run import Averaging
@@ -24,10 +26,19 @@ from swarmnode.swarm.records.run import Averaging
 
 class LinkTimes:
     """Of one swarm. `width`: values of a position between stages, or of a module's sample; 0 where nothing passes between units,
-    so that delays alone count. `parameters`: of each unit, as far as they are known."""
+    so that delays alone count. `parameters`: of each unit, as far as they are known. `clock`: seconds."""
 
-    def __init__(self, directory: Directory, units: int, width: int, parameters: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        units: int,
+        width: int,
+        parameters: Sequence[float] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._directory = directory
+        self._home_lines = HomeLines(clock)
         self._units = units
         self._width = width
         self._parameters = parameters
@@ -39,11 +50,16 @@ class LinkTimes:
         """Seconds [N, N] from each of these peers to each other: the delay, and how long the values of a microbatch of so many
         positions take to be sent."""
         announced = self._directory.peers()
-        view = view_of(self._units, announced.values())
+        view = self._view()
         delay_NN = one_way_delays(view, peers)
         sends = [announced[peer].sends if peer in announced else {} for peer in peers]
         size_NN = self._sizes(sends, [peer_digest(peer) for peer in peers], positions)
         return delay_NN, transfer_s(size_NN, np.zeros_like(delay_NN), bandwidths(view, peers))
+
+    def _view(self) -> View:
+        """What all announce; lines that several share as fast as they were."""
+        view = view_of(self._units, self._directory.peers().values())
+        return self._home_lines.held(view, view.peers)
 
     def homes(self, peers: Sequence[PeerId]) -> tuple[int, ...]:
         """Numbers that those have in common who share a line, by the addresses that they announce; nothing where nobody does."""
@@ -59,10 +75,8 @@ class LinkTimes:
 
     def paths_bps(self, peers: Sequence[PeerId]) -> Floats:
         """Bits/s [from, to] as senders say that the others saw their large frames come; 0 where they say nothing."""
-        announced = self._directory.peers()
-        paths_kbps = [announced[peer].path_kbps if peer in announced else {} for peer in peers]
-        digests = [peer_digest(peer) for peer in peers]
-        return 1e3 * np.array([[told.get(there, 0) for there in digests] for told in paths_kbps], dtype=float)
+        path_bps = self._view().path_bps
+        return np.array([[path_bps.get((here, there), 0.0) for there in peers] for here in peers], dtype=float)
 
     def averaged_bytes(self, blocks: Sequence[int], how: Averaging) -> float:
         """What replicas send of these blocks; what the ends share counts as the larger of both."""

@@ -321,7 +321,7 @@ def _election(
         host.directory,
         training,
         units,
-        LinkTimes(host.directory, units, hardware.width, hardware.parameters),
+        LinkTimes(host.directory, units, hardware.width, hardware.parameters, clock=host.clock.monotonic),
         clock=host.clock.monotonic,
         on_crash=host.supervisor.ends_peer,
         decisions=host.decisions,

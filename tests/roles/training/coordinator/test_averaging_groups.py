@@ -25,16 +25,17 @@ FAST_BPS, SLOW_BPS = 1e9, 50e6
 
 
 class Links:
-    """Lines of 1 Gbit/s, and 100 MB to average. `announced`: who says how fast their paths are."""
+    """Lines of 1 Gbit/s, and 100 MB to average. `announced`: who says how fast their paths are; `homes`: numbers of their homes."""
 
-    def __init__(self, announced: str = "") -> None:
+    def __init__(self, announced: str = "", homes: tuple[int, ...] = ()) -> None:
         self._announced = announced
+        self._homes = homes
 
     def between(self, peers: Sequence[str], _positions: int) -> tuple[Any, Any]:
         return np.full((len(peers), len(peers)), 0.01), np.zeros((len(peers), len(peers)))
 
     def homes(self, _peers: Sequence[str]) -> tuple[int, ...]:
-        return ()
+        return self._homes
 
     def line_bps(self, _peer: str) -> float:
         return FAST_BPS
@@ -73,9 +74,9 @@ def clusters(groups: AveragingGroups, of: Run | None = None, who: str = NAMES) -
     return {member.peer: member.cluster for member in first.members}
 
 
-def made(announced: str = "") -> tuple[AveragingGroups, DecisionLog]:
+def made(announced: str = "", homes: tuple[int, ...] = ()) -> tuple[AveragingGroups, DecisionLog]:
     decisions = DecisionLog()
-    return AveragingGroups(2, cast("LinkTimes", Links(announced)), LADDER, decisions), decisions
+    return AveragingGroups(2, cast("LinkTimes", Links(announced, homes)), LADDER, decisions), decisions
 
 
 def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_gain() -> None:
@@ -136,3 +137,18 @@ def test_whatever_one_claims_of_its_paths_what_is_expected_stays_within_reason(c
     told(groups, bps=lambda _sender, receiver: claim_bps if receiver == "a" else FAST_BPS)
     assert 0 < groups.expected_s(run(), 3, members()) < 1e5
     assert groups.expected_s(run(Averaging(every=5)), 3, members()) == 0.0, "nobody averages"
+
+
+def test_a_line_of_a_home_is_as_fast_as_one_path_was_alone() -> None:
+    """As parts came while all four of each home sent, each path had a part of the line."""
+    groups, _ = made(announced=NAMES, homes=(0, 0, 0, 0, 4, 4, 4, 4))
+    expected_s = groups.expected_s(run(), 0, members())
+    told(groups, bps=lambda one, other: near(one, other) / (1 if near(one, other) == FAST_BPS else 8))
+    assert groups.expected_s(run(), 1, members()) == pytest.approx(expected_s)
+    apart, _ = made(announced=NAMES)
+    told(apart)
+    usual_s = apart.expected_s(run(), 1, members())
+    told(apart, bps=lambda one, other: near(one, other) / (1 if near(one, other) == FAST_BPS else 8))
+    assert apart.expected_s(run(), 2, members()) > 4 * usual_s, (
+        "where no line is shared what came is what a path carries"
+    )
