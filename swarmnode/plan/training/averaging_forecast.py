@@ -14,7 +14,7 @@ import numpy as np
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.plan.compression import encoded_bytes
-from swarmnode.plan.spans.flow import Bools, Floats, Indexes
+from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.swarm.records.run import Averaging
 
 WIDENING = 4  # of the matrices of a layer, in widths of the model
@@ -33,8 +33,7 @@ class AveragingNetwork:
     def averaging_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
-        out_NN = bits_NN * self._leaves_NN()
-        lines_s = np.maximum(out_NN.sum(axis=0), out_NN.sum(axis=1)) / self.line_bps_N
+        lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self._own_line_bps_N()
         homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
         return max(self._in_turn_s(size_bytes, shares, clusters), float(lines_s.max()), homes_s) + self._delays_s(
             clusters
@@ -51,11 +50,12 @@ class AveragingNetwork:
             home: float(bits_NN[out].sum() / self.path_bps_NN[out].max()) for home, out in out_NN.items() if out.any()
         }
 
-    def _leaves_NN(self) -> Bools:
-        """Whether what one sends to another goes over its line."""
+    def _own_line_bps_N(self) -> Floats:
+        """Of those who share one with others of their home, infinite: it is the home's that counts."""
         home_N = np.array(self.homes or range(len(self.line_bps_N)))
-        leaves_NN: Bools = home_N[:, None] != home_N
-        return leaves_NN
+        shares_N = (home_N[:, None] == home_N).sum(axis=1) > 1
+        own_line_bps_N: Floats = np.where(shares_N, np.inf, self.line_bps_N)
+        return own_line_bps_N
 
     def among(self, places: Sequence[int]) -> AveragingNetwork:
         """Of some of them, in this order."""
@@ -91,7 +91,7 @@ class AveragingNetwork:
 
     def _come_s(self, sent_N: Floats, bits_NN: Floats, *, busy: bool = False) -> Floats:
         """[N]: when each has all that others send to it at these times, by their paths; `busy`: and by their lines."""
-        line_s_N = (bits_NN * self._leaves_NN()).sum(axis=1) / self.line_bps_N * busy
+        line_s_N = bits_NN.sum(axis=1) / self._own_line_bps_N() * busy
         come_NN = sent_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N[:, None])
         come_N: Floats = np.maximum(sent_N, np.where(bits_NN > 0, come_NN, 0.0).max(axis=0))
         return come_N

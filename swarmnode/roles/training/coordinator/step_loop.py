@@ -37,6 +37,7 @@ from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 
+SOON = 8  # an eighth of a step is counted: who comes later is not reckoned with in this one
 OTHERS_S = 5.0  # after one failed to reduce: who else does is to be heard, so that it is known whose fault it was
 
 
@@ -372,9 +373,9 @@ class StepLoop:
         self._expect(forecast_s)
 
     def _expect_of_those_here(self) -> None:
-        """Something of the step in force; anew for other stages, as long as they have counted nothing."""
+        """Something of the step in force; anew for other stages, as long as they have counted next to nothing."""
         is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
-        if not is_known and not self.counted:
+        if not is_known and self.counted * SOON < self.run.microbatches:
             self._expect(self._forecast_s())
 
     def _expect(self, forecast_s: float) -> None:
