@@ -117,13 +117,12 @@ def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy(
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """How a peer chooses when it joins, and where it would rather be when it looks again."""
+    """How a peer chooses when it joins, and where it would rather be when it looks again. `awaits_others`: whether work that is to
+    begin had better wait until all are at their places."""
 
     choose: Callable[[View, Joiner], Span]
     reconsider: Callable[[View, Joiner, MovePolicy], Move | None]
-    awaits_others: Callable[[], bool] = lambda: (
-        False
-    )  # whether work that is to begin had better wait until all are at their places
+    awaits_others: Callable[[], bool] = lambda: False
 
 
 BY_THROUGHPUT = PlacementRule(choose_span, reconsider)

@@ -49,9 +49,7 @@ class ProbeConfig:
     first_look_s: float = 5.0  # until the first test, and twice as long until each of the next ones, up to
     look_s: float = 60.0
     pause_s: float = 600.0  # before the same peer is tested, or answered, again
-    enough_peers: int = (
-        3  # whose paths were measured: then the access link is known well enough, or the network at home
-    )
+    enough_peers: int = 3  # whose paths were measured: then the line is known well enough, or the network at home
     answers_at_once: int = 1
 
 
