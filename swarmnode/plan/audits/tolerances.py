@@ -28,6 +28,9 @@ SHALLOW_UNITS = 4
 ROUNDING = 1e-7  # of a sketch itself
 MAX_FACTOR = 4.0  # by which a model may be found to differ from the table's
 SPREAD = 1.5  # between comparisons over one model
+ADAPTED = (
+    3.0  # of a text through an adapter, whose products add to the noise: honest ones lay at 1.5 times the tolerance
+)
 VOICES = 5  # peers whose noise is known before it counts
 MAX_VOICES = 64
 
@@ -103,10 +106,14 @@ class Calibration:
             return MAX_FACTOR
         return min(MAX_FACTOR, max(1.0, SPREAD * statistics.median(self.of.values())))
 
-    def tolerance(self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = ()) -> Tolerance:
-        """For what came out after so many units of the model, and of which these `deviations` were found."""
+    def tolerance(
+        self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = (), adapted: bool = False
+    ) -> Tolerance:
+        """For what came out after so many units of the model, and of which these `deviations` were found; `adapted`: through an
+        adapter."""
         noise = noise_of(number_format, codec)
         factor = min(self.most, max(1.0, _ratio(number_format, codec, deviations, units) or 1.0))
+        factor *= ADAPTED if adapted else 1.0
         return Tolerance(max(ROUNDING, MARGIN * noise.high * _depth(units) * factor), BEYOND, noise.other_tokens)
 
 

@@ -79,6 +79,17 @@ def test_a_models_noise_is_learnt_from_several_peers_and_only_so_far() -> None:
     assert calibration.most == MAX_FACTOR
 
 
+def test_through_an_adapter_honest_replicas_lie_farther_apart() -> None:
+    """Three of 19 positions at 1.5 times what is tolerated of the model alone: an honest peer was shunned for it."""
+    far = [0.0] * 16 + [1.5 * Calibration().tolerance("float32", Codec.NONE, units=3).deviation] * 3
+    for adapted in (False, True):
+        tolerance = Calibration().tolerance("float32", Codec.NONE, units=3, deviations=far, adapted=adapted)
+        assert judge_states(far, tolerance).false is not adapted
+    left_out = [1e-3] * 19
+    tolerance = Calibration().tolerance("float32", Codec.NONE, units=3, deviations=left_out, adapted=True)
+    assert judge_states(left_out, tolerance).false, "who leaves the adapter out is found"
+
+
 def test_tolerances_grow_with_the_depth_and_unknown_formats_have_wide_ones() -> None:
     deep = Calibration().tolerance("bfloat16", Codec.NONE, units=32)
     assert deep.deviation == pytest.approx(2 * TOLERANCE.deviation)

@@ -119,7 +119,8 @@ class AuditCase:
         return "doubt"
 
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
-        return compare(one, other, lambda unit: self._spec.coarsest(unit, self._end), self._auditor.calibration)
+        spec, calibration = self._spec, self._auditor.calibration
+        return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
 
     def _untold(self, run: TextRun) -> int | None:
         """The first hop that says that it sent in another codec than the client was told; None where there is none."""

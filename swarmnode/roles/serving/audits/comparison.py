@@ -84,9 +84,11 @@ class Comparison:
         return True if len(self.judgements) > index else None
 
 
-def compare(one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration) -> Comparison:
+def compare(
+    one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration, *, adapted: bool = False
+) -> Comparison:
     """What came out of each hop in two runs of the same text, whose states had met no coarser codec than `codec_at` says: as the
-    next hop got them, and in the end tokens."""
+    next hop got them, and in the end tokens. `adapted`: through an adapter."""
     judgements: list[Judgement] = []
     for index in range(len(one.route)):
         said = one.accounts[index].statement
@@ -100,13 +102,13 @@ def compare(one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibr
         mine_TK, yours_TK = one.accounts[index + 1].received_TK, other.accounts[index + 1].received_TK
         assert mine_TK is not None and yours_TK is not None, "only the first hop takes ids in"
         apart = deviations(mine_TK, yours_TK)
-        tolerance = calibration.tolerance(said.number_format, codec, units=said.end, deviations=apart)
+        tolerance = calibration.tolerance(said.number_format, codec, units=said.end, deviations=apart, adapted=adapted)
         judged = judge_states(apart, tolerance)
         if judged.false:
             judged = judge_states(apart[max(one.base(index + 1), other.base(index + 1)) :], tolerance)
             if not judged.false:  # it was sent by a hop that has left the route, and whatever follows is made of it
                 return Comparison(tuple(judgements), unclear=True)
-        else:
+        elif not adapted:
             calibration.note(one.route[index].peer, said.number_format, codec, apart, units=said.end)
         judgements.append(judged)
         if judged.false:
