@@ -28,9 +28,7 @@ SHALLOW_UNITS = 4
 ROUNDING = 1e-7  # of a sketch itself
 MAX_FACTOR = 4.0  # by which a model may be found to differ from the table's
 SPREAD = 1.5  # between comparisons over one model
-ADAPTED = (
-    3.0  # of a text through an adapter, whose products add to the noise: honest ones lay at 1.5 times the tolerance
-)
+ADAPTED = 3.0  # through an adapter, whose products add to the noise: honest texts lay at 1.5 times the tolerance
 VOICES = 5  # peers whose noise is known before it counts
 MAX_VOICES = 64
 

@@ -20,10 +20,17 @@ def shared_homes(homes: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(homes.index, homes)) if len(set(homes)) < len(homes) else ()
 
 
+def crowded(homes: Sequence[int], peers: int) -> Bools:
+    """[N]: who is at home with others, by `shared_homes`."""
+    home_N = np.array(homes or range(peers))
+    crowded_N: Bools = (home_N[:, None] == home_N).sum(axis=1) > 1
+    return crowded_N
+
+
 def sharing_lines(homes: Sequence[int], peers: int) -> Bools:
     """[N, N]: paths that share the line of a home with others, by `shared_homes`: while all are used each gets a part of it."""
     home_N = np.array(homes or range(peers))
-    crowded_N = (home_N[:, None] == home_N).sum(axis=1) > 1
+    crowded_N = crowded(homes, peers)
     sharing_NN: Bools = (home_N[:, None] != home_N) & (crowded_N[:, None] | crowded_N)
     return sharing_NN
 

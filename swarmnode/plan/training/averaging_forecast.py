@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.plan.compression import encoded_bytes
+from swarmnode.plan.routes.home_lines import crowded
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.swarm.records.run import Averaging
 
@@ -33,7 +35,7 @@ class AveragingNetwork:
     def averaging_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
-        lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self._own_line_bps_N()
+        lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self._own_line_bps_N
         homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
         return max(self._in_turn_s(size_bytes, shares, clusters), float(lines_s.max()), homes_s) + self._delays_s(
             clusters
@@ -50,10 +52,10 @@ class AveragingNetwork:
             home: float(bits_NN[out].sum() / self.path_bps_NN[out].max()) for home, out in out_NN.items() if out.any()
         }
 
+    @cached_property
     def _own_line_bps_N(self) -> Floats:
         """Of those who share one with others of their home, infinite: it is the home's that counts."""
-        home_N = np.array(self.homes or range(len(self.line_bps_N)))
-        shares_N = (home_N[:, None] == home_N).sum(axis=1) > 1
+        shares_N = crowded(self.homes, len(self.line_bps_N))
         own_line_bps_N: Floats = np.where(shares_N, np.inf, self.line_bps_N)
         return own_line_bps_N
 
@@ -91,7 +93,7 @@ class AveragingNetwork:
 
     def _come_s(self, sent_N: Floats, bits_NN: Floats, *, busy: bool = False) -> Floats:
         """[N]: when each has all that others send to it at these times, by their paths; `busy`: and by their lines."""
-        line_s_N = bits_NN.sum(axis=1) / self._own_line_bps_N() * busy
+        line_s_N = bits_NN.sum(axis=1) / self._own_line_bps_N * busy
         come_NN = sent_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N[:, None])
         come_N: Floats = np.maximum(sent_N, np.where(bits_NN > 0, come_NN, 0.0).max(axis=0))
         return come_N

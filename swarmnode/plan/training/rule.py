@@ -134,7 +134,7 @@ class TrainingRule:
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         waits = not place.span.units and not (self._under_way() and place.gain > SETTLING)
         turn *= STANDING_BY_TURNS if waits else 1
-        delay_s = turn * turns_s(move_policy, view)
+        delay_s = turn * _turns_s(move_policy, view)
         disturbs = self._under_way() and not self.first_places.awaited  # else the others wait for it
         return Move(place.span, place.gain, delay_s, disturbs=disturbs)
 
@@ -166,7 +166,7 @@ class TrainingRule:
         if may_stand or self._under_way():
             resettling = _soonest(forecast, layouts, peers, stay_s, LOADED_SHARE)
             elsewhere = _pays_to_load(forecast, resettling, peers, move_policy)
-            patience_s = SEEN_S + turns_s(move_policy, view)
+            patience_s = SEEN_S + _turns_s(move_policy, view)
             self.first_places.note(view.peers, elsewhere=elsewhere and self._under_way(), patience_s=patience_s)
             if not elsewhere:
                 return alone()
@@ -174,7 +174,7 @@ class TrainingRule:
         return choose_training_place(forecast, layout, peers, number, hysteresis=move_policy.hysteresis)
 
 
-def turns_s(move_policy: MovePolicy, view: View) -> float:
+def _turns_s(move_policy: MovePolicy, view: View) -> float:
     """Within which those who want to move do, one after another: the more there are, the longer."""
     return move_policy.turn_s * (1 + len(view.peers) / 3)
 

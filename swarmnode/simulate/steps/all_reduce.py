@@ -130,8 +130,11 @@ class _Exchange:
         given_s = self._given_s[gatherer]
         given_s.append(came_s)
         if len(given_s) == sum(self._are_near(gatherer, one) for one in self._contributors):
-            owned = {owner: share for (by, owner), share in self._gathered.items() if by == gatherer}
-            sizes_bytes = {owner: share * self._size_bytes[gatherer] for owner, share in owned.items()}
+            sizes_bytes = {
+                owner: share * self._size_bytes[gatherer]
+                for (by, owner), share in self._gathered.items()
+                if by == gatherer
+            }
             self._sends.add(max(given_s), gatherer, sizes_bytes, self._summed)
 
     def _summed(self, owner: int, came_s: float) -> None:

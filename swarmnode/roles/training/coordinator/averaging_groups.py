@@ -111,9 +111,10 @@ class AveragingGroups:
         lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
         delay_NN, _ = self._link_times.between(peers, 1)
         longer_NN = np.maximum(delay_NN, delay_NN.T)
-        return AveragingNetwork(self._paths_bps(peers), np.array(lines_bps), longer_NN, self._link_times.homes(peers))
+        homes = self._link_times.homes(peers)
+        return AveragingNetwork(self._paths_bps(peers, homes), np.array(lines_bps), longer_NN, homes)
 
-    def _paths_bps(self, peers: Sequence[PeerId]) -> Floats:
+    def _paths_bps(self, peers: Sequence[PeerId], homes: Sequence[int]) -> Floats:
         """[N, N]: as parts came, before the first of them as all links are announced, of a home's line whichever was faster;
         infinite where not both ends have said something."""
         told_NN = np.array(
@@ -121,7 +122,7 @@ class AveragingGroups:
         )
         announced_NN = self._link_times.paths_bps(peers)
         slower_NN = np.minimum(told_NN, told_NN.T)
-        sharing_NN = sharing_lines(self._link_times.homes(peers), len(peers))
+        sharing_NN = sharing_lines(homes, len(peers))
         either_NN = np.maximum(slower_NN, np.minimum(announced_NN, announced_NN.T))
         slower_NN = np.where((slower_NN > 0) & ~sharing_NN, slower_NN, either_NN)
         return np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
