@@ -268,7 +268,7 @@ def test_gradient_sketches(vector: Vector) -> None:
     seed = step_seed(bytes.fromhex(vector["run"]), vector["step"])
     assert seed.hex() == vector["seed"]
     gradient_N = torch.arange(1, vector["elements"] + 1).remainder(7)  # sums of these are exact in any order
-    assert gradient_sketch([gradient_N.float()], seed).tolist() == vector["value"]
+    assert gradient_sketch(gradient_N.float(), seed).tolist() == vector["value"]
 
 
 def test_an_entry_is_of_the_record_as_it_travels() -> None:

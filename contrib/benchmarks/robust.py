@@ -38,14 +38,13 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
-from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
+from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.together import agree
-from swarmnode.compute.training.gradient_sketch import gradient_sketch
+from swarmnode.compute.training.gradient_sketch import LEAST, gradient_sketch, in_rows
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.plan.audits.budget import AuditBudget, SessionCost
 from swarmnode.plan.audits.judgement import judge_states
 from swarmnode.plan.audits.tolerances import Calibration
-from swarmnode.roles.training.spot_checks.examination import LEAST, in_rows
 from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
 from swarmnode.swarm.records.run import Averaging
 
@@ -134,7 +133,7 @@ class Checker:
     def is_false(self, told_N: Tensor, found_N: Tensor) -> bool:
         """By sketches of the gradients of one sample."""
         seed = self.dice.randbytes(SEED_BYTES)
-        apart = deviations(*(in_rows(gradient_sketch([one_N], seed)) for one_N in (told_N, found_N)), least=LEAST)
+        apart = deviations(*(in_rows(gradient_sketch(one_N, seed)) for one_N in (told_N, found_N)), least=LEAST)
         tolerance = self._calibration.tolerance("float32", Codec.NONE, units=1, deviations=apart)
         return judge_states(apart, tolerance).false
 
@@ -151,7 +150,7 @@ class Swarm:
         )
         shapes = [parameter.shape for parameter in self._parameters]
         self._compressors = {peer: make_gradient_compressor(Averaging(robust=robust), shapes) for peer in REPLICAS}
-        self._detectors = {peer: OutlierDetector(seed) for seed, peer in enumerate(REPLICAS)} if robust else {}
+        self._detectors = {peer: OutlierDetector(bytes([seed])) for seed, peer in enumerate(REPLICAS)} if robust else {}
         self._direction_N = random_like(torch.empty(sum(shape.numel() for shape in shapes)), 1)
         self._lie = lie
         self._checkers = {peer: Checker(random.Random(peer)) for peer in REPLICAS if peer != "liar"} if checked else {}

@@ -1,60 +1,101 @@
-"""Sketches: hidden states in a few dozen numbers a position, so that two replicas can be compared without sending tensors.
+"""Sketches: rows of tensors in a few dozen numbers each, so that two replicas can be compared without sending tensors.
 
 Random projections onto signs, as in Activation-DiFR (arXiv 2511.20621): the distance of two sketches is an unbiased measure of
 the distance of what was sketched. The signs follow from a seed that is chosen after the states were sent, so that nobody can
 change states and keep their sketch.
+
+Shape letters: T rows (of hidden states: positions), H of a row, K of a sketch, N float32 numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from swarmnode.codec.audit_messages import SKETCH_BYTES, SKETCH_VALUES
+from swarmnode.codec.audit_messages import MAX_SKETCHED, SKETCH_BYTES, SKETCH_VALUES
+from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo, element_count
 from swarmnode.errors import ProtocolError
 
 REMEMBERED_SEEDS = 8
 
 
 @lru_cache(maxsize=REMEMBERED_SEEDS)
-def _signs(seed: bytes, width: int) -> Tensor:
-    """signs_HK (float64) of -1 and 1: the bits of SHAKE-128 of the seed, the highest of each byte first, row by row."""
-    stream = hashlib.shake_128(seed).digest(width * SKETCH_VALUES // 8)
-    bits = np.unpackbits(np.frombuffer(stream, dtype=np.uint8))
-    return torch.from_numpy(bits.astype(np.float64) * 2 - 1).view(width, SKETCH_VALUES)
+def signs(seed: bytes, count: int) -> Tensor:
+    """Draw `count` signs, a multiple of 8, of -1 and 1 (int8): the bits of SHAKE-128 of the seed, the highest of a byte first."""
+    bits = np.unpackbits(np.frombuffer(hashlib.shake_128(seed).digest(count // 8), dtype=np.uint8))
+    return torch.from_numpy(bits.astype(np.int8) * 2 - 1)
 
 
 def sketch(hidden_TH: Tensor, seed: bytes) -> Tensor:
-    """sketch_TK (float32) of hidden states of any float dtype. Summed in float64: in whatever order, it is the same."""
-    return (hidden_TH.to("cpu", torch.float64) @ _signs(seed, hidden_TH.shape[-1])).to(torch.float32)
+    """Project rows of any float dtype to sketch_TK (float32). Sums are of float64, so that their order does not matter."""
+    width = hidden_TH.shape[-1]
+    signs_HK = signs(seed, width * SKETCH_VALUES).view(width, SKETCH_VALUES)
+    return (hidden_TH.to("cpu", torch.float64) @ signs_HK.double()).to(torch.float32)
 
 
-def sketch_bytes(sketch_TK: Tensor) -> bytes:
-    """As they travel."""
-    return sketch_TK.contiguous().numpy().astype("<f4").tobytes()
+def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
+    """Project the rows of each float tensor that is not empty to a sketch_TK. A row is what the last dimension holds. Of more than
+    MAX_SKETCHED rows as many are taken, at equal distances, from one on that follows from the seed."""
+    return [sketch(_rows(value, seed), seed) for value in values if value.is_floating_point() and value.numel()]
+
+
+def rows_sketched(infos: Iterable[TensorInfo]) -> list[int]:
+    """Return how many rows `sketches` takes of each float tensor that is not empty."""
+    described = ((info, element_count(info.shape)) for info in infos)
+    return [
+        min(MAX_SKETCHED, elements // (info.shape[-1] if info.shape else 1))
+        for info, elements in described
+        if info.dtype in FLOAT_DTYPES and elements
+    ]
+
+
+def _rows(value: Tensor, seed: bytes) -> Tensor:
+    rows_TH = value.reshape(-1, value.shape[-1]) if value.dim() else value.reshape(1, 1)
+    if len(rows_TH) <= MAX_SKETCHED:
+        return rows_TH
+    first = int.from_bytes(seed, "little")
+    places = [(first + number * len(rows_TH) // MAX_SKETCHED) % len(rows_TH) for number in range(MAX_SKETCHED)]
+    return rows_TH[torch.tensor(places, device=value.device)]
+
+
+def sketch_bytes(sketch_N: Tensor) -> bytes:
+    """Encode a sketch of any shape: float32, little-endian."""
+    return sketch_N.contiguous().numpy().astype("<f4").tobytes()
+
+
+def read_sketch(data: bytes | bytearray | memoryview) -> Tensor:
+    """Decode the sketch_N of some bytes. Raises ProtocolError if they are no whole float32 numbers."""
+    if len(data) % 4:
+        raise ProtocolError(f"a sketch of {len(data)} bytes")
+    return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
 
 
 def read_sketches(data: bytes | bytearray | memoryview, count: int) -> Tensor:
-    """sketch_TK of `count` positions. Raises ProtocolError where there are not so many, or they are not finite."""
+    """Decode the sketch_TK of `count` rows. Raises ProtocolError if there are more or fewer, or they are not finite."""
     if len(data) != count * SKETCH_BYTES:
         raise ProtocolError(f"sketches of {count} positions in {len(data)} bytes")
-    sketch_TK = torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32)).view(count, SKETCH_VALUES)
+    sketch_TK = read_sketch(data).view(count, SKETCH_VALUES)
     if not bool(sketch_TK.isfinite().all()):
         raise ProtocolError("sketches that are not finite")
     return sketch_TK
 
 
 def deviations(one_TK: Tensor, other_TK: Tensor, *, least: float = 0.0) -> list[float]:
-    """For each position the distance of two sketches, relative to their lengths: 0 where they are equal, infinite where one alone
-    is zero. `least`: what a position is taken for at least, in lengths of a usual one: of gradients some are nothing but rounding.
-    """
+    """Return for each row the distance of two sketches, relative to their lengths: infinite if one alone is zero. `least`: see
+    `relative`."""
     one_TK, other_TK = one_TK.double(), other_TK.double()
-    distance_T = (one_TK - other_TK).norm(dim=-1)
-    length_T = (one_TK.norm(dim=-1) * other_TK.norm(dim=-1)).sqrt()
+    lengths_T = (one_TK.norm(dim=-1) * other_TK.norm(dim=-1)).sqrt()
+    return relative((one_TK - other_TK).norm(dim=-1), lengths_T, least=least).tolist()
+
+
+def relative(distances_T: Tensor, lengths_T: Tensor, *, least: float) -> Tensor:
+    """Divide distances by lengths; a distance of 0 stays 0. A row counts as at least `least` times as long as a usual one: of
+    gradients some are nothing but rounding."""
     if least:
-        length_T = length_T.clamp_min(least * float(length_T.square().mean().sqrt()))
-    return torch.where(distance_T == 0, 0.0, distance_T / length_T).tolist()
+        lengths_T = lengths_T.clamp_min(least * float(lengths_T.square().mean().sqrt()))
+    return torch.where(distances_T == 0, 0.0, distances_T / lengths_T)

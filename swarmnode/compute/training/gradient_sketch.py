@@ -1,60 +1,147 @@
-"""Gradient sketch: a long gradient in few numbers, so that what two replicas add to theirs can be compared without sending it.
+"""Gradient sketches: long gradients in few numbers, so that they can be compared without being sent or kept.
 
-The vector is cut into tiles, and each is summed with signs that follow from a seed. So sketches add up as gradients do, and what
-one microbatch added is the sketch after it less the one before: one read of the sums each, and no copy of them.
+Three uses, with the same signs (`compute/serving/sketch.py`). What a microbatch adds to the sums of gradients: the vector is cut
+into tiles, and each is summed with signs that follow from the step. So sketches add up as gradients do, and what one microbatch
+added is the sketch after it less the one before: one read of the sums each, and no copy of them. What another member contributes
+to a sum of gradients, in the same tiles: those of its microbatches, which it has signed for, have to come to it. And how members
+lie to one another in the parts that one of them adds up: a count sketch, whose signs are that member's secret.
 
-Shape letters: N elements of a block's gradient, T of a tile, S tiles.
+Shape letters: N elements of a block's gradient, M of a part, T of a tile, S tiles of a block, K of a count sketch.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from swarmnode.codec.audit_messages import SEED_BYTES
+from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_VALUES
+from swarmnode.compute.serving.sketch import relative, signs
+from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART
 
 TILES = 256  # of a block at least, where it has as many elements
 LARGEST_TILE = 1 << 14
-REMEMBERED = 8
+LEAST = 0.1  # of a usual row: gradients have rows that are nothing but rounding
+SKETCHED = 1024
+SPREAD = 40_503  # odd: parts take their signs from different places
 
 
 def step_seed(run: bytes, step: int) -> bytes:
-    """Of all sketches of a step, so that they add up. `run`: its id."""
+    """Return the seed of all sketches of a step, so that they add up. `run`: the run's id."""
     return hashlib.sha256(run + step.to_bytes(8, "little")).digest()[:SEED_BYTES]
 
 
-@lru_cache(maxsize=REMEMBERED)
-def signs(seed: bytes) -> Tensor:
-    """signs_T (float32) of the longest tile: the bits of SHAKE-128 of the seed, the highest of each byte first."""
-    bits = np.unpackbits(np.frombuffer(hashlib.shake_128(seed).digest(LARGEST_TILE // 8), dtype=np.uint8))
-    return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
-
-
 def tile_length(elements: int) -> int:
-    """Of a block with so many."""
+    """Return the length of the tiles of a block of `elements` values."""
     return min(LARGEST_TILE, max(1, elements // TILES))
 
 
 def tile_count(elements: int) -> int:
-    """Of a block with so many; the last one may be of nothing."""
+    """Return the number of tiles of a block of `elements` values; the last one may be empty."""
     return elements // tile_length(elements) + 1
 
 
 @torch.no_grad()
-def gradient_sketch(gradients: Sequence[Tensor], seed: bytes) -> Tensor:
-    """sketch_S (float32, on the CPU) of the gradients_N of blocks, one after another."""
-    return torch.cat([torch.empty(0), *(_of_block(gradient_N, seed) for gradient_N in gradients)])
-
-
-def _of_block(gradient_N: Tensor, seed: bytes) -> Tensor:
+def gradient_sketch(gradient_N: Tensor, seed: bytes) -> Tensor:
+    """Return the sketch_S (float32, on the CPU) of a block's gradient."""
     tile = tile_length(len(gradient_N))
-    signs_T = signs(seed)[:tile].to(gradient_N.device)
+    signs_T = signs(seed, LARGEST_TILE)[:tile].to(gradient_N)
     whole = len(gradient_N) - len(gradient_N) % tile
-    sums_S = gradient_N[:whole].view(-1, tile) @ signs_T
     rest_N = gradient_N[whole:]
-    return torch.cat([sums_S, (rest_N @ signs_T[: len(rest_N)]).view(1)]).cpu()
+    return torch.cat([gradient_N[:whole].view(-1, tile) @ signs_T, (rest_N @ signs_T[: len(rest_N)]).view(1)]).cpu()
+
+
+class BlockSketches(dict[int, Tensor]):
+    """Sketches by block, which add up."""
+
+    def add(self, block: int, sketch_S: Tensor) -> None:
+        """Add to the sketch of a block."""
+        self[block] = self[block] + sketch_S if block in self else sketch_S
+
+    def joined(self) -> Tensor:
+        """Return all of them as one vector, in the order of the blocks."""
+        return torch.cat([torch.empty(0), *(self[block] for block in sorted(self))])
+
+
+def in_rows(sketch_S: Tensor) -> Tensor:
+    """Return a sketch as sketch_TK, padded with zeros, so that it can be judged as those of states are."""
+    return pad(sketch_S, (0, -len(sketch_S) % SKETCH_VALUES)).view(-1, SKETCH_VALUES)
+
+
+class ContributionSketch:
+    """Sketch of what one member contributes to the parts that are added up here.
+
+    `lengths`: of each block its elements in the vector, and how many of them, the first, are gradients. Each owner of parts sees
+    a share of the vector, and of that whole tiles.
+    """
+
+    def __init__(self, peer: str, lengths: Mapping[int, tuple[int, int]], seed: bytes) -> None:
+        self.peer = peer
+        self._lengths = lengths
+        self._seed = seed
+        self._tiles: dict[
+            int, Tensor
+        ] = {}  # by block, for each tile: the sum with signs, the squares, how many elements
+
+    def __repr__(self) -> str:
+        return f"<ContributionSketch of {self.peer[-8:]}, {len(self._tiles)} blocks>"
+
+    @torch.no_grad()
+    def hear(self, blocks: Sequence[int], peer: str, place: slice, values_M: Tensor) -> None:
+        """Take in what a member contributes to elements `place` of the vector of these blocks; other members are ignored."""
+        if peer != self.peer:
+            return
+        start = 0
+        for block in blocks:
+            length, elements = self._lengths[block]
+            first, last = max(place.start, start), min(place.stop, start + elements)
+            if first < last:
+                self._add(block, first - start, values_M[first - place.start : last - place.start])
+            start += length
+
+    def _add(self, block: int, first: int, values_M: Tensor) -> None:
+        _, elements = self._lengths[block]
+        tile = tile_length(elements)
+        edges = (first % tile, -(first + len(values_M)) % tile)
+        values_ST, ones_ST = (pad(one_M, edges).view(-1, tile) for one_M in (values_M, torch.ones_like(values_M)))
+        sums_S = values_ST @ signs(self._seed, LARGEST_TILE)[:tile].to(values_M)
+        found_3S = torch.stack([sums_S, values_ST.square().sum(dim=1), ones_ST.sum(dim=1)])
+        tiles_3S = self._tiles.setdefault(block, torch.zeros(3, tile_count(elements)))
+        tiles_3S[:, first // tile : first // tile + len(values_ST)] += found_3S.cpu()
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks of which something was contributed."""
+        return sorted(self._tiles)
+
+    def deviations(self, due: Mapping[int, Tensor], *, longer_than: float) -> list[float]:
+        """Compare the tiles that came whole with `due`, by block the whole sketch_S that they should have.
+
+        Returns for each row its distance, relative to the length of its elements, for whatever their sums with signs come to,
+        rounding goes by that. Rows that are not `longer_than` this say nothing and are left out.
+        """
+        tiles_3S = torch.cat([torch.empty(3, 0), *(self._whole(block, due[block]) for block in self.blocks)], dim=1)
+        came_TK, due_TK, squares_TK = map(in_rows, tiles_3S)
+        lengths_T = torch.maximum(squares_TK.sum(dim=-1).sqrt(), due_TK.norm(dim=-1))
+        apart_T = relative((came_TK - due_TK).norm(dim=-1), lengths_T, least=LEAST)
+        return apart_T[lengths_T > longer_than].tolist()
+
+    def _whole(self, block: int, due_S: Tensor) -> Tensor:
+        """Of the tiles that came whole: the sum that came, the one that is due, and the squares of what came."""
+        _, elements = self._lengths[block]
+        sums_S, squares_S, came_S = self._tiles[block]
+        sizes_S = torch.full_like(came_S, tile_length(elements))
+        sizes_S[-1] = elements % tile_length(elements)
+        return torch.stack([sums_S, due_S, squares_S])[:, (came_S == sizes_S) & (sizes_S > 0)]
+
+
+def count_sketch(start: int, values_M: Tensor, seed: bytes) -> Tensor:
+    """Return the sketch_K, on the CPU, of the part of a vector that begins at element `start`: lengths and angles are kept about
+    as they are. Each element goes, with a sign of its own, into one of K places. Nobody who does not know the seed can choose a
+    vector of which nothing is seen."""
+    first = start // ALIGNMENT * SPREAD % LARGEST_PART
+    signed_M = values_M * signs(seed, 2 * LARGEST_PART)[first : first + len(values_M)].to(values_M.device)
+    return pad(signed_M, (0, -len(values_M) % SKETCHED)).view(-1, SKETCHED).sum(0).cpu()

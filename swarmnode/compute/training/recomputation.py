@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import gradient_sketch
+from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_sketch
 from swarmnode.compute.training.saved_activations import Gradients, SavedPiece, check_finite, check_shapes, leaves
 from swarmnode.compute.training.segment import Values
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What comes out, the gradients of what came in, and the sketch_S of what the parameters' gradients grow by."""
+    """Outputs, the gradients of the inputs, and the sketch_S of the growth of the parameters' gradients."""
 
     outputs: Values
     gradients: Gradients
@@ -38,9 +38,8 @@ def recompute(
     gradients: Gradients,
     seed: bytes,
 ) -> Recomputation:
-    """Units [start, end) on microbatch `number`: from `values`, and the gradients of what comes out (none at the model's end, but
-    `labels`).
-    Raises ProtocolError where the gradients do not fit, NotFinite."""
+    """Compute units [start, end) on microbatch `number` from `values` and, backwards, from the gradients of their outputs; at the
+    model's end from `labels` instead. Raises ProtocolError if the gradients do not fit, NotFinite."""
     boundaries = [values]
     for unit in range(start, end):
         boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1], labels))
@@ -49,16 +48,13 @@ def recompute(
         gradients = (torch.full_like(outputs[0], 1 / learner.run.microbatches),)
     check_shapes(gradients, [output.shape for output in outputs], end)
     check_finite(gradients, end)
-    sketches: dict[int, Tensor] = {}
+    grown = BlockSketches()
     for unit in reversed(range(start, end)):
         flowing, found = _back_through(learner, number, unit, boundaries.pop(), labels, gradients)
         for block, gradient_N in found:
-            sketch_S = gradient_sketch([gradient_N], seed)
-            sketches[block] = sketches[block] + sketch_S if block in sketches else sketch_S
+            grown.add(block, gradient_sketch(gradient_N, seed))
         gradients = flowing
-    return Recomputation(
-        outputs, gradients, torch.cat([torch.empty(0), *(sketches[block] for block in sorted(sketches))])
-    )
+    return Recomputation(outputs, gradients, grown.joined())
 
 
 def _back_through(

@@ -32,6 +32,14 @@ ADAPTED = 3.0  # through an adapter, whose products add to the noise: honest tex
 VOICES = 5  # peers whose noise is known before it counts
 MAX_VOICES = 64
 
+CONTRIBUTED = {  # of a row's elements, by how they travel: what rounds differently in sums of thousands, or by the codec, with room
+    Codec.NONE: 1e-3,
+    Codec.BF16: 0.02,
+    Codec.FP16: 0.01,
+    Codec.INT8: 0.1,
+}
+SMALLEST = {Codec.FP16: 2.0**-24}  # that an element can be, but 0
+
 
 @dataclass(frozen=True)
 class Noise:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks
@@ -18,6 +19,9 @@ from swarmnode.swarm.storage.content import HASH_BYTES, FileContent
 SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
 HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
 MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
+
+
+Reply = TypeVar("Reply", bound=Body)
 
 
 class Source(ABC):
@@ -82,6 +86,23 @@ async def ask(
             yield item
     finally:
         channel.close()
+
+
+async def ask_one(
+    board: Switchboard,
+    peer: PeerId,
+    question: Body,
+    kind: type[Reply],
+    *,
+    payload: Sequence[Buffer] = (),
+    silence_s: float = SILENCE_S,
+) -> tuple[Reply, Buffer]:
+    """Return the first answer of this kind, and its payload. Raises ProtocolError if there is none, PeerLost, PeerRefused,
+    NetworkDown."""
+    async for frame, body in ask(board, peer, question, payload=payload, silence_s=silence_s):
+        if isinstance(body, kind):
+            return body, frame.payload
+    raise ProtocolError("a peer ended a conversation without an answer", peer=peer)
 
 
 class PeerSource(Source):

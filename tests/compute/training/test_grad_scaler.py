@@ -198,6 +198,6 @@ def test_who_computes_again_finds_the_same_whatever_its_own_device(checkpoint: G
     node = DeviceLearners([checker], checker.segment)
     again = recompute(node, 0, *MIDDLE, (normal(1),), (), (gradient_BTH,), seed)
     assert again.gradients[0] is not None and apart(again.gradients[0], came_BTH) < CLOSE
-    sketches = [gradient_sketch([learner.block(number).gradient_N], seed) for number in learner.blocks]
+    sketches = [gradient_sketch(learner.block(number).gradient_N, seed) for number in learner.blocks]
     assert apart(again.sketch_S, torch.cat(sketches)) < CLOSE
     assert not any(checker.counted.values())

@@ -13,10 +13,10 @@ from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, cut
-from swarmnode.compute.training.contribution_sketch import ContributionSketch
-from swarmnode.compute.training.gradient_sketch import gradient_sketch
+from swarmnode.compute.training.gradient_sketch import ContributionSketch, gradient_sketch
 from swarmnode.plan.audits.judgement import Judgement
-from swarmnode.roles.training.spot_checks.examination import CONTRIBUTED, judge_contribution
+from swarmnode.plan.audits.tolerances import CONTRIBUTED
+from swarmnode.roles.training.spot_checks.examination import judge_contribution
 from swarmnode.swarm.records.run import Averaging
 
 ELEMENTS, SEED, PEER = 1 << 16, bytes(range(16)), "peer"
@@ -52,7 +52,7 @@ def judged(codec: Codec, due_N: Tensor, said_N: Tensor) -> Judgement | None:
     watched = ContributionSketch(PEER, LENGTHS, SEED)
     for place in (part.place for part in cut(ELEMENTS, [1])):
         watched.hear((0,), PEER, place, decode(*encode(said_N[place], codec)))
-    return judge_contribution(watched, {0: gradient_sketch([due_N], SEED)}, codec)
+    return judge_contribution(watched, {0: gradient_sketch(due_N, SEED)}, codec)
 
 
 @pytest.mark.parametrize("kind", KINDS)

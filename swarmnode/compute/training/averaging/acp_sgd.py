@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Size, Tensor
 
-from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.factors import LowRankCompressor, SmallRound, Wanted, basis_of, factor_name
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import Rounds
 from swarmnode.compute.training.averaging.parts import Forms
+from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.run import Averaging
 

@@ -20,9 +20,9 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
-from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import Forms
+from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging

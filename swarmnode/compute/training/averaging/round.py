@@ -17,7 +17,6 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, TensorInfo
 from swarmnode.compress.codecs import Buffer
-from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import (
     Contribution,
@@ -28,6 +27,7 @@ from swarmnode.compute.training.averaging.parts import (
     reduce_part,
     share_of_nonzeros,
 )
+from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import NotFinite, ProtocolError
 

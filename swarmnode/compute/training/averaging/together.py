@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from swarmnode.compress.codecs import Buffer
-from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
 from swarmnode.compute.training.averaging.parts import Forms, cut
+from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.averaging.round import Round
 
 

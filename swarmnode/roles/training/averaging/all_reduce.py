@@ -18,20 +18,20 @@ import msgspec
 import torch
 from torch import Tensor
 
+from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.averaging_messages import Form, Group, How, Pull, Reduce
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.averaging.centred_clipping import LEAST_MEMBERS
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, Rounds
-from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.parts import Forms
+from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.compute.training.gradient_sketch import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -296,7 +296,7 @@ def _are_alike(group: Group, run: Run) -> bool:
 
 
 def _new_detector() -> OutlierDetector:
-    return OutlierDetector(secrets.randbelow(1 << 63))
+    return OutlierDetector(secrets.token_bytes(SEED_BYTES))
 
 
 def _without_means(averaging: Averaging) -> Averaging:

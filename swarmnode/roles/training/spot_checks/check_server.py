@@ -24,12 +24,12 @@ from swarmnode.codec.spot_check_messages import (
     SketchesReply,
 )
 from swarmnode.compress.values import decode_values, payload_of
+from swarmnode.compute.serving.sketch import sketch_bytes, sketches
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.question_server import Answer, QuestionServer
-from swarmnode.roles.training.spot_checks.row_sketches import sketches_payload
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords, entries_of
 from swarmnode.swarm.records.commitment import Commitment, sign_commitment
 from swarmnode.swarm.records.signed import Sign, Verify
@@ -94,9 +94,13 @@ def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrob
 def _tell(kept: KeptMicrobatch, seed: bytes) -> Answer:
     record = kept.record()
     edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
-    sketches = [sketches_payload(decode_values(infos, payload_of(payload), "cpu"), seed) for infos, payload in edges]
+    crossed = [
+        sketch_bytes(sketch_TK)
+        for infos, payload in edges
+        for sketch_TK in sketches(decode_values(infos, payload_of(payload), "cpu"), seed)
+    ]
     return Answer(
-        MicrobatchReply(record), (kept.received, kept.labels_payload, kept.gradients, kept.parameters, *sketches)
+        MicrobatchReply(record), (kept.received, kept.labels_payload, kept.gradients, kept.parameters, *crossed)
     )
 
 

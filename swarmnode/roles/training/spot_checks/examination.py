@@ -8,15 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_VALUES
+from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_BYTES, SKETCH_VALUES
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.messages import Body
 from swarmnode.codec.spot_check_messages import (
     CommitmentReply,
     GetCommitment,
@@ -28,38 +24,35 @@ from swarmnode.codec.spot_check_messages import (
 )
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
 from swarmnode.codec.training_fields import check_rules
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.compress.topk import keep_largest
 from swarmnode.compress.values import decode_values
-from swarmnode.compute.serving.sketch import deviations
-from swarmnode.compute.training.contribution_sketch import ContributionSketch
+from swarmnode.compute.serving.sketch import deviations, read_sketch, read_sketches, rows_sketched, sketches
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import LARGEST_TILE, step_seed, tile_count
+from swarmnode.compute.training.gradient_sketch import (
+    LARGEST_TILE,
+    LEAST,
+    BlockSketches,
+    ContributionSketch,
+    in_rows,
+    step_seed,
+    tile_count,
+)
 from swarmnode.compute.training.recomputation import Recomputation, recompute
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.audits.judgement import Judgement, judge_states
-from swarmnode.plan.audits.tolerances import Calibration, Tolerance
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.plan.audits.tolerances import CONTRIBUTED, SMALLEST, Calibration, Tolerance
+from swarmnode.roles.fetching.sources import ask_one
 from swarmnode.roles.training.spot_checks.check_server import Committer
-from swarmnode.roles.training.spot_checks.row_sketches import as_sent, payload_bytes_of, read_payload, sketched
 from swarmnode.roles.training.spot_checks.step_records import Place, read_entries
 from swarmnode.roles.training.worker.admission import is_of_its_size
 from swarmnode.swarm.records.commitment import open_commitment
 
-Reply = TypeVar("Reply", bound=Body)
-
-LEAST = 0.1  # of a usual row: gradients have rows that are nothing but rounding
 SUMS_ROUND = 4.0  # times more: what a microbatch added is the difference of two sums
 LOSS = 0.02  # of itself
-CONTRIBUTED = {  # of a row's elements, by how they travel: what rounds differently in sums of thousands, or by the codec, with room
-    Codec.NONE: 1e-3,
-    Codec.BF16: 0.02,
-    Codec.FP16: 0.01,
-    Codec.INT8: 0.1,
-}
-SMALLEST = {Codec.FP16: 2.0**-24}  # that an element can be, but 0
-
 
 Shapes = tuple[tuple[int, tuple[int, ...]], ...]
 """Of values: dtype and shape of each."""
@@ -120,14 +113,16 @@ class Examination:
             return None
         number, start = self._dice.choice(able)
         question = GetMicrobatch(self._learner.run.id, self._step, number, start, self._seed)
-        reply, payload = await self._ask(question, MicrobatchReply)
+        reply, payload = await ask_one(self._board, self.peer, question, MicrobatchReply)
         record = reply.record
         if (record.number, record.start) != (number, start) or record.digest != entries[number, start]:
             raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
         return self._read(record, payload) if record.end <= segment.end and self._is_usual(record) else None
 
     async def _commitment(self) -> dict[tuple[int, int], bytes]:
-        reply, payload = await self._ask(GetCommitment(self._learner.run.id, self._step), CommitmentReply)
+        reply, payload = await ask_one(
+            self._board, self.peer, GetCommitment(self._learner.run.id, self._step), CommitmentReply
+        )
         said = open_commitment(reply.commitment, self._committer.swarm, self._committer.verify)
         asked = (self.peer, self._learner.run.id, self._step, hashlib.sha256(payload).digest())
         if (said.peer, said.run, said.step, said.entries) != asked:
@@ -135,15 +130,15 @@ class Examination:
         self.commitment = reply.commitment
         return read_entries(payload, said.count)
 
-    async def fetch_sums(self, counts: Mapping[int, int]) -> dict[int, Tensor]:
-        """By block, the sketch_S of all that it has committed to, after `fetch`. `counts`: by block, of how many microbatches it
-        contributes the gradients. Raises ProtocolError where it shows fewer; FalseWork, PeerError, NetworkDown."""
-        sums: dict[int, Tensor] = {}
+    async def fetch_sums(self, counts: Mapping[int, int]) -> BlockSketches:
+        """Fetch the sums of the sketches of all that the peer has committed to, after `fetch`. `counts`: by block, of how many
+        microbatches it contributes the gradients. Raises ProtocolError if it shows fewer; FalseWork, PeerError, NetworkDown."""
+        sums = BlockSketches()
         shown: Counter[int] = Counter()
         due = list(self._entries.items())
         while due:
             question = GetSketches(self._learner.run.id, self._step, len(self._entries) - len(due))
-            reply, payload = await self._ask(question, SketchesReply)
+            reply, payload = await ask_one(self._board, self.peer, question, SketchesReply)
             tiles, view = self._tiles(reply), memoryview(payload)
             for record, (place, digest) in zip(reply.records, due, strict=False):
                 if (record.number, record.start) != place or record.digest != digest:
@@ -169,7 +164,7 @@ class Examination:
         return told | own
 
     def _add_up(
-        self, record: MicrobatchRecord, tiles: Mapping[int, int], view: memoryview, sums: dict[int, Tensor]
+        self, record: MicrobatchRecord, tiles: Mapping[int, int], view: memoryview, sums: BlockSketches
     ) -> memoryview:
         """Add a microbatch's sketch, with which `view` begins, to those of its blocks; what comes behind it."""
         is_end = record.start == 0 or record.end == self._learner.segment.units
@@ -180,33 +175,29 @@ class Examination:
         sketch, rest = view[: 4 * sum(counts.values())], view[4 * sum(counts.values()) :]
         if hashlib.sha256(sketch).digest() != record.parameters:
             raise FalseWork("a payload that its author did not sign", peer=self.peer)
-        sketch_S = torch.from_numpy(np.frombuffer(sketch, dtype="<f4").astype(np.float32))
-        for block, part_S in zip(counts, sketch_S.split(list(counts.values())), strict=True):
-            sums[block] = sums[block] + part_S if block in sums else part_S
+        for block, part_S in zip(counts, read_sketch(sketch).split(list(counts.values())), strict=True):
+            sums.add(block, part_S)
         return rest
-
-    async def _ask(self, question: Body, kind: type[Reply]) -> tuple[Reply, Buffer]:
-        async for frame, body in ask(self._board, self.peer, question):
-            if isinstance(body, kind):
-                return body, frame.payload
-        raise ProtocolError("no answer to a spot check", peer=self.peer)
 
     def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
         """The parts of an answer, each of which has to be what was signed."""
         parts, view = [], memoryview(payload)
         sizes = [_size(crossing.values) for crossing in (record.received, record.labels, record.gradients)]
-        sketches = [payload_bytes_of(record.sent.values), payload_bytes_of(record.returned.values)]
-        for size in (*sizes, len(view) - sum(sizes) - sum(sketches), *sketches):
+        rows = [rows_sketched(crossing.values) for crossing in (record.sent, record.returned)]
+        sketched = [SKETCH_BYTES * sum(counts) for counts in rows]
+        for size in (*sizes, len(view) - sum(sizes) - sum(sketched), *sketched):
             check_rules("MICROBATCH", {"a payload as long as its descriptors say": 0 <= size <= len(view)})
             parts.append(view[:size])
             view = view[size:]
-        received, labels, gradients, parameters, sent, returned = parts
+        received, labels, gradients, parameters, *crossed = parts
         signed = (record.received.digest, record.labels.digest, record.gradients.digest, record.parameters)
         if signed != tuple(hashlib.sha256(part).digest() for part in parts[:4]) or len(parameters) % 4:
             raise FalseWork("a payload that its author did not sign", peer=self.peer)
-        sketch_S = torch.from_numpy(np.frombuffer(parameters, dtype="<f4").astype(np.float32))
-        sketches_of = (read_payload(sent, record.sent.values), read_payload(returned, record.returned.values))
-        return ShownMicrobatch(record, bytes(received), bytes(labels), bytes(gradients), sketch_S, *sketches_of)
+        sent, returned = (
+            read_sketches(part, sum(counts)).split(counts) for part, counts in zip(crossed, rows, strict=True)
+        )
+        sketch_S = read_sketch(parameters)
+        return ShownMicrobatch(record, bytes(received), bytes(labels), bytes(gradients), sketch_S, sent, returned)
 
     def _is_usual(self, record: MicrobatchRecord) -> bool:
         """Who shows it decides nothing about our memory; and it may have been sent what it did not ask for."""
@@ -250,7 +241,7 @@ class Examination:
             codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
             if codec == Codec.TOPK and self._learner.run.compression.feedback:
                 continue  # it holds what was left out of others, too
-            ours = sketched(as_sent(values, crossing.values), self._seed)
+            ours = sketches(as_sent(values, crossing.values), self._seed)
             pairs = zip(ours, theirs, strict=True)
             apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
             judgement = judge_states(apart, self._tolerance(record, calibration, codec, apart))
@@ -277,29 +268,32 @@ class Examination:
 def judge_contribution(
     watched: ContributionSketch, sums: Mapping[int, Tensor], codec: Codec = Codec.NONE
 ) -> Judgement | None:
-    """What a stage contributed, in this codec, beside the sketches of all that it committed to; None where no tile of it came whole
-    that the codec can tell from nothing. They are sums of the same numbers: nothing honest lies between but rounding, and that goes
-    by the lengths of the elements, whatever their sums with signs come to."""
-    came_TK, due_TK, squares_TK = map(in_rows, watched.beside(sums))
-    length_T = torch.maximum(squares_TK.sum(dim=-1).sqrt(), due_TK.norm(dim=-1))
+    """Judge what a stage contributed, in this codec, by the sketches of all that it committed to; None if no tile of it came whole
+    that the codec can tell from nothing. They are sums of the same numbers: nothing honest lies between but rounding."""
     tolerated = CONTRIBUTED[codec]
-    told_T = tolerated * length_T > SMALLEST.get(codec, 0.0) * math.sqrt(SKETCH_VALUES * LARGEST_TILE)
-    if not told_T.any():
-        return None
-    usual = float(length_T.square().mean().sqrt())
-    apart_T = ((came_TK - due_TK).norm(dim=-1) / length_T.clamp_min(LEAST * usual))[told_T] / tolerated
-    beyond = int((~(apart_T <= 1)).sum())
-    return Judgement(len(apart_T), beyond, float(apart_T.max()), beyond > 0)
+    least = SMALLEST.get(codec, 0.0) * math.sqrt(SKETCH_VALUES * LARGEST_TILE)
+    apart = watched.deviations(sums, longer_than=least / tolerated)
+    return judge_states(apart, Tolerance(tolerated, beyond=0.0, other_tokens=0.0)) if apart else None
+
+
+def as_sent(values: Sequence[Tensor], infos: Sequence[TensorInfo]) -> list[Tensor]:
+    """Return our float values as another stage's would have arrived. Raises ProtocolError if they are not alike in number and
+    shape."""
+    if [tuple(value.shape) for value in values] != [info.shape for info in infos]:
+        raise ProtocolError("what was sent has other shapes than what is computed from it")
+    pairs = zip(values, infos, strict=True)
+    return [_as_decoded(value, info) for value, info in pairs if value.is_floating_point()]
+
+
+def _as_decoded(value: Tensor, info: TensorInfo) -> Tensor:
+    if info.codec == Codec.TOPK:  # whose encoder goes by a sample, and would take a few more or less the second time
+        return keep_largest(value.reshape(-1), info.param).view(value.shape)
+    return decode(*encode(value, Codec(info.codec)))
 
 
 def shapes_of(values: Sequence[TensorInfo]) -> Shapes:
     """However they travel."""
     return tuple((info.dtype, info.shape) for info in values)
-
-
-def in_rows(sketch_S: Tensor) -> Tensor:
-    """sketch_TK: so that it is judged as states are."""
-    return torch.nn.functional.pad(sketch_S, (0, -len(sketch_S) % SKETCH_VALUES)).view(-1, SKETCH_VALUES)
 
 
 def _size(infos: Sequence[TensorInfo]) -> int:

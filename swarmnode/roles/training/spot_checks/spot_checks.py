@@ -20,9 +20,8 @@ from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Forward
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import step_seed
+from swarmnode.compute.training.gradient_sketch import ContributionSketch, step_seed
 from swarmnode.errors import LocalError, NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
@@ -33,11 +32,10 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.audits.budget import AuditBudget, SessionCost
 from swarmnode.plan.audits.judgement import Judgement
-from swarmnode.plan.audits.tolerances import Calibration
+from swarmnode.plan.audits.tolerances import CONTRIBUTED, Calibration
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.training.spot_checks.check_server import Committer, check_server
 from swarmnode.roles.training.spot_checks.examination import (
-    CONTRIBUTED,
     Examination,
     FalseWork,
     judge_contribution,

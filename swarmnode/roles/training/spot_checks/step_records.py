@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.values import Encoded
-from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
+from swarmnode.compute.serving.sketch import sketch_bytes
+from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_sketch, step_seed
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import Buffer
@@ -47,7 +47,7 @@ class KeptMicrobatch:
     returned: Encoded = ((), [])
     loss: float = 0.0
     parameters: bytes = b""  # sketch_S of what it added, float32, little-endian
-    _grown: dict[int, Tensor] = field(default_factory=dict, repr=False)  # sketch_S of what it added, by block
+    _grown: BlockSketches = field(default_factory=BlockSketches, repr=False)  # of what it added
     _record: MicrobatchRecord | None = field(default=None, repr=False)
 
     @property
@@ -109,19 +109,17 @@ class KeptMicrobatch:
         before = self._sketches(learner, units)
         yield
         for block, sketch_S in self._sketches(learner, units).items():
-            grown_S = sketch_S - before[block]
-            self._grown[block] = self._grown[block] + grown_S if block in self._grown else grown_S
+            self._grown.add(block, sketch_S - before[block])
 
     def finish(self) -> None:
         """All units have counted it."""
-        grown_S = torch.cat([torch.empty(0), *(self._grown[block] for block in sorted(self._grown))])
-        self.parameters = grown_S.numpy().astype("<f4").tobytes()
+        self.parameters = sketch_bytes(self._grown.joined())
 
     def _sketches(self, learner: Learner, units: Span) -> dict[int, Tensor]:
         """sketch_S of the sums, by block."""
         seed = step_seed(self.body.run, self.body.step)
         sums = learner.accumulators(units.start, units.end)
-        return {block: gradient_sketch([sums_N], seed) for block, sums_N in sums.items()}
+        return {block: gradient_sketch(sums_N, seed) for block, sums_N in sums.items()}
 
 
 class StepRecords:

@@ -9,11 +9,15 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.training.averaging.centred_clipping import CentredClipping, median
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
-from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.parts import Contribution, reduce_part
-from swarmnode.compute.training.averaging.projection import Projection
+from swarmnode.compute.training.averaging.robust_aggregation import (
+    CentredClipping,
+    History,
+    OutlierDetector,
+    median,
+    suspect,
+)
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Averaging, Run, check_run
@@ -37,7 +41,7 @@ def contributions(shares: list[Tensor], weights: list[float]) -> list[Contributi
 
 
 def clipping() -> CentredClipping:
-    return CentredClipping(Projection(seed=1))
+    return CentredClipping(bytes([1]))
 
 
 @pytest.mark.parametrize("weights", [[0.25] * 4, [0.5, 0.2, 0.2, 0.1], [0.4, 0.3, 0.3]])
@@ -84,7 +88,7 @@ LIES: dict[str, Lie] = {
 
 def named_after(lie: Lie, steps: int) -> tuple[str | None, int]:
     """Whom one of the honest members suspects first, and after how many steps."""
-    detector = OutlierDetector(seed=3)
+    detector = OutlierDetector(bytes([3]))
     for step in range(steps):
         shares = gradients(step)
         shares[3] = lie(shares[3], step)
@@ -112,7 +116,7 @@ def test_nobody_honest_stands_out() -> None:
 
 
 def test_an_attempt_that_fails_leaves_no_trace() -> None:
-    detector = OutlierDetector(seed=3)
+    detector = OutlierDetector(bytes([3]))
     for _ in range(20):
         detector.begin()
         detector.clipping(0, PEERS, PEERS).reduce(slice(0, LENGTH), contributions(gradients(1), [0.25] * 4))
@@ -120,7 +124,7 @@ def test_an_attempt_that_fails_leaves_no_trace() -> None:
 
 
 def test_where_a_member_is_gone_all_begins_anew() -> None:
-    detector = OutlierDetector(seed=3)
+    detector = OutlierDetector(bytes([3]))
     detector.accept(dict.fromkeys(PEERS, History(steps=9)))
     detector.begin()
     detector.clipping(0, PEERS[:3], PEERS[:3]).reduce(slice(0, LENGTH), contributions(gradients(1, 3), [0.4, 0.3, 0.3]))
@@ -128,7 +132,7 @@ def test_where_a_member_is_gone_all_begins_anew() -> None:
 
 
 def test_who_contributes_nothing_for_a_step_is_not_forgotten() -> None:
-    detector = OutlierDetector(seed=3)
+    detector = OutlierDetector(bytes([3]))
     detector.accept(dict.fromkeys(PEERS, History(steps=9)))
     detector.begin()
     detector.clipping(0, PEERS[:3], PEERS).reduce(slice(0, LENGTH), contributions(gradients(1, 3), [0.4, 0.3, 0.3]))

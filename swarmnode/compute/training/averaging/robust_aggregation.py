@@ -1,0 +1,276 @@
+"""Robust aggregation: sums of gradients that no single member can drag far away, and which member tries.
+
+*Centred clipping* (Karimireddy et al., arXiv 2012.10333). What a member offers stands, divided by its weight, for the mean gradient
+of the whole batch. Where all are honest these shares lie round a centre, each about as far away as its samples are few. The owner
+of a part takes the median of each coordinate for the centre, and the median of the distances for how far honest members lie; who
+lies `RADIUS` times as far is drawn back to there. Nobody is, as a rule, and then the sum is what it would have been without, bit
+for bit. The radius is of one part at a time, so that nothing waits for a vector to be seen whole. A part in which most members have
+nothing (rows of tokens that are rare) has no radius of its own: the usual one of this owner's parts is the least.
+
+*Outlier detection.* Who lies within the radius may still mislead a little, step for step. So each owner compares the members in the
+parts that it settles. Three things tell. *How far off* one is, against the others, on average over the last steps: a gradient a
+hundred times too long shows at once. *How constant* the way there is: honest members are off by the noise of their samples, which
+is another one each step, so that the squared length of a sum of ways is about the sum of their squares; whoever pulls into one
+direction makes it grow towards that times the number of steps. And *whether it goes along*: honest gradients have a direction in
+common, however little; one that is turned round, nothing, or noise has not. What one member suspects is a voice, and no verdict:
+the coordinator goes by most of the others (`coordinator/all_reduce_attempt.py`).
+
+Shape letters: P members, Q the centre and the members, M elements of a part, K of a sketch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.training.averaging.parts import Contribution
+from swarmnode.compute.training.gradient_sketch import SKETCHED, count_sketch
+
+RADIUS = 3.0  # times the distance at which honest members lie
+LEAST_MEMBERS = 3  # of two that differ nobody can tell which one is wrong
+USUAL_GAIN = 0.1
+SLICE = 1 << 15  # elements of which the median is found at once: what sorting takes stays small
+LITTLE = 0.25  # of the others' agreement: an honest member's is less than theirs by its fewer samples at most
+FAR = 3.0  # times the distance of honest members, on average
+DISTANCE_GAIN = 0.2
+MEMORY = 0.95  # of ways and spreads, a step
+CONSTANT = 5.0  # times what independent ways come to
+OTHERS = 2.0  # times the other members' constancy: where one misleads, the centre moves, and all are off a little
+STEPS = 8  # before constancy says anything
+AGAINST = 10.0  # a cumulative sum (Page, Biometrika 1954) of how many spreads agreement is below 0, each step ...
+ALLOWANCE = 0.5  # ... less this: what is only noise does not add up
+LARGEST_STEP = 3.0  # one step alone proves nothing
+LEAST_SPREAD = 0.02
+
+
+class CentredClipping:
+    """Sums of what `members` contribute to one group of blocks. `seed` is this owner's secret."""
+
+    def __init__(self, seed: bytes, members: Sequence[str] = ()) -> None:
+        self.members = members
+        self.comparison = GradientComparison(seed)
+        self._usual_square = 0.0  # of the distance at which honest members lie, by element
+
+    def __repr__(self) -> str:
+        return f"<CentredClipping, usual distance {math.sqrt(self._usual_square):.3g}, {self.comparison!r}>"
+
+    def reduce(self, part: slice, received: Sequence[Contribution]) -> Tensor:
+        """Return the sum_M of at least `LEAST_MEMBERS` contributions, in their order; see `parts.reduce_part`. Owners may come to
+        different radii: each part is settled by one alone."""
+        weights = [member.weight for member in received]
+        ways = [member.values_N / member.weight for member in received]
+        centre_M = median(ways)
+        for way_M in ways:
+            way_M -= centre_M
+        lengths = [float(way_M.norm()) for way_M in ways]
+        honest = self._honest_distance(weights, lengths, len(centre_M))
+        if honest:
+            self.comparison.add(part.start, centre_M, ways, weights, honest)
+        total_M = torch.zeros_like(centre_M)
+        for member, length in zip(received, lengths, strict=True):
+            radius = RADIUS * honest / math.sqrt(member.weight)
+            if length <= radius:
+                total_M += member.values_N
+            else:
+                total_M += torch.lerp(member.weight * centre_M, member.values_N, radius / length)
+        return total_M
+
+    def _honest_distance(self, weights: Sequence[float], lengths: Sequence[float], elements: int) -> float:
+        """From the centre, of a member whose weight is 1: the more samples, the nearer."""
+        found = statistics.median(length * math.sqrt(weight) for weight, length in zip(weights, lengths, strict=True))
+        gain = USUAL_GAIN if self._usual_square else 1.0
+        self._usual_square += gain * (found * found / elements - self._usual_square)
+        return max(found, math.sqrt(self._usual_square * elements))
+
+
+def median(shares: Sequence[Tensor]) -> Tensor:
+    """Return the median of each coordinate; of an even number the mean of the two in the middle, since one of them alone leans to
+    a side."""
+    middle = slice((len(shares) - 1) // 2, len(shares) // 2 + 1)
+    found = [
+        torch.stack(slices).sort(dim=0).values[middle].mean(dim=0)
+        for slices in zip(*(share_M.split(SLICE) for share_M in shares), strict=True)
+    ]
+    return torch.cat(found)
+
+
+@dataclass
+class Deviation:
+    """How one member's gradient lies to the others' in one step. `way_K`: the way from the centre to what it offered, in distances
+    of honest members, as a sketch of about the same length; `distance`: that length, about 1 where it is honest. `agreement`: the
+    mean cosine between its gradient and each other one's, less `LITTLE` of what the others' come to: above 0 where it is honest, or
+    nothing is left to learn."""
+
+    way_K: Tensor
+    distance: float
+    agreement: float
+
+
+class GradientComparison:
+    """How the members' gradients of one group of blocks lie to one another, in the parts of one attempt that were settled here."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        self.clear()
+
+    def __repr__(self) -> str:
+        return f"<GradientComparison over {self.elements} elements>"
+
+    def clear(self) -> None:
+        """Begin another attempt."""
+        self.elements = 0
+        self._weights: Sequence[float] = ()
+        self._ways_PK = torch.zeros(())
+        self._products_QQ = torch.zeros((), dtype=torch.float64)
+
+    def add(
+        self, start: int, centre_M: Tensor, ways: Sequence[Tensor], weights: Sequence[float], honest: float
+    ) -> None:
+        """Take in the part that begins at element `start`: its centre, the members' ways from there and their weights; `honest` is
+        the distance of an honest member of weight 1. Parts count by their lengths, however large their gradients are."""
+        length = len(centre_M)
+        self.elements += length
+        self._weights = weights
+        sketched_PK = torch.stack([count_sketch(start, way_M, self._seed) for way_M in ways])
+        self._ways_PK = self._ways_PK + sketched_PK * (math.sqrt(length) / honest)
+        self._products_QQ = self._products_QQ + products([centre_M, *ways]) * (length / honest**2)
+
+    def deviations(self) -> list[Deviation]:
+        """Return that of each member, in their order; none if no part was settled here."""
+        if not self.elements:
+            return []
+        squares_P, to_centre_P = self._products_QQ.diagonal()[1:], self._products_QQ[0, 1:]
+        shares_PP = self._products_QQ[1:, 1:] + to_centre_P[:, None] + to_centre_P + self._products_QQ[0, 0]
+        lengths_P = shares_PP.diagonal().sqrt().clamp_min(1e-300)
+        cosines_PP = shares_PP / lengths_P.outer(lengths_P)
+        agreement = ((cosines_PP.sum(dim=1) - cosines_PP.diagonal()) / (len(self._weights) - 1)).tolist()
+        return [
+            Deviation(
+                way_K * math.sqrt(weight / self.elements),
+                math.sqrt(float(square) * weight / self.elements),
+                agreement[member] - LITTLE * self._usual(member, agreement),
+            )
+            for member, (way_K, square, weight) in enumerate(zip(self._ways_PK, squares_P, self._weights, strict=True))
+        ]
+
+    def _usual(self, member: int, agreement: Sequence[float]) -> float:
+        """Agreement of the others; less is expected of who has fewer samples."""
+        others = [place for place in range(len(agreement)) if place != member]
+        weight = statistics.median(self._weights[place] for place in others)
+        fewer = min(1.0, math.sqrt(self._weights[member] / weight))
+        return fewer * statistics.median(agreement[place] for place in others)
+
+
+def products(vectors: Sequence[Tensor]) -> Tensor:
+    """Return the inner products_QQ (float64) of each two vectors_M."""
+    return torch.tensor([[float(one_M @ other_M) for other_M in vectors] for one_M in vectors], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class History:
+    """Deviations of one member over the steps. `ways_K`, `squares` and `changes` are sums, all of which fade by `MEMORY`,
+    `distance` is a mean."""
+
+    ways_K: Tensor = field(default_factory=lambda: torch.zeros(SKETCHED))
+    squares: float = 0.0  # of ways
+    distance: float = 1.0
+    agreement: float | None = None  # in the last step
+    changes: float = 0.0  # of it from one step to the next, squared
+    against: float = 0.0
+    steps: int = 0
+
+    def __repr__(self) -> str:
+        found = f"distance {self.distance:.2f}, constancy {self.constancy:.2f}, against {self.against:.1f}"
+        return f"History({self.steps} steps, {found})"
+
+    def followed_by(self, deviation: Deviation) -> History:
+        """Return the history that is one step longer."""
+        change = 0.0 if self.agreement is None else deviation.agreement - self.agreement
+        below = min(LARGEST_STEP, -deviation.agreement / self._spread)
+        return History(
+            MEMORY * self.ways_K + deviation.way_K,
+            MEMORY**2 * self.squares + float(deviation.way_K.square().sum()),
+            self.distance + DISTANCE_GAIN * (deviation.distance - self.distance),
+            deviation.agreement,
+            MEMORY * self.changes + change**2,
+            max(0.0, self.against + below - ALLOWANCE),
+            self.steps + 1,
+        )
+
+    @property
+    def constancy(self) -> float:
+        """About 1 where each step's way is independent of those before."""
+        return float(self.ways_K.square().sum()) / self.squares if self.squares else 1.0
+
+    @property
+    def _spread(self) -> float:
+        """Of agreement; a change has twice its variance."""
+        weight = (1 - MEMORY**self.steps) / (1 - MEMORY)
+        return max(LEAST_SPREAD, math.sqrt(self.changes / max(1.0, weight) / 2))
+
+
+class OutlierDetector:
+    """What one member has seen of the contributors of its groups, itself among them. `seed` is its secret."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        self._clippings: dict[Hashable, CentredClipping] = {}  # by group
+        self._attempt: list[CentredClipping] = []  # those with which sums are made in it
+        self._members: set[str] = set()  # of these groups, contributors or not
+        self._histories: dict[str, History] = {}
+
+    def __repr__(self) -> str:
+        return f"<OutlierDetector {self._histories}>"
+
+    def begin(self) -> None:
+        """Begin another attempt to reduce."""
+        self._attempt, self._members = [], set()
+
+    def clipping(self, group: Hashable, contributors: Sequence[str], members: Iterable[str]) -> CentredClipping:
+        """Return with what the contributions of these peers to a group are summed in this attempt."""
+        clipping = self._clippings.get(group)
+        if clipping is None or clipping.members != contributors:
+            clipping = self._clippings[group] = CentredClipping(self._seed, contributors)
+        clipping.comparison.clear()
+        self._attempt.append(clipping)
+        self._members.update(members)
+        return clipping
+
+    def histories(self) -> dict[str, History]:
+        """Return those of all peers, were this attempt's step committed. If a member is gone, all begins anew: it may have made the
+        others look wrong."""
+        before = {} if self._histories.keys() - self._members else self._histories
+        now = {peer: before.get(peer, History()).followed_by(found) for peer, found in self._deviations().items()}
+        return before | now
+
+    def _deviations(self) -> dict[str, Deviation]:
+        """Of each peer, by the group of which most was settled here."""
+        found: dict[str, Deviation] = {}
+        for clipping in sorted(self._attempt, key=lambda clipping: clipping.comparison.elements):
+            found.update(zip(clipping.members, clipping.comparison.deviations(), strict=False))
+        return found
+
+    def accept(self, histories: dict[str, History]) -> None:
+        """Adopt the histories of a step that was committed."""
+        self._histories = histories
+
+
+def suspect(histories: Mapping[str, History]) -> str | None:
+    """Return the peer that stands out the most; None if none does."""
+    farthest = max(histories, key=lambda peer: histories[peer].distance, default=None)
+    if farthest is not None and histories[farthest].distance > FAR:
+        return farthest
+    against = max(histories, key=lambda peer: histories[peer].against, default=None)
+    if against is not None and histories[against].against > AGAINST:
+        return against
+    known = {peer: history for peer, history in histories.items() if history.steps >= STEPS}
+    if len(known) < 2:
+        return None
+    steadiest = max(known, key=lambda peer: known[peer].constancy)
+    others = statistics.median(history.constancy for peer, history in known.items() if peer != steadiest)
+    return steadiest if known[steadiest].constancy > max(CONSTANT, OTHERS * others) else None
