@@ -29,7 +29,7 @@ async def attack() -> Outcome:
             session = stream._ring._session
             asked = session.id, bytes(SEED_BYTES), len(PROMPT), liar._host.swarm.id
             for hop in session.route:
-                said = await fetch_account(liar.auditor.statements, hop.peer, *asked)
+                said = await fetch_account(liar.auditor.replays.statements, hop.peer, *asked)
                 await liar.reports._publish(ids, said)
             await tokens.aclose()
             for _ in session.route:

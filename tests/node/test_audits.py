@@ -79,7 +79,9 @@ async def test_neighbours_state_the_same_of_what_went_between_them(founded: Foun
             await anext(tokens)
         session = stream._ring._session
         asked = session.id, bytes(SEED_BYTES), len(PROMPT), client._host.swarm.id
-        first, last = [await fetch_account(client.auditor.statements, hop.peer, *asked) for hop in session.route]
+        first, last = [
+            await fetch_account(client.auditor.replays.statements, hop.peer, *asked) for hop in session.route
+        ]
         assert first.received_TK is None and last.sent_TK is None
         assert first.sent_TK is not None and last.received_TK is not None
         assert torch.equal(first.sent_TK, last.received_TK)
@@ -140,7 +142,7 @@ async def test_reports_are_tried_before_they_are_believed(founded: Founded, tmp_
         session = stream._ring._session
         asked = session.id, bytes(SEED_BYTES), len(PROMPT), finder._host.swarm.id
         for hop in session.route:
-            await finder.reports._publish(ids, await fetch_account(finder.auditor.statements, hop.peer, *asked))
+            await finder.reports._publish(ids, await fetch_account(finder.auditor.replays.statements, hop.peer, *asked))
         await tokens.aclose()
         for _ in session.route:
             await reader.reports.look()

@@ -26,7 +26,6 @@ from swarmnode.errors import (
     NoRoute,
     PeerError,
     PeerRefused,
-    ProtocolError,
     UsageError,
 )
 from swarmnode.net.deadlines import Deadline
@@ -34,7 +33,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.fetching.sources import ask_one
 from swarmnode.roles.host import Host
 from swarmnode.roles.inference.pass_auditor import PassAuditor
 from swarmnode.roles.serving.client.blame import ARGUABLE, Blame, Verdict
@@ -99,17 +98,14 @@ class InferenceClient:
             bytes_per_s=(self._board.bandwidth_bps(hop.peer) or 0.0) / 8 or None,
         )
         question = Infer(hop.start, hop.end, infos, within_s, secrets.token_bytes(SESSION_ID_BYTES))
-        async for frame, body in ask(self._board, hop.peer, question, payload=payload, silence_s=within_s):
-            if not isinstance(body, Inferred):
-                break
-            check_values(self.layout, hop.end, told(body.values), batch)
-            results = await asyncio.to_thread(decode_values, body.values, frame.payload, "cpu")
-            computed = from_wire(self.layout, hop.end, results)
-            if _has_nan(computed) and not _has_nan(values):
-                raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
-            self._on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
-            return computed
-        raise ProtocolError("a peer ended a conversation without an answer", peer=hop.peer)
+        body, reply = await ask_one(self._board, hop.peer, question, Inferred, payload=payload, silence_s=within_s)
+        check_values(self.layout, hop.end, told(body.values), batch)
+        results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
+        computed = from_wire(self.layout, hop.end, results)
+        if _has_nan(computed) and not _has_nan(values):
+            raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
+        self._on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
+        return computed
 
     def _expected_s(self, hop: HopSpec, batch: int) -> float | None:
         unit_s = self._observed.unit_s(hop.peer)

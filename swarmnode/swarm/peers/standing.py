@@ -6,12 +6,14 @@ contradict one another and nobody can tell who is right, both are in doubt; doub
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
+from swarmnode.errors import LocalError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.storage.kept_file import read_kept, write_kept
 
@@ -104,6 +106,13 @@ class Standing:
         if self._changed:
             self._changed = False
             write_kept(self._path, self._peers)
+
+    async def keep(self) -> None:
+        """Write the file as `save` does, beside the event loop; a failure is logged."""
+        try:
+            await asyncio.to_thread(self.save)
+        except LocalError as error:
+            log.warning("%s", error)
 
     def _passed(self, peer: PeerId) -> float:
         known = self._peers.get(peer)

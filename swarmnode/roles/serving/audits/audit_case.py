@@ -10,53 +10,22 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES
-from swarmnode.codec.messages import HopSpec, Want
-from swarmnode.decisions import Topic
-from swarmnode.errors import NoRoute, PeerRefused, ProtocolError
+from swarmnode.codec.messages import HopSpec
+from swarmnode.errors import PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.audits.replicas import second_route
-from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.serving.audits.comparison import Comparison, TextRun, compare
 from swarmnode.roles.serving.audits.hop_account import HopAccount, fetch_account
+from swarmnode.roles.serving.audits.referee import Referee, odd_one_out
+from swarmnode.roles.serving.audits.replays import RUN_S, Replays
 from swarmnode.roles.serving.client.client_session import ClientSession
-from swarmnode.roles.serving.client.ids_entry import ids_entry
-from swarmnode.roles.serving.client.router import Route, Router
+from swarmnode.roles.serving.client.router import Route
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 
-if TYPE_CHECKING:
-    from swarmnode.roles.serving.audits.auditor import Auditor
-
 log = logging.getLogger(__name__)
-
-RUN_S = 60.0  # for one run of a text
-
-
-class FixedRoute(Router):
-    """One route and no other: where it fails, so does what goes over it."""
-
-    def __init__(self, route: Route, observed_latency: ObservedLatency) -> None:
-        self.observed_latency = observed_latency
-        self._route = route
-
-    def __repr__(self) -> str:
-        return f"<FixedRoute of {len(self._route)} hops>"
-
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
-        if avoid:
-            raise NoRoute("a hop of the one route failed")
-        return self._route
-
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        log.info("peer %s failed in an audit: %s", peer, reason)
-
-    async def changed(self) -> None:
-        await asyncio.Event().wait()
 
 
 class AuditCase:
@@ -66,17 +35,18 @@ class AuditCase:
     there could make others look false behind it.
     """
 
-    def __init__(self, auditor: Auditor, spec: SessionSpec, ids: Sequence[int]) -> None:
+    def __init__(self, referee: Referee, replays: Replays, spec: SessionSpec, ids: Sequence[int]) -> None:
         assert spec.sampling is not None
         self.accused: HopAccount | None = None  # of whoever was found false, what it said in the first run
-        self._auditor = auditor
+        self._referee = referee
+        self._replays = replays
         self._spec = spec
         self.ids = ids
         self._sampling = spec.sampling
         held = len(ids) - 1  # positions: the last token is told and not fed
-        part = auditor.dice.randrange(-(-held // MAX_SKETCHED)) + 1
+        part = referee.dice.randrange(-(-held // MAX_SKETCHED)) + 1
         self._end = max(self._sampling.prompt_length, min(held, part * MAX_SKETCHED))
-        self._seed = auditor.dice.randbytes(SEED_BYTES)
+        self._seed = referee.dice.randbytes(SEED_BYTES)
         self._name = f"text {self._seed.hex()[:8]}"
 
     def __repr__(self) -> str:
@@ -95,8 +65,8 @@ class AuditCase:
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
         for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
             for peer in {hop.peer, other.peer} if hop.peer != other.peer else ():
-                self._auditor.standing.pass_audit(peer, judgement.compared)
-                self._note(
+                self._referee.standing.pass_audit(peer, judgement.compared)
+                self._referee.note(
                     "finds it right", peer, f"{judgement.compared} positions of {self._name} were computed by two alike"
                 )
         if found.false_hop is not None:
@@ -107,19 +77,18 @@ class AuditCase:
         """Two runs part at a hop: a third one, by other peers, says which of the two is false."""
         suspects = original.route[index].peer, second.route[index].peer
         if suspects[0] == suspects[1]:  # one time may be noise that nobody has measured
-            return "false" if self._doubt(suspects[0], self._name) else "doubt"
-        third = await self._run_again(original.route, avoid=suspects[1])
+            return "false" if self._referee.doubt(suspects[0], self._name) else "doubt"
+        third = await self._run_again(original.route, suspects[1])
         if third is not None and third.route[index].peer not in suspects and third.contradiction(self.ids) is None:
-            agrees = [self._compare(run, third).agree_at(index) for run in (original, second)]
-            if sorted(agrees, key=str) == [False, True]:
-                self.accused = (original, second)[agrees.index(False)].accounts[index]
-                return self._shun(self.accused.statement.peer, "computes falsely", third.route[index].peer)
-        self._doubt(suspects[0], suspects[1])
-        self._doubt(suspects[1], suspects[0])
+            alone = odd_one_out([self._compare(run, third).agree_at(index) for run in (original, second)])
+            if alone is not None:
+                self.accused = (original, second)[alone].accounts[index]
+                return self._shun(self.accused.statement.peer, third.route[index].peer)
+        self._referee.doubt_both(*suspects)
         return "doubt"
 
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
-        spec, calibration = self._spec, self._auditor.calibration
+        spec, calibration = self._spec, self._replays.calibration
         return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
 
     def _untold(self, run: TextRun) -> int | None:
@@ -141,9 +110,10 @@ class AuditCase:
             return "void"
         one, other = run.route[index].peer, run.route[max(0, index - 1)].peer
         log.info("peer %s sent in another codec than was told", one)
-        self._doubt(one, other if other != one else self._name)
-        if one != other:
-            self._doubt(other, one)
+        if one == other:
+            self._referee.doubt(one, self._name)
+        else:
+            self._referee.doubt_both(one, other)
         return "doubt"
 
     def _contradicted(self, run: TextRun) -> str:
@@ -154,37 +124,18 @@ class AuditCase:
             return "void"  # a token may have been drawn twice: who was lost told it to one of us
         if edge == len(run.route):  # between it and us is nobody
             log.info("peer %s did not sign for the tokens that it told", run.route[-1].peer)
-            return "false" if self._doubt(run.route[-1].peer, self._name) else "doubt"
+            return "false" if self._referee.doubt(run.route[-1].peer, self._name) else "doubt"
         one, other = run.route[edge - 1].peer, run.route[edge].peer  # into the first hop the last one feeds
         log.info("peers %s and %s contradict one another", one, other)
-        self._doubt(one, other)
-        if one != other:
-            self._doubt(other, one)
+        self._referee.doubt_both(one, other)
         return "doubt"
 
-    # -- what follows
-
-    def _doubt(self, peer: PeerId, other: str) -> bool:
-        """Whether it is shunned now, with the doubts that there were."""
-        shunned = self._auditor.standing.doubt(peer, other)
-        self._note("leaves it out for a week" if shunned else "doubts it", peer, f"it contradicts {other}")
-        if shunned:
-            log.warning("peer %s contradicts one after another: it is left out from now on", peer)
-        return shunned
-
-    def _shun(self, peer: PeerId, why: str, third: PeerId) -> str:
-        log.warning("peer %s %s: it is left out from now on", peer, why)
-        self._auditor.standing.shun(peer)
-        self._note(
-            "leaves it out for a week",
-            peer,
-            f"it {why}: {third} computed {self._name} as another peer did, and not as it",
-        )
+    def _shun(self, peer: PeerId, third: PeerId) -> str:
+        log.warning("peer %s computes falsely: it is left out from now on", peer)
+        self._referee.standing.shun(peer)
+        fact = f"it computes falsely: {third} computed {self._name} as another peer did, and not as it"
+        self._referee.note("leaves it out for a week", peer, fact)
         return "false"
-
-    def _note(self, what: str, peer: PeerId, *facts: str) -> None:
-        trust = f"its standing is {self._auditor.standing.trust(peer):.2f} of 1"
-        self._auditor.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     # -- asking
 
@@ -197,56 +148,38 @@ class AuditCase:
         drawn = {at: self.ids[at] for at in range(max(prompt, session.known), self._end + 1)}
         return TextRun(session.route, accounts, drawn, moved=session.epoch > 1)
 
-    async def run(self, route: Route) -> TextRun:
-        """The text along this route. Raises what made it fail."""
-        return await asyncio.wait_for(self._run(route), RUN_S)
-
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
         """What every hop says. Raises what the first one raised that does not say it."""
         return list(await asyncio.gather(*(self._fetch(hop.peer, session) for hop in route)))
 
     async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:
-        auditor, swarm = self._auditor, self._auditor.host.swarm.id
+        referee = self._referee
         try:
-            account = await fetch_account(auditor.statements, peer, session, self._seed, self._end, swarm)
+            account = await fetch_account(
+                self._replays.statements, peer, session, self._seed, self._end, referee.host.swarm.id
+            )
         except PeerRefused:
-            auditor.standing.forfeit(peer)  # who is there and does not answer may have had to let go of it
+            referee.standing.forfeit(peer)  # who is there and does not answer may have had to let go of it
             raise
         except ProtocolError:
-            self._doubt(peer, self._name)
+            referee.doubt(peer, self._name)
             raise
-        announced = auditor.host.directory.peers().get(peer)
+        announced = referee.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
-            auditor.standing.forfeit(peer)
+            referee.standing.forfeit(peer)
             raise ProtocolError("a statement in another number format than announced", peer=peer)
         return account
 
-    async def _run_again(self, route: Sequence[HopSpec], avoid: PeerId | None = None) -> TextRun | None:
+    async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:
         """The text along another route. None where nobody else is there; raises what made it fail."""
-        auditor = self._auditor
-        avoided = auditor.standing.shunned | ({avoid} if avoid else frozenset())
-        again = second_route(route, auditor.host.directory.peers(), auditor.dice, avoid=avoided)
-        return None if again is None else await self.run(again)
+        again = self._referee.another_route(route, *avoided)
+        return None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
 
     async def _run(self, route: Route) -> TextRun:
-        auditor, prompt = self._auditor, self._sampling.prompt_length
-        router = FixedRoute(route, auditor.host.observed_latency)
-        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=self._end + 1 - prompt)  # and then it stands
-        spec = replace(self._spec, sampling=sampling, max_length=self._end)
-        clock, on_over = auditor.host.clock.monotonic, auditor.on_over
-        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock, on_over=on_over)
-        try:
-            await session.start()
-            size = auditor.config.prompt_chunk_tokens
-            for start in range(0, self._end, size):  # at once: what the last hop draws must find its position taken
-                entry = ids_entry(start, [self.ids[start : min(start + size, self._end)]], Want.NOTHING)
-                session.send(entry, expect=prompt)
-            drawn: dict[int, int] = {}
-            while self._end not in drawn:
-                received = await session.receive()
-                drawn[received.position] = received.output.ids[0]
+        prompt, end = self._sampling.prompt_length, self._end
+        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=end + 1 - prompt)  # and then it stands
+        spec = replace(self._spec, sampling=sampling, max_length=end)
+        async with self._replays.session(route, spec) as session:
+            drawn = await self._replays.draw(session, self.ids[:end], prompt, lambda received: received.position == end)
             await session.stay()
-            accounts = await self._ask(session.id, route)
-        finally:
-            await session.close()
-        return TextRun(route, accounts, drawn)
+            return TextRun(route, await self._ask(session.id, route), drawn)

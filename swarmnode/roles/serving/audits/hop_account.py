@@ -17,7 +17,7 @@ from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.fetching.sources import ask_one
 from swarmnode.roles.question_server import BUSY_RETRY_S
 from swarmnode.swarm.records.statement import Statement, open_statement
 
@@ -40,31 +40,26 @@ async def fetch_account(
     parts: list[HopAccount] = []
     for first in range(0, end, MAX_SKETCHED):
         question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first))
-        parts.append(await _patiently(board, peer, question, swarm))
+        parts.append(await _ask(board, peer, question, swarm))
     return _joined(parts)
 
 
-async def _patiently(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
+async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
     """Another question of ours may be on its way there: then this one comes after it."""
     while True:
         try:
-            return await _ask(board, peer, question, swarm)
+            body, payload = await ask_one(board, peer, question, StatementReply)
+            break
         except PeerRefused as error:
             if error.code is not ErrorCode.BUSY:
                 raise
             await asyncio.sleep(error.retry_s or BUSY_RETRY_S)
-
-
-async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
-    async for frame, body in ask(board, peer, question):
-        if isinstance(body, StatementReply):
-            account = read_account(body.statement, frame.payload, swarm)
-            said = account.statement
-            asked = (peer, question.session, question.seed, question.first, question.count)
-            if (said.peer, said.session, said.seed, said.first, said.count) != asked:
-                raise ProtocolError("a statement of something else than was asked", peer=peer)
-            return account
-    raise ProtocolError("no statement", peer=peer)
+    account = read_account(body.statement, payload, swarm)
+    said = account.statement
+    asked = (peer, question.session, question.seed, question.first, question.count)
+    if (said.peer, said.session, said.seed, said.first, said.count) != asked:
+        raise ProtocolError("a statement of something else than was asked", peer=peer)
+    return account
 
 
 def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:

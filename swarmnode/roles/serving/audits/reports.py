@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swarmnode.codec.messages import HopSpec, Mode, Sampling, Want
+from swarmnode.codec.messages import HopSpec, Mode, Sampling
 from swarmnode.errors import NoRoute, SwarmnodeError
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
@@ -20,8 +20,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.roles.serving.audits.auditor import Auditor
-from swarmnode.roles.serving.client.client_session import ClientSession
-from swarmnode.roles.serving.client.ids_entry import ids_entry
+from swarmnode.roles.serving.audits.replays import RUN_S
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.report_rules import LIFE_S, report_key, report_subkey, reports_in
@@ -87,23 +86,19 @@ class Reports:
 
     async def _try(self, prompt: Sequence[int], route: Route) -> tuple[str, AuditCase | None]:
         """What comes of a text from this beginning that is drawn along this route and audited."""
-        from swarmnode.roles.serving.audits.audit_case import RUN_S, AuditCase, FixedRoute
+        from swarmnode.roles.serving.audits.audit_case import AuditCase
 
-        auditor, spec, case = self._auditor, spec_of(prompt), None
-        router = FixedRoute(route, self._host.observed_latency)
-        clock, on_over = self._host.clock.monotonic, auditor.on_over
-        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock, on_over=on_over)
+        auditor, replays, spec, case = self._auditor, self._auditor.replays, spec_of(prompt), None
 
         async def examine() -> str:
             nonlocal case
-            drawn = await asyncio.wait_for(_drawn(session, prompt), RUN_S)
-            case = AuditCase(auditor, spec, [*prompt, *drawn])
+            drawing = replays.draw(session, prompt, len(prompt), lambda received: received.output.final)
+            drawn = await asyncio.wait_for(drawing, RUN_S)
+            case = AuditCase(auditor, replays, spec, [*prompt, *drawn.values()])
             return await case.decide(await case.heard(session))
 
-        try:
+        async with replays.session(route, spec) as session:
             return await auditor.settle(examine()), case
-        finally:
-            await session.close()
 
     async def _publish(self, ids: Sequence[int], said: HopAccount) -> None:
         """The peer that said this of a text was found false."""
@@ -183,16 +178,3 @@ def spec_of(prompt: Sequence[int]) -> SessionSpec:
     sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
     length = len(prompt) + NEW_TOKENS - 1  # the last one is told and not fed
     return SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)
-
-
-async def _drawn(session: ClientSession, prompt: Sequence[int]) -> list[int]:
-    """All tokens of a generation. Raises what ended it."""
-    await session.start()
-    session.send(ids_entry(0, [prompt], Want.NOTHING), expect=len(prompt))
-    drawn: list[int] = []
-    final = False
-    while not final:
-        output = (await session.receive()).output
-        drawn.append(output.ids[0])
-        final = output.final
-    return drawn

@@ -22,7 +22,7 @@ from swarmnode.codec.training_messages import Forward
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import ContributionSketch, step_seed
-from swarmnode.errors import LocalError, NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.errors import NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -165,10 +165,7 @@ class SpotChecks:
             self._note(drawn, "void")
         else:
             self._settle(examination, reduce, judgement)
-        try:
-            await asyncio.to_thread(self._standing.save)
-        except LocalError as error:
-            log.warning("%s", error)
+        await self._standing.keep()
 
     def _draw(self, reduce: Reduce, learner: DeviceLearners) -> PeerId | None:
         """Whom to look at in this step: who is suspected, or, now and then, anybody."""
