@@ -12,6 +12,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, cut
 from swarmnode.compute.training.gradient_sketch import ContributionSketch, gradient_sketch
 from swarmnode.plan.audits.judgement import Judgement
@@ -86,7 +87,7 @@ def test_rounds_of_vectors_and_of_matrices_are_parts_of_one_vector() -> None:
     compressor = make_gradient_compressor(Averaging(codec=Codec.INT8), shapes)
     total = FlatVector([torch.empty_like(local_N)])
     heard_N, times_N = torch.zeros_like(local_N), torch.zeros_like(local_N)
-    for one in compressor.run(FlatVector([local_N]), total, 1.0):
+    for one in compressor.run(Exchange(FlatVector([local_N]), total, 1.0)):
         for place in (part.place for part in cut(len(one), [1])):
             said = one.hear(place, 1.0, *one.offer(place)).values_N
             for stretch, values_M in one.in_vector(place, said):

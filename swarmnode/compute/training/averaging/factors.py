@@ -1,31 +1,32 @@
 """What low-rank compressors (`power_sgd.py`, `acp_sgd.py`) share: matrices as products of two factors, one of which is orthonormal.
 
-Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank.
+Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank, X either of O and I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
 
 
 def basis_of(product_OR: Tensor) -> Tensor:
-    """Orthonormal columns, the same on all members: on the CPU in float64, since devices differ in columns that are nearly zero."""
+    """Return orthonormal columns, the same on all members: on the CPU in float64, since devices differ in columns that are nearly
+    zero."""
     basis_OR: Tensor = torch.linalg.qr(product_OR.to("cpu", torch.float64)).Q
     return basis_OR.to(product_OR)
 
 
 def is_worth(shape: Size, rank: int) -> bool:
-    """Whether factors are smaller than the tensor, taken as a matrix of its first size."""
+    """Return whether factors are smaller than the tensor, taken as a matrix of its first size."""
     if len(shape) < 2 or not shape.numel():
         return False
     rows, columns = shape[0], shape.numel() // shape[0]
@@ -33,31 +34,81 @@ def is_worth(shape: Size, rank: int) -> bool:
 
 
 def first_factor(shape: Size, rank: int, place: int) -> Tensor:
-    """Random, but the same on all members."""
+    """Draw a factor that is the same on all members."""
     generator = torch.Generator().manual_seed(place)
     return torch.randn(shape.numel() // shape[0], rank, generator=generator)
 
 
 class LowRankCompressor(GradientCompressor):
-    """`_matrices` are the places of the tensors that gain by factors, `_others` of those that travel as they are."""
+    """Compressor by factors. `_matrices` are the places of the tensors that gain by them, `_others` of those that travel as they
+    are, `_factors` what is remembered of matrices, by place."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
         places = range(len(shapes))
         self._matrices = [place for place in places if is_worth(shapes[place], averaging.rank)]
         self._others = [place for place in places if place not in set(self._matrices)]
+        self._factors: dict[int, Tensor] = {}
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), **{factor_name(place): factor for place, factor in self._factors.items()}}
+
+    def _wanted(self, exchange: Exchange) -> Wanted:
+        return Wanted(exchange.local.split(self.sizes), self._residuals(exchange.weight), self.shapes)
+
+    def _small_round(self, exchange: Exchange, wanted: Wanted, products: Sequence[Tensor]) -> SmallRound:
+        """Of all that is too small to gain by factors, and of products."""
+        return SmallRound([*(wanted.vector(place) for place in self._others), *products], exchange.weight, self.codec)
+
+    def _end(
+        self,
+        exchange: Exchange,
+        wanted: Wanted,
+        others: SmallRound,
+        factors: SmallRound,
+        bases: Sequence[Tensor],
+        *,
+        transposed: bool = True,
+    ) -> None:
+        """Keep what this member wanted to say and did not, and write the sums: small tensors, and products of bases and factors, of
+        which round `factors` has the last. `transposed`: these belong to the columns."""
+        few, count = len(self._others), len(self._matrices)
+        if exchange.weight:
+            left_N = self._kept["residual"] = torch.empty(len(exchange.total), device=exchange.total.device)
+            left = torch.split(left_N, self.sizes)
+            said = factors.transmitted()[len(factors.totals) - count :]
+            self._write(left, [*others.left_over[:few], *said], bases, transposed=transposed)
+            for place in self._matrices:
+                wanted.add_to(place, left[place].neg_())
+        summed = [*others.totals[:few], *factors.totals[len(factors.totals) - count :]]
+        self._write(exchange.total.split(self.sizes), summed, bases, transposed=transposed)
+
+    def _write(
+        self, out: Sequence[Tensor], values: Sequence[Tensor], bases: Sequence[Tensor], *, transposed: bool
+    ) -> None:
+        few = len(self._others)
+        for place, other_N in zip(self._others, values[:few], strict=True):
+            out[place].copy_(other_N.view(-1))
+        for place, factor_XR, basis_XR in zip(self._matrices, values[few:], bases, strict=True):
+            left_OR, right_IR = (basis_XR, factor_XR) if transposed else (factor_XR, basis_XR)
+            torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
 
     def _first_factor(self, place: int) -> Tensor:
         return first_factor(self.shapes[place], self.averaging.rank, place)
 
-    def _check_factor(self, place: int, factor: Tensor, size: int) -> None:
-        """Raises CheckpointError where a kept one is not of so many rows or columns of its matrix."""
-        if factor.shape != (size, self.averaging.rank):
-            raise CheckpointError(f"a factor of shape {tuple(factor.shape)} for tensor {place} of another run")
+    def _factors_in(self, tensors: Mapping[str, Tensor], *, transposed: bool = False) -> dict[int, Tensor]:
+        """The factors that were kept: of the columns, or, `transposed`, of the rows. Raises CheckpointError if one does not fit."""
+        found = {place: tensors[name] for place in self._matrices if (name := factor_name(place)) in tensors}
+        for place, factor_XR in found.items():
+            rows = self.shapes[place][0]
+            if factor_XR.shape != (rows if transposed else self.sizes[place] // rows, self.averaging.rank):
+                text = f"a factor of shape {tuple(factor_XR.shape)} for tensor {place} of another run"
+                raise CheckpointError(text)
+        return found
 
 
 def factor_name(place: int) -> str:
-    """Of what is remembered of a matrix."""
+    """Return the name of what is remembered of a matrix."""
     return f"factor/{place}"
 
 
@@ -72,57 +123,36 @@ class Wanted:
         return f"Wanted({len(self._shapes)} tensors)"
 
     def vector(self, place: int) -> Tensor:
-        """A small tensor, in memory of its own."""
+        """Return a small tensor, in memory of its own."""
         return sum((source[place] for source in self._sources[1:]), self._sources[0][place].clone())
 
-    def matrix_times(self, place: int, factor_IR: Tensor) -> Tensor:
-        """product_OR."""
-        products = [matrix_OI @ factor_IR for matrix_OI in self._matrices(place)]
+    def times(self, place: int, factor_XR: Tensor, *, transposed: bool = False) -> Tensor:
+        """Return the product of a matrix, or of the transposed one, and a factor."""
+        matrices = [source[place].view(self._shapes[place][0], -1) for source in self._sources]
+        products = [(matrix_OI.T if transposed else matrix_OI) @ factor_XR for matrix_OI in matrices]
         return sum(products[1:], products[0])
-
-    def transposed_times(self, place: int, basis_OR: Tensor) -> Tensor:
-        """product_IR."""
-        products = [matrix_OI.T @ basis_OR for matrix_OI in self._matrices(place)]
-        return sum(products[1:], products[0])
-
-    def write(self, place: int, out_OI: Tensor) -> None:
-        """The matrix itself."""
-        own, *more = self._matrices(place)
-        out_OI.copy_(own)
-        for matrix_OI in more:
-            out_OI.add_(matrix_OI)
 
     def add_to(self, place: int, out_N: Tensor) -> None:
         """Add the tensor itself."""
         for source in self._sources:
             out_N.add_(source[place])
 
-    def _matrices(self, place: int) -> list[Tensor]:
-        return [source[place].view(self._shapes[place][0], -1) for source in self._sources]
-
 
 class SmallRound:
-    """A round of tensors that are small enough to be kept three times: as wanted, as summed, and what was lost of them."""
+    """A round of tensors that are small enough to be kept three times: as wanted, as summed (`totals`), and what this member could
+    not say of them (`left_over`)."""
 
     def __init__(self, tensors: Sequence[Tensor], weight: float, codec: Codec) -> None:
         self._tensors = [tensor.contiguous() for tensor in tensors]
-        self._totals = [torch.zeros_like(tensor) for tensor in self._tensors]
-        self._left = [torch.zeros_like(tensor) for tensor in self._tensors]
+        self.totals = [torch.zeros_like(tensor) for tensor in self._tensors]
+        self.left_over = [torch.zeros_like(tensor) for tensor in self._tensors]
         self.round = Round(
-            FlatVector(self._tensors), FlatVector(self._totals), weight, codec, left_over=FlatVector(self._left)
+            FlatVector(self._tensors), FlatVector(self.totals), weight, codec, left_over=FlatVector(self.left_over)
         )
 
     def __repr__(self) -> str:
         return f"SmallRound({self.round!r})"
 
-    def totals(self) -> list[Tensor]:
-        """What all said, in the shapes of the tensors."""
-        return self._totals
-
-    def left_over(self) -> list[Tensor]:
-        """What this member did not say."""
-        return self._left
-
     def transmitted(self) -> list[Tensor]:
-        """What it did say."""
-        return [tensor - left for tensor, left in zip(self._tensors, self._left, strict=True)]
+        """Return what this member did say."""
+        return [tensor - left for tensor, left in zip(self._tensors, self.left_over, strict=True)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
@@ -34,6 +35,23 @@ DECAY = {
 }  # of what is left over, each time: SparseLoCo's, where it takes the place of an outer momentum
 
 Rounds = Generator[Round, None, None]
+
+
+class Exchange(NamedTuple):
+    """One attempt of a member to agree on a sum.
+
+    `weight` is this member's share of the step's samples, and `local` scaled by it. A listener has weight 0: its values do not
+    matter. `total` may share its memory with `local`. `clipping`: how owners add up, where sums are to be robust. `forms`: what
+    values travel as, where that follows from lines. `warm_start`: all members have had the last sum, and may go on from what it
+    left.
+    """
+
+    local: FlatVector
+    total: FlatVector
+    weight: float
+    clipping: CentredClipping | None = None
+    forms: Forms | None = None
+    warm_start: bool = False
 
 
 class GradientCompressor(ABC):
@@ -56,23 +74,9 @@ class GradientCompressor(ABC):
         return f"{type(self).__name__}({self.codec.name}, {sum(self.sizes)} elements, residual {residual})"
 
     @abstractmethod
-    def run(
-        self,
-        local: FlatVector,
-        total: FlatVector,
-        weight: float,
-        clipping: CentredClipping | None = None,
-        forms: Forms | None = None,
-        *,
-        warm_start: bool = False,
-    ) -> Rounds:
-        """Rounds; when all parts of the last one are taken, `total` is the agreed sum of all members' vectors.
-
-        `weight` is this member's share of the step's samples, and `local` scaled by it. A listener has weight 0: its values do
-        not matter. `total` may share its memory with `local`. `clipping`: how owners add up, where sums are to be robust. `forms`:
-        what values travel as, where that follows from lines. `warm_start`: all members have had the last sum, and may go on
-        from what it left. Raises ValueError where a vector has the wrong length.
-        """
+    def run(self, exchange: Exchange) -> Rounds:
+        """Yield rounds; when all parts of the last one are taken, `exchange.total` is the agreed sum of all members' vectors.
+        Raises ValueError if a vector has the wrong length."""
 
     def accept(self) -> None:
         """The sum of the last run was committed: adopt what it left over."""
@@ -91,9 +95,9 @@ class GradientCompressor(ABC):
             raise CheckpointError(f"a residual of shape {tuple(residual_N.shape)} for {sum(self.sizes)} elements")
         self.residual_N = residual_N
 
-    def _begin(self, local: FlatVector, total: FlatVector) -> None:
+    def _begin(self, exchange: Exchange) -> None:
         """Check the vectors, and forget an attempt that came to nothing."""
-        for vector in (local, total):
+        for vector in (exchange.local, exchange.total):
             if len(vector) != sum(self.sizes):
                 raise ValueError(f"a vector of {len(vector)} elements for tensors of {sum(self.sizes)}")
         self._kept = {}
@@ -110,50 +114,38 @@ class PlainGradientCompressor(GradientCompressor):
     nothing left of the gradient.
     """
 
-    def run(
-        self,
-        local: FlatVector,
-        total: FlatVector,
-        weight: float,
-        clipping: CentredClipping | None = None,
-        forms: Forms | None = None,
-        *,
-        warm_start: bool = False,
-    ) -> Rounds:
-        self._begin(local, total)
-        codec, keep, codecs = forms or Forms(self.codec, self.averaging.keep, frozenset({self.codec}))
+    def run(self, exchange: Exchange) -> Rounds:
+        self._begin(exchange)
+        total, weight = exchange.total, exchange.weight
+        codec, keep, codecs = exchange.forms or Forms(self.codec, self.averaging.keep, frozenset({self.codec}))
         if COARSE.isdisjoint(codecs):
-            yield Round(local, total, weight, codec, codecs=codecs, clipping=clipping)
+            yield Round(exchange.local, total, weight, codec, codecs=codecs, clipping=exchange.clipping)
             return
         vectors, matrices = self._places()
-        tensors, totals = local.split(self.sizes), total.split(self.sizes)
         if vectors:
-            yield Round(
-                _pick(tensors, vectors),
-                _pick(totals, vectors),
-                weight,
-                Codec.NONE,
-                clipping=clipping,
-                stretches=self._stretches(vectors),
-            )
+            yield self._round(exchange, vectors, Codec.NONE)
         if matrices:
             residuals = self._residuals(weight)
             accounted = weight > 0 and feeds_back(self.averaging)
             left_N = torch.zeros(len(total), device=total.device) if accounted else None
-            yield Round(
-                _pick(tensors, matrices),
-                _pick(totals, matrices),
-                weight,
+            yield self._round(
+                exchange,
+                matrices,
                 codec,
                 keep=keep,
                 codecs=codecs,
                 residual=None if residuals is None else _pick(residuals, matrices),
                 left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),
-                clipping=clipping,
-                stretches=self._stretches(matrices),
             )
             if left_N is not None:
                 self._kept = {"residual": left_N.mul_(DECAY.get(codec, 1.0))}
+
+    def _round(self, exchange: Exchange, places: Sequence[int], codec: Codec, **options: Any) -> Round:
+        """A round of the tensors at these places alone."""
+        local, total = (_pick(vector.split(self.sizes), places) for vector in (exchange.local, exchange.total))
+        ends = list(accumulate(self.sizes))
+        stretches = [slice(ends[place] - self.sizes[place], ends[place]) for place in places]
+        return Round(local, total, exchange.weight, codec, clipping=exchange.clipping, stretches=stretches, **options)
 
     def _places(self) -> tuple[list[int], list[int]]:
         """Of the vectors and of the matrices among the tensors."""
@@ -162,11 +154,6 @@ class PlainGradientCompressor(GradientCompressor):
             [place for place in places if len(self.shapes[place]) < 2],
             [place for place in places if len(self.shapes[place]) >= 2],
         )
-
-    def _stretches(self, places: Iterable[int]) -> list[slice]:
-        """Where these tensors are in the vector."""
-        ends = list(accumulate(self.sizes))
-        return [slice(ends[place] - self.sizes[place], ends[place]) for place in places]
 
 
 def feeds_back(averaging: Averaging) -> bool:

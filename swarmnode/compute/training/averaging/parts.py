@@ -13,16 +13,15 @@ Shape letters: N elements of a part.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
-from swarmnode.compress.codecs import Buffer, decode, encode
-from swarmnode.errors import ProtocolError
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import Buffer
 
 ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
 LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the way between two replicas stays small
@@ -116,21 +115,6 @@ def longest_part_in_turns(length: int, sizes: Sequence[int]) -> int:
     """Of a vector of so many elements, whose contributors are in clusters of these sizes: a power of two, too."""
     meetings = TURNS * sum(sizes) * max(sizes)
     return min(longest_part(sum(sizes)), max(LEAST_PART, 1 << (length // meetings).bit_length() >> 1))
-
-
-def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:
-    """Descriptor and payload; top-k sends about the share `keep` of the elements. Reduces on the tensor's device."""
-    return encode(part_N, codec, param=round(keep * len(part_N)) if codec in SPARSE_CODECS else 0)
-
-
-def decode_part(
-    info: TensorInfo, payload: Buffer, codecs: Collection[Codec], length: int, device: torch.device
-) -> Tensor:
-    """values_N in float32 on `device`. Raises ProtocolError for anything but a part of one of these codecs and this length."""
-    if info.codec not in codecs or (info.dtype, info.shape) != (DType.FLOAT32, (length,)):
-        names = " or ".join(sorted(codec.name for codec in codecs))
-        raise ProtocolError(f"a part is {info}; agreed are {length} elements of float32 in codec {names}")
-    return decode(info, payload, device=device, max_elements=length)
 
 
 def share_of_nonzeros(part_N: Tensor) -> float:

@@ -12,18 +12,17 @@ two members that disagree then answer each other with ever larger corrections.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarmnode.codec.tensors import SPARSE_CODECS, Codec, TensorInfo
-from swarmnode.compress.codecs import Buffer
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
+from swarmnode.compress.codecs import Buffer, decode, encode
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import (
     Contribution,
     Encoded,
     contribution,
-    decode_part,
-    encode_part,
     reduce_part,
     share_of_nonzeros,
 )
@@ -34,6 +33,7 @@ from swarmnode.errors import NotFinite, ProtocolError
 UNKNOWN_UNIT = -1
 
 
+@dataclass(repr=False, eq=False)
 class Round:
     """One member's view of a sum. A contributor (weight above 0) offers every part to the part's owner, itself included; the
     owner settles its parts; everybody takes all settled parts into `total`, which may share its memory with `local`.
@@ -41,49 +41,38 @@ class Round:
     `keep`: share of the elements that top-k sends. `codecs`: what others send, besides. `residual`: added to what is said.
     `left_over`, of zeros: where to note what this member did not say; None: nowhere. No part is copied whole but to encode it.
     `clipping`: how an owner adds up; None: plainly. `stretches`: where its elements are in the vector that is agreed on, one after
-    another; None: they are all of it.
+    another; none: they are all of it.
     """
 
-    def __init__(
-        self,
-        local: FlatVector,
-        total: FlatVector,
-        weight: float,
-        codec: Codec,
-        *,
-        keep: float = 1.0,
-        codecs: Collection[Codec] = (),
-        residual: FlatVector | None = None,
-        left_over: FlatVector | None = None,
-        clipping: CentredClipping | None = None,
-        stretches: Sequence[slice] | None = None,
-    ) -> None:
-        self.weight = weight
-        self.codec = codec
-        self.keep = keep
-        self.codecs = frozenset({codec, *codecs})
-        self._local = local
-        self._total = total
-        self._residual = residual
-        self._left_over = left_over
-        self._clipping = clipping
-        self._stretches = [slice(0, len(total))] if stretches is None else stretches
+    local: FlatVector
+    total: FlatVector
+    weight: float
+    codec: Codec
+    keep: float = 1.0
+    codecs: Collection[Codec] = ()
+    residual: FlatVector | None = None
+    left_over: FlatVector | None = None
+    clipping: CentredClipping | None = None
+    stretches: Sequence[slice] = ()
+
+    def __post_init__(self) -> None:
+        self.codecs = frozenset({self.codec, *self.codecs})
 
     def __repr__(self) -> str:
         return f"Round({len(self)} elements, {self.codec.name}, weight {self.weight:.3f})"
 
     def __len__(self) -> int:
         """Elements of the vector."""
-        return len(self._total)
+        return len(self.total)
 
     def offer(self, part: slice) -> Encoded:
         """This member's values of a part, for the part's owner. Raises NotFinite where the codec cannot hold them."""
-        wanted_M = self._local.read(part)
-        if self._residual is not None:
-            wanted_M = wanted_M + self._residual.read(part)
+        wanted_M = self.local.read(part)
+        if self.residual is not None:
+            wanted_M = wanted_M + self.residual.read(part)
         encoded, said_M = self._encode(wanted_M, self.keep)
-        if self._left_over is not None:
-            self._left_over.write(part, wanted_M - said_M)
+        if self.left_over is not None:
+            self.left_over.write(part, wanted_M - said_M)
         return encoded
 
     def hear(self, part: slice, weight: float, info: TensorInfo, payload: Buffer) -> Contribution:
@@ -92,17 +81,17 @@ class Round:
 
     def settle(self, part: slice, contributions: Sequence[Contribution]) -> Encoded:
         """The owner's work: the sum of all, which are in the order of the members. Raises NotFinite."""
-        clipping = self._clipping
+        clipping = self.clipping
         total_M = reduce_part(contributions) if clipping is None else clipping.reduce(part, contributions)
         encoded, said_M = self._encode(total_M, share_of_nonzeros(total_M) if self.codec in SPARSE_CODECS else 1.0)
-        if self._left_over is not None and self.codec != Codec.TOPK:
-            self._left_over.write(part, self._left_over.read(part) + (total_M - said_M))
+        if self.left_over is not None and self.codec != Codec.TOPK:
+            self.left_over.write(part, self.left_over.read(part) + (total_M - said_M))
         return encoded
 
     def in_vector(self, part: slice, values_M: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """What is said of a part, by where it is in the vector that is agreed on."""
         start = 0
-        for stretch in self._stretches:
+        for stretch in self.stretches or [slice(0, len(self))]:
             end = start + stretch.stop - stretch.start
             first, last = max(part.start, start), min(part.stop, end)
             if first < last:
@@ -112,11 +101,12 @@ class Round:
 
     def take(self, part: slice, info: TensorInfo, payload: Buffer) -> None:
         """Write a settled part down. Raises ProtocolError where it is not what was agreed, NaN or infinite."""
-        self._total.write(part, self._decode(part, info, payload))
+        self.total.write(part, self._decode(part, info, payload))
 
     def _encode(self, values_M: Tensor, keep: float) -> tuple[Encoded, Tensor]:
         """Also as it will be decoded. What is not finite is never sent: others take it for a breach of the protocol."""
-        encoded = encode_part(values_M, self.codec, keep)
+        param = round(keep * len(values_M)) if self.codec in SPARSE_CODECS else 0  # top-k sends about this many
+        encoded = encode(values_M, self.codec, param=param)
         said_M = values_M if self.codec == Codec.NONE else self._read(len(values_M), *encoded)
         if not is_finite([said_M]):
             raise NotFinite(f"a sum holds values that {self.codec.name} makes NaN or infinite", unit=UNKNOWN_UNIT)
@@ -129,4 +119,7 @@ class Round:
         return values_M
 
     def _read(self, length: int, info: TensorInfo, payload: Buffer) -> Tensor:
-        return decode_part(info, payload, self.codecs, length, self._total.device)
+        if info.codec not in self.codecs or (info.dtype, info.shape) != (DType.FLOAT32, (length,)):
+            names = " or ".join(sorted(Codec(codec).name for codec in self.codecs))
+            raise ProtocolError(f"a part is {info}; agreed are {length} elements of float32 in codec {names}")
+        return decode(info, payload, device=self.total.device, max_elements=length)

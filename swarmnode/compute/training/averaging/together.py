@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
 from swarmnode.compute.training.averaging.parts import Forms, cut
 from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.averaging.round import Round
@@ -27,13 +27,13 @@ def agree(
     """Run one attempt of the members' exchanges; what each of them ends with, and the bytes that crossed between them.
 
     A member of weight 0 only listens. `clippings`: one for each member, where the sum is to be robust; `forms`: likewise, where
-    they do not send alike; `warm_start`: see `GradientCompressor.run`.
+    they do not send alike; `warm_start`: see `Exchange`.
     """
     totals = [torch.empty_like(local_N) for local_N in locals_N]
     nothing = [None] * len(weights)
     runs = [
         gradient_compressor.run(
-            FlatVector([local_N]), FlatVector([total_N]), weight, clipping, form, warm_start=warm_start
+            Exchange(FlatVector([local_N]), FlatVector([total_N]), weight, clipping, form, warm_start)
         )
         for gradient_compressor, local_N, total_N, weight, clipping, form in zip(
             gradient_compressors, locals_N, totals, weights, clippings or nothing, forms or nothing, strict=True

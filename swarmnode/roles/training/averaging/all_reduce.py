@@ -26,7 +26,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, Rounds
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor, Rounds
 from swarmnode.compute.training.averaging.parts import Forms
 from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.round import Round
@@ -227,7 +227,7 @@ class AllReducer:
             clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
         weight = circle.weights.get(self._peer, 0.0)
         forms = circle.forms if gradient_compressor.averaging.by_line else None
-        rounds = gradient_compressor.run(local, total, weight, clipping, forms, warm_start=circle.warm_start)
+        rounds = gradient_compressor.run(Exchange(local, total, weight, clipping, forms, circle.warm_start))
         number = 0
         while (round_ := await self._call(lambda: _next(rounds))) is not None:
             await attempt.sum(circle, number, round_)

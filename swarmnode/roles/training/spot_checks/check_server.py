@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -65,21 +66,16 @@ def check_server(
         if isinstance(question, Accusation):
             on_accusation(asker.peer, question)
             return Answer(End())
-        of_step = records.of(question.run, question.step)
-        if isinstance(question, GetCommitment):
-            kept = list(of_step.values())
-            return (
-                await asyncio.to_thread(_commit, committer, question, kept)
-                if kept
-                else Answer(Error(ErrorCode.NOT_FOUND))
-            )
-        if isinstance(question, GetSketches):
-            kept = list(of_step.values())[question.first :]
-            return await asyncio.to_thread(_sketches, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
-        found = of_step.get((question.number, question.start))
-        if found is None:
-            return Answer(Error(ErrorCode.NOT_FOUND))
-        return await asyncio.to_thread(_tell, found, question.seed)
+        kept = list(records.of(question.run, question.step).values())
+        tell: Callable[[list[KeptMicrobatch]], Answer] = _sketches
+        if isinstance(question, GetMicrobatch):
+            kept = [one for one in kept if one.place == (question.number, question.start)]
+            tell = partial(_microbatch, question.seed)
+        elif isinstance(question, GetCommitment):
+            tell = partial(_commit, committer, question)
+        else:
+            kept = kept[question.first :]
+        return await asyncio.to_thread(tell, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
 
     return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, Question, answer)
 
@@ -91,7 +87,8 @@ def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrob
     return Answer(CommitmentReply(sign_commitment(said, committer.sign)), (entries,))
 
 
-def _tell(kept: KeptMicrobatch, seed: bytes) -> Answer:
+def _microbatch(seed: bytes, found: list[KeptMicrobatch]) -> Answer:
+    (kept,) = found
     record = kept.record()
     edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
     crossed = [

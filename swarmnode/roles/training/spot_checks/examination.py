@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from random import Random
 
 from torch import Tensor
@@ -181,23 +182,21 @@ class Examination:
 
     def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
         """The parts of an answer, each of which has to be what was signed."""
-        parts, view = [], memoryview(payload)
-        sizes = [_size(crossing.values) for crossing in (record.received, record.labels, record.gradients)]
+        sizes = [
+            sum(map(payload_bytes, crossing.values)) for crossing in (record.received, record.labels, record.gradients)
+        ]
         rows = [rows_sketched(crossing.values) for crossing in (record.sent, record.returned)]
         sketched = [SKETCH_BYTES * sum(counts) for counts in rows]
-        for size in (*sizes, len(view) - sum(sizes) - sum(sketched), *sketched):
-            check_rules("MICROBATCH", {"a payload as long as its descriptors say": 0 <= size <= len(view)})
-            parts.append(view[:size])
-            view = view[size:]
-        received, labels, gradients, parameters, *crossed = parts
+        rest = len(payload) - sum(sizes) - sum(sketched)
+        check_rules("MICROBATCH", {"a payload as long as its descriptors say": rest >= 0})
+        received, labels, gradients, parameters, *crossed = parts = pieces(payload, [*sizes, rest, *sketched])
         signed = (record.received.digest, record.labels.digest, record.gradients.digest, record.parameters)
-        if signed != tuple(hashlib.sha256(part).digest() for part in parts[:4]) or len(parameters) % 4:
+        if signed != tuple(hashlib.sha256(part).digest() for part in parts[:4]) or rest % 4:
             raise FalseWork("a payload that its author did not sign", peer=self.peer)
         sent, returned = (
             read_sketches(part, sum(counts)).split(counts) for part, counts in zip(crossed, rows, strict=True)
         )
-        sketch_S = read_sketch(parameters)
-        return ShownMicrobatch(record, bytes(received), bytes(labels), bytes(gradients), sketch_S, sent, returned)
+        return ShownMicrobatch(record, received, labels, gradients, read_sketch(parameters), sent, returned)
 
     def _is_usual(self, record: MicrobatchRecord) -> bool:
         """Who shows it decides nothing about our memory; and it may have been sent what it did not ask for."""
@@ -231,7 +230,8 @@ class Examination:
         self, shown: ShownMicrobatch, again: Recomputation, calibration: Calibration
     ) -> Iterator[Judgement]:
         """Of what was sent on, of what was returned, and of what was added to the parameters' gradients."""
-        record = shown.record
+        record, units = shown.record, shown.record.end - shown.record.start
+        number_format = "bfloat16" if self._learner.run.autocast else "float32"
         outputs = () if record.end == self._learner.segment.units else again.outputs
         returned = [gradient for gradient in again.gradients if gradient is not None] if record.returned.values else ()
         for values, crossing, theirs in (
@@ -244,25 +244,16 @@ class Examination:
             ours = sketches(as_sent(values, crossing.values), self._seed)
             pairs = zip(ours, theirs, strict=True)
             apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
-            judgement = judge_states(apart, self._tolerance(record, calibration, codec, apart))
+            tolerance = calibration.tolerance(number_format, codec, units=units, deviations=apart)
+            judgement = judge_states(apart, tolerance)
             if not judgement.false:
-                calibration.note(self.peer, self._number_format, codec, apart, units=record.end - record.start)
+                calibration.note(self.peer, number_format, codec, apart, units=units)
             yield judgement
         if shown.parameters_S.shape != again.sketch_S.shape:
             raise FalseWork("a sketch of other parameters", peer=self.peer)
         apart = deviations(in_rows(shown.parameters_S), in_rows(again.sketch_S), least=LEAST)
-        tolerance = self._tolerance(record, calibration, Codec.NONE, apart)
+        tolerance = calibration.tolerance(number_format, Codec.NONE, units=units, deviations=apart)
         yield judge_states(apart, replace(tolerance, deviation=SUMS_ROUND * tolerance.deviation))
-
-    def _tolerance(
-        self, record: MicrobatchRecord, calibration: Calibration, codec: Codec, apart: Sequence[float]
-    ) -> Tolerance:
-        units = record.end - record.start
-        return calibration.tolerance(self._number_format, codec, units=units, deviations=apart)
-
-    @property
-    def _number_format(self) -> str:
-        return "bfloat16" if self._learner.run.autocast else "float32"
 
 
 def judge_contribution(
@@ -296,5 +287,6 @@ def shapes_of(values: Sequence[TensorInfo]) -> Shapes:
     return tuple((info.dtype, info.shape) for info in values)
 
 
-def _size(infos: Sequence[TensorInfo]) -> int:
-    return sum(map(payload_bytes, infos))
+def pieces(payload: Buffer, sizes: Sequence[int]) -> list[bytes]:
+    """Cut a payload into pieces of these sizes, one after another."""
+    return [bytes(payload[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -151,10 +151,11 @@ class StepRecords:
             return None
 
     def close(self, kept: KeptMicrobatch) -> None:
-        """It is over: kept, if it was counted."""
-        if not kept.parameters:
+        """A microbatch is over: keep it, if it was counted and there is room."""
+        if not (kept.parameters and self._keep(kept)):
             kept.memory.release()
-            return
+
+    def _keep(self, kept: KeptMicrobatch) -> bool:
         step = kept.body.run, kept.body.step
         if step != self._step:
             self.clear()
@@ -162,12 +163,11 @@ class StepRecords:
         try:
             kept.memory.resize(kept.size_bytes)
         except Full:
-            kept.memory.release()
-            return
+            return False
         if self.size_bytes + kept.size_bytes > MAX_KEPT_BYTES or kept.place in self._kept:
-            kept.memory.release()
-            return
+            return False
         self._kept[kept.place] = kept
+        return True
 
     def of(self, run: bytes, step: int) -> dict[Place, KeptMicrobatch]:
         """What there is of a step, in the order of places."""

@@ -9,7 +9,8 @@ from torch import Size, Tensor
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
+from swarmnode.compute.training.averaging.parts import cut
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.errors import CheckpointError, ProtocolError
 from swarmnode.swarm.records.run import Averaging, Run, check_run
@@ -79,7 +80,7 @@ def test_half_of_the_bytes_in_one_round() -> None:
     )  # vectors and tiny matrices, which both send in each step: two steps, float32, four crossings
     assert sent["acp"] - few == pytest.approx((sent["power"] - few) / 2)
     (one,) = acp[:1]
-    (round_,) = one.run(FlatVector([vectors(1)[0]]), FlatVector([torch.empty(LENGTH)]), 0.5)
+    (round_,) = one.run(Exchange(FlatVector([vectors(1)[0]]), FlatVector([torch.empty(LENGTH)]), 0.5))
     assert len(round_) == 24 + 6 + RANK * (40 + 24)
 
 
@@ -125,10 +126,26 @@ def test_an_attempt_that_fails_leaves_no_trace() -> None:
     assert torch.equal(again[0], first[0])
 
 
+def test_a_sum_that_takes_the_place_of_a_vector_leaves_as_much_over() -> None:
+    """As where parameters are averaged: what was wanted is noted before it is overwritten."""
+    left = []
+    for total_N in (torch.empty(LENGTH), None):
+        (member,) = compressors(members=1)
+        local = FlatVector([vectors(1)[0]])
+        total = local if total_N is None else FlatVector([total_N])
+        for round_ in member.run(Exchange(local, total, 1.0)):
+            for part in cut(len(round_), [1]):
+                place = part.place
+                round_.take(place, *round_.settle(place, [round_.hear(place, 1.0, *round_.offer(place))]))
+        member.accept()
+        left.append(member.residual_N)
+    assert left[0] is not None and left[1] is not None and torch.equal(left[0], left[1])
+
+
 def test_who_has_nothing_to_go_on_from_says_so() -> None:
     (member,) = compressors(members=1)
     with pytest.raises(ProtocolError, match="not here"):
-        next(member.run(FlatVector([vectors(1)[0]]), FlatVector([torch.empty(LENGTH)]), 1.0, warm_start=True))
+        next(member.run(Exchange(FlatVector([vectors(1)[0]]), FlatVector([torch.empty(LENGTH)]), 1.0, warm_start=True)))
 
 
 def test_gradients_of_nothing_are_nothing() -> None:

@@ -10,7 +10,7 @@ from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.diloco import OuterOptimizer
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
 from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART, contribution, cut, reduce_part
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.swarm.records.run import Averaging
@@ -178,7 +178,7 @@ def test_an_attempt_that_fails_leaves_no_trace(averaging: Averaging) -> None:
     tried, fresh = gradient_compressors(averaging), gradient_compressors(averaging)
     agree(tried, vectors(6), WEIGHTS)  # agreed, but never committed
     started = [
-        gradient_compressor.run(FlatVector([vector_N]), FlatVector([torch.empty_like(vector_N)]), 0.5)
+        gradient_compressor.run(Exchange(FlatVector([vector_N]), FlatVector([torch.empty_like(vector_N)]), 0.5))
         for gradient_compressor, vector_N in zip(tried, vectors(7), strict=True)
     ]
     for run in started:
