@@ -77,7 +77,7 @@ class SwarmClient(SwarmObserver):
         self._beginnings = Beginnings()
         self._receipts = ReceiptIssuer(host)
         self._claims = Claims(host)
-        self.auditor = Auditor(host, self._switchboard, config, on_over=self._receipts.served)
+        self.auditor = Auditor(host, self._switchboard, config, self._receipts.served)
         self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
         if config.audit_share > 0:
             self.auditor.on_found = self.reports.tell

@@ -6,7 +6,6 @@ In the background, once the pass has gone on: a hop cannot know which of its pas
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 from collections.abc import Awaitable, Callable
 
@@ -31,8 +30,8 @@ COARSE_TOLERANCE = 0.15  # of bfloat16 and float16
 class PassAuditor(Referee):
     """Audits of one client's passes: `share` of those at each hop are computed again, by `ask`."""
 
-    def __init__(self, host: Host, ask: Ask, share: float, *, dice: random.Random | None = None) -> None:
-        super().__init__(host, "audits of passes", dice=dice)
+    def __init__(self, host: Host, ask: Ask, share: float) -> None:
+        super().__init__(host, "audits of passes")
         self._ask = ask
         self._share = share
 

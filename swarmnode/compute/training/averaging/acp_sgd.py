@@ -5,17 +5,9 @@ Shape letters: N elements of all tensors together; O rows and I columns of a mat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Size, Tensor
-
-from swarmnode.compute.training.averaging.factors import LowRankCompressor, basis_of, factor_name
+from swarmnode.compute.training.averaging.factors import LowRankCompressor, basis_of
 from swarmnode.compute.training.averaging.gradient_compressor import Exchange, Rounds
 from swarmnode.errors import ProtocolError
-from swarmnode.swarm.records.run import Averaging
-
-TRANSPOSED = "transposed"
 
 
 class AcpSgdCompressor(LowRankCompressor):
@@ -28,18 +20,15 @@ class AcpSgdCompressor(LowRankCompressor):
     first factors, which are the same everywhere, and error feedback makes up for what these miss.
     """
 
-    def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
-        super().__init__(averaging, shapes)
-        self._transposed = False  # whether what was summed last, the older factors, are P_OR
-
     def run(self, exchange: Exchange) -> Rounds:
         """See `GradientCompressor`. Raises ProtocolError where a warm start has nothing here to begin with."""
         self._begin(exchange)
         warm_start, device = exchange.warm_start, exchange.local.device
-        if warm_start and not self._factors and self._matrices:
+        carried = self.carried
+        if warm_start and not carried.factors and self._matrices:
             raise ProtocolError("a REDUCE goes on from factors that are not here")
-        transposed = warm_start and self._transposed
-        older = (self._factors[place] if warm_start else self._first_factor(place) for place in self._matrices)
+        transposed = warm_start and carried.transposed
+        older = (carried.factors[place] if warm_start else self._first_factor(place) for place in self._matrices)
         bases = [basis_of(factor_XR.to(device)) for factor_XR in older]
         wanted = self._wanted(exchange)
         pairs = zip(self._matrices, bases, strict=True)
@@ -48,14 +37,6 @@ class AcpSgdCompressor(LowRankCompressor):
         yield sent.round
         self._end(exchange, wanted, sent, sent, bases, transposed=transposed)
         summed = sent.totals[len(self._others) :]
-        self._kept |= {factor_name(place): factor_XR for place, factor_XR in zip(self._matrices, summed, strict=True)}
-        self._kept[TRANSPOSED] = torch.tensor(not transposed)
-
-    def state(self) -> dict[str, Tensor]:
-        return {**super().state(), TRANSPOSED: torch.tensor(self._transposed)}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        transposed = bool(tensors.get(TRANSPOSED, False))
-        factors = self._factors_in(tensors, transposed=transposed)
-        super().load(tensors)
-        self._factors, self._transposed = factors, transposed
+        self._next = self._next._replace(
+            factors=dict(zip(self._matrices, summed, strict=True)), transposed=not transposed
+        )

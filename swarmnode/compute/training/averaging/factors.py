@@ -5,7 +5,7 @@ Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Size, Tensor
@@ -14,7 +14,6 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
 
 
@@ -33,25 +32,15 @@ def is_worth(shape: Size, rank: int) -> bool:
     return rank * (rows + columns) < rows * columns
 
 
-def first_factor(shape: Size, rank: int, place: int) -> Tensor:
-    """Draw a factor that is the same on all members."""
-    generator = torch.Generator().manual_seed(place)
-    return torch.randn(shape.numel() // shape[0], rank, generator=generator)
-
-
 class LowRankCompressor(GradientCompressor):
     """Compressor by factors. `_matrices` are the places of the tensors that gain by them, `_others` of those that travel as they
-    are, `_factors` what is remembered of matrices, by place."""
+    are."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
         places = range(len(shapes))
         self._matrices = [place for place in places if is_worth(shapes[place], averaging.rank)]
         self._others = [place for place in places if place not in set(self._matrices)]
-        self._factors: dict[int, Tensor] = {}
-
-    def state(self) -> dict[str, Tensor]:
-        return {**super().state(), **{factor_name(place): factor for place, factor in self._factors.items()}}
 
     def _wanted(self, exchange: Exchange) -> Wanted:
         return Wanted(exchange.local.split(self.sizes), self._residuals(exchange.weight), self.shapes)
@@ -74,7 +63,8 @@ class LowRankCompressor(GradientCompressor):
         which round `factors` has the last. `transposed`: these belong to the columns."""
         few, count = len(self._others), len(self._matrices)
         if exchange.weight:
-            left_N = self._kept["residual"] = torch.empty(len(exchange.total), device=exchange.total.device)
+            left_N = torch.empty(len(exchange.total), device=exchange.total.device)
+            self._next = self._next._replace(residual_N=left_N)
             left = torch.split(left_N, self.sizes)
             said = factors.transmitted()[len(factors.totals) - count :]
             self._write(left, [*others.left_over[:few], *said], bases, transposed=transposed)
@@ -94,22 +84,9 @@ class LowRankCompressor(GradientCompressor):
             torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
 
     def _first_factor(self, place: int) -> Tensor:
-        return first_factor(self.shapes[place], self.averaging.rank, place)
-
-    def _factors_in(self, tensors: Mapping[str, Tensor], *, transposed: bool = False) -> dict[int, Tensor]:
-        """The factors that were kept: of the columns, or, `transposed`, of the rows. Raises CheckpointError if one does not fit."""
-        found = {place: tensors[name] for place in self._matrices if (name := factor_name(place)) in tensors}
-        for place, factor_XR in found.items():
-            rows = self.shapes[place][0]
-            if factor_XR.shape != (rows if transposed else self.sizes[place] // rows, self.averaging.rank):
-                text = f"a factor of shape {tuple(factor_XR.shape)} for tensor {place} of another run"
-                raise CheckpointError(text)
-        return found
-
-
-def factor_name(place: int) -> str:
-    """Return the name of what is remembered of a matrix."""
-    return f"factor/{place}"
+        """Random, but the same on all members."""
+        generator = torch.Generator().manual_seed(place)
+        return torch.randn(self.sizes[place] // self.shapes[place][0], self.averaging.rank, generator=generator)
 
 
 class Wanted:

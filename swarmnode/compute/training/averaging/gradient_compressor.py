@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import Forms
 from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
 
 COARSE = frozenset({Codec.INT8, Codec.INT4, *SPARSE_CODECS})  # codecs for matrices only
@@ -54,23 +54,32 @@ class Exchange(NamedTuple):
     warm_start: bool = False
 
 
-class GradientCompressor(ABC):
-    """How the sum of a flat vector is agreed on. `shapes`: of the tensors that it strings together.
+class Carried(NamedTuple):
+    """What a compressor carries from one step into the next, for better learning only: a replica that lost it starts without.
 
-    State: `residual_N`, what this member could not say yet (None: nothing), and whatever the subclass remembers. Both are
-    for better learning only: a replica that lost them starts without.
+    `residual_N`: what this member could not say yet (None: nothing). `factors` of matrices, by place, of the columns or,
+    `transposed`, of the rows: for the next step of a low-rank compressor.
     """
+
+    residual_N: Tensor | None = None
+    factors: Mapping[int, Tensor] = MappingProxyType({})
+    transposed: bool = False
+
+
+class GradientCompressor(ABC):
+    """How the sum of a flat vector is agreed on. `shapes`: of the tensors that it strings together."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         self.averaging = averaging
         self.codec = Codec(averaging.codec)
         self.shapes = list(shapes)
         self.sizes = [shape.numel() for shape in shapes]
-        self.residual_N: Tensor | None = None
-        self._kept: dict[str, Tensor] = {}
+        self.carried = Carried()
+        self._next = self.carried  # once the sum of the last run is committed
 
     def __repr__(self) -> str:
-        residual = "nothing" if self.residual_N is None else f"{float(self.residual_N.norm()):.3g}"
+        residual_N = self.carried.residual_N
+        residual = "nothing" if residual_N is None else f"{float(residual_N.norm()):.3g}"
         return f"{type(self).__name__}({self.codec.name}, {sum(self.sizes)} elements, residual {residual})"
 
     @abstractmethod
@@ -79,32 +88,20 @@ class GradientCompressor(ABC):
         Raises ValueError if a vector has the wrong length."""
 
     def accept(self) -> None:
-        """The sum of the last run was committed: adopt what it left over."""
-        if self._kept:
-            self.load({**self.state(), **self._kept})
-            self._kept = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """What is remembered, by name: references."""
-        return {} if self.residual_N is None else {"residual": self.residual_N}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state. Raises CheckpointError, changing nothing, where it does not fit."""
-        residual_N = tensors.get("residual")
-        if residual_N is not None and residual_N.shape != (sum(self.sizes),):
-            raise CheckpointError(f"a residual of shape {tuple(residual_N.shape)} for {sum(self.sizes)} elements")
-        self.residual_N = residual_N
+        """Adopt what the last run left over: its sum was committed."""
+        self.carried = self._next
 
     def _begin(self, exchange: Exchange) -> None:
         """Check the vectors, and forget an attempt that came to nothing."""
         for vector in (exchange.local, exchange.total):
             if len(vector) != sum(self.sizes):
                 raise ValueError(f"a vector of {len(vector)} elements for tensors of {sum(self.sizes)}")
-        self._kept = {}
+        self._next = self.carried
 
     def _residuals(self, weight: float) -> Sequence[Tensor] | None:
         """What this member could not say before, by tensor; None: nothing, or it says nothing now."""
-        return torch.split(self.residual_N, self.sizes) if weight and self.residual_N is not None else None
+        residual_N = self.carried.residual_N
+        return torch.split(residual_N, self.sizes) if weight and residual_N is not None else None
 
 
 class PlainGradientCompressor(GradientCompressor):
@@ -121,7 +118,9 @@ class PlainGradientCompressor(GradientCompressor):
         if COARSE.isdisjoint(codecs):
             yield Round(exchange.local, total, weight, codec, codecs=codecs, clipping=exchange.clipping)
             return
-        vectors, matrices = self._places()
+        places = range(len(self.shapes))
+        vectors = [place for place in places if len(self.shapes[place]) < 2]
+        matrices = [place for place in places if len(self.shapes[place]) >= 2]
         if vectors:
             yield self._round(exchange, vectors, Codec.NONE)
         if matrices:
@@ -138,7 +137,7 @@ class PlainGradientCompressor(GradientCompressor):
                 left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),
             )
             if left_N is not None:
-                self._kept = {"residual": left_N.mul_(DECAY.get(codec, 1.0))}
+                self._next = Carried(left_N.mul_(DECAY.get(codec, 1.0)))
 
     def _round(self, exchange: Exchange, places: Sequence[int], codec: Codec, **options: Any) -> Round:
         """A round of the tensors at these places alone."""
@@ -146,14 +145,6 @@ class PlainGradientCompressor(GradientCompressor):
         ends = list(accumulate(self.sizes))
         stretches = [slice(ends[place] - self.sizes[place], ends[place]) for place in places]
         return Round(local, total, exchange.weight, codec, clipping=exchange.clipping, stretches=stretches, **options)
-
-    def _places(self) -> tuple[list[int], list[int]]:
-        """Of the vectors and of the matrices among the tensors."""
-        places = range(len(self.shapes))
-        return (
-            [place for place in places if len(self.shapes[place]) < 2],
-            [place for place in places if len(self.shapes[place]) >= 2],
-        )
 
 
 def feeds_back(averaging: Averaging) -> bool:

@@ -5,13 +5,8 @@ Shape letters: N elements of all tensors together; O rows and I columns of a mat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from torch import Size, Tensor
-
-from swarmnode.compute.training.averaging.factors import LowRankCompressor, SmallRound, basis_of, factor_name
+from swarmnode.compute.training.averaging.factors import LowRankCompressor, SmallRound, basis_of
 from swarmnode.compute.training.averaging.gradient_compressor import Exchange, Rounds
-from swarmnode.swarm.records.run import Averaging
 
 SMALLEST_NORM = 1e-30
 
@@ -25,17 +20,12 @@ class PowerSgdCompressor(LowRankCompressor):
     Sums of factors are never clipped: no run may ask for that.
     """
 
-    def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
-        super().__init__(averaging, shapes)
-        self._factors = {place: self._first_factor(place) for place in self._matrices}
-
     def run(self, exchange: Exchange) -> Rounds:
         self._begin(exchange)
         wanted = self._wanted(exchange)
-        device = exchange.local.device
-        first = self._small_round(
-            exchange, wanted, [wanted.times(place, self._factors[place].to(device)) for place in self._matrices]
-        )
+        before = {place: self._first_factor(place) for place in self._matrices} | dict(self.carried.factors)
+        products = [wanted.times(place, before[place].to(exchange.local.device)) for place in self._matrices]
+        first = self._small_round(exchange, wanted, products)
         yield first.round
         bases = [basis_of(product_OR) for product_OR in first.totals[len(self._others) :]]
         pairs = zip(self._matrices, bases, strict=True)
@@ -45,15 +35,7 @@ class PowerSgdCompressor(LowRankCompressor):
             yield second.round
         self._end(exchange, wanted, first, second, bases)
         for place, factor_IR in zip(self._matrices, second.totals, strict=True):
-            self._keep_factor(place, factor_IR)
-
-    def _keep_factor(self, place: int, factor_IR: Tensor) -> None:
-        """The next first factor, in unit columns; one without a direction (no gradient at all) is not adopted."""
-        norms_R = factor_IR.norm(dim=0)
-        if bool((norms_R > SMALLEST_NORM).all()):
-            self._kept[factor_name(place)] = factor_IR / norms_R
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        factors = self._factors_in(tensors)
-        super().load(tensors)
-        self._factors |= factors
+            norms_R = factor_IR.norm(dim=0)
+            if bool((norms_R > SMALLEST_NORM).all()):  # one without a direction (no gradient at all) is not adopted
+                before[place] = factor_IR / norms_R
+        self._next = self._next._replace(factors=before)

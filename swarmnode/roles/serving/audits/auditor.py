@@ -6,7 +6,6 @@ does is in `audit_case.py`, which needs torch; here it is decided whether there 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 from swarmnode.config import ClientConfig
@@ -38,11 +37,9 @@ class Auditor(Referee):
         host: Host,
         sessions: Switchboard,
         config: ClientConfig,
-        *,
-        dice: random.Random | None = None,
-        on_over: Callable[[ServedWork], None] = lambda _served: None,
+        on_over: Callable[[ServedWork], None],
     ) -> None:
-        super().__init__(host, "audits", dice=dice)
+        super().__init__(host, "audits")
         self.replays = Replays(host, sessions, config, on_over)
         self._budget = AuditBudget(config.audit_share)
         self.on_found: OnFound = lambda _peer, _route, _spec: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -69,7 +69,7 @@ class Comparison:
     """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said. `unclear` where the runs part
     at positions for which nobody of the routes answers."""
 
-    judgements: Sequence[Judgement] = field(default_factory=tuple)
+    judgements: Sequence[Judgement] = ()
     unclear: bool = False
 
     @property

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 class Referee:
     """Base of a client's auditors. `name` is that of its tasks in logs. Ended by `close`."""
 
-    def __init__(self, host: Host, name: str, *, dice: random.Random | None = None) -> None:
+    def __init__(self, host: Host, name: str) -> None:
         self.host = host
         self.standing = host.standing
-        self.dice = dice or random.SystemRandom()
+        self.dice = random.SystemRandom()
         self.counts: Counter[str] = Counter()  # of audits, by result
         self._tasks = Tasks(name, on_crash=host.link_config.supervisor.ends_conversation)
 

@@ -27,10 +27,10 @@ STRAYS = 1e-3  # share of the values that may differ by more
 class SecondVoice:
     """`mute`: names of those that did not give what they list."""
 
-    def __init__(self, rng: random.Random | None = None, *, whole: bool = False) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
         self.mute: set[str] = set()
         self._whole = whole
-        self._rng = rng or random.SystemRandom()
+        self._rng = random.SystemRandom()
 
     def __repr__(self) -> str:
         return f"<SecondVoice, {len(self.mute)} peers mute>"

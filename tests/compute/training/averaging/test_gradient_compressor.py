@@ -120,7 +120,7 @@ def test_what_was_not_said_is_said_later(averaging: Averaging) -> None:
         for member in members:
             member.accept()
         agreed_N += results[0]
-        residuals = [member.residual_N for member in members if member.residual_N is not None]
+        residuals = [member.carried.residual_N for member in members if member.carried.residual_N is not None]
         if averaging.codec == Codec.TOPK:
             waiting.append(max(float(residual_N.norm()) for residual_N in residuals))
             continue
@@ -142,8 +142,8 @@ def test_sparseloco_forgets_slowly_what_it_could_not_say() -> None:
             member.accept()
         agreed_N += results[0]
     assert float(torch.cosine_similarity(agreed_N, true_N, dim=0)) > 0.95
-    assert members[0].residual_N is not None
-    assert float(members[0].residual_N.norm()) < float(local[0].norm()) / (1 - 0.95)
+    assert members[0].carried.residual_N is not None
+    assert float(members[0].carried.residual_N.norm()) < float(local[0].norm()) / (1 - 0.95)
 
 
 def test_full_rank_is_exact() -> None:
@@ -188,13 +188,13 @@ def test_an_attempt_that_fails_leaves_no_trace(averaging: Averaging) -> None:
     assert torch.equal(again[0], first[0])
 
 
-def test_state_goes_from_one_to_another() -> None:
+def test_what_is_carried_goes_from_one_to_another() -> None:
     averaging = Averaging(rank=2)
     old, new = gradient_compressors(averaging), gradient_compressors(averaging)
     agree(old, vectors(9), WEIGHTS)
     for here, there in zip(old, new, strict=True):
         here.accept()
-        there.load(here.state())
+        there.carried = here.carried
     assert torch.equal(agree(old, vectors(10), WEIGHTS)[0][0], agree(new, vectors(10), WEIGHTS)[0][0])
 
 

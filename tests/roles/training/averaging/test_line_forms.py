@@ -35,8 +35,8 @@ def accounted(results: Sequence[Agreed | BaseException], elements: int) -> tuple
         sums.append(result.sums[(0,)])
         for compressor in result.gradient_compressors:
             compressor.accept()
-            assert compressor.residual_N is not None
-            left_N += compressor.residual_N
+            assert compressor.carried.residual_N is not None
+            left_N += compressor.carried.residual_N
     assert all(torch.equal(sums[0], other_N) for other_N in sums[1:])
     return sums[0], left_N
 
