@@ -52,8 +52,18 @@ class AuditCase:
     def __repr__(self) -> str:
         return f"<AuditCase of {self._name} up to position {self._end - 1}>"
 
-    async def decide(self, original: TextRun) -> str:
-        """What comes of it: `passed`, `false`, `doubt` or `void`; standings are kept. Raises what made it come to nothing."""
+    async def audit(self, session: ClientSession) -> str:
+        """Judge the hops of a session that has brought forth the last of the tokens, and keep their standings; the session ends.
+
+        Returns `passed`, `false`, `doubt` or `void`. Raises what made the audit come to nothing."""
+        await session.stay()
+        accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
+        await session.close()
+        prompt = self._sampling.prompt_length
+        drawn = {at: self.ids[at] for at in range(max(prompt, session.known), self._end + 1)}
+        return await self._decide(TextRun(session.route, accounts, drawn, moved=session.epoch > 1))
+
+    async def _decide(self, original: TextRun) -> str:
         if original.contradiction(self.ids) is not None:
             return self._contradicted(original)
         if (index := self._untold(original)) is not None:
@@ -93,15 +103,11 @@ class AuditCase:
 
     def _untold(self, run: TextRun) -> int | None:
         """The first hop that says that it sent in another codec than the client was told; None where there is none."""
-        stated = (account.statement for account in run.accounts[:-1])
-        return next(
-            (
-                index
-                for index, said in enumerate(stated)
-                if said.codec != self._spec.codec_into(said.end, said.sent.length)
-            ),
-            None,
-        )
+        for index, account in enumerate(run.accounts[:-1]):
+            said = account.statement
+            if said.codec != self._spec.codec_into(said.end, said.sent.length):
+                return index
+        return None
 
     def _concealed(self, run: TextRun, index: int) -> str:
         """Its choice went to the client by the hops before it: nobody can compute the text again, and one of them is to be
@@ -138,15 +144,6 @@ class AuditCase:
         return "false"
 
     # -- asking
-
-    async def heard(self, session: ClientSession) -> TextRun:
-        """What the hops of a session say that has brought forth the last of the tokens. It ends then."""
-        await session.stay()
-        accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
-        await session.close()
-        prompt = self._sampling.prompt_length
-        drawn = {at: self.ids[at] for at in range(max(prompt, session.known), self._end + 1)}
-        return TextRun(session.route, accounts, drawn, moved=session.epoch > 1)
 
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
         """What every hop says. Raises what the first one raised that does not say it."""

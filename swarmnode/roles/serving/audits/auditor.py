@@ -77,12 +77,8 @@ class Auditor(Referee):
         from swarmnode.roles.serving.audits.audit_case import AuditCase
 
         case = AuditCase(self, self.replays, session.settled, ids)
-
-        async def examine() -> str:
-            return await case.decide(await case.heard(session))
-
         try:
-            await self.settle(examine())
+            await self.settle(case.audit(session))
         finally:
             await session.close()
         if case.accused is not None:

@@ -95,7 +95,7 @@ class Reports:
             drawing = replays.draw(session, prompt, len(prompt), lambda received: received.output.final)
             drawn = await asyncio.wait_for(drawing, RUN_S)
             case = AuditCase(auditor, replays, spec, [*prompt, *drawn.values()])
-            return await case.decide(await case.heard(session))
+            return await case.audit(session)
 
         async with replays.session(route, spec) as session:
             return await auditor.settle(examine()), case

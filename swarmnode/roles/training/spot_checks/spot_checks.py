@@ -152,7 +152,7 @@ class SpotChecks:
         if drawn is None or drawn not in contributors(reduce):
             return
         kept = self.records.of(learner.run.id, learner.step).values()
-        usual = {one.place[1]: shapes_of(one.received_values) for one in kept}
+        usual = {one.place[1]: shapes_of(one.body.values + one.labels_values) for one in kept}
         examination = Examination(self._board, drawn, self._committer, learner, usual, self._dice)
         try:
             within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)

@@ -39,8 +39,9 @@ class KeptMicrobatch:
 
     body: Forward
     received: Buffer
-    labels: ReceivedLabels | None  # at the model's end
     memory: Reservation
+    labels_values: tuple[TensorInfo, ...] = ()  # at the model's end
+    labels_payload: Buffer = b""
     sent: Encoded = ((), [])
     answer: Backward | None = None
     gradients: Buffer = b""
@@ -59,16 +60,6 @@ class KeptMicrobatch:
     def tiles(self) -> dict[int, int]:
         """How long the sketch of what it added is, by block."""
         return {block: len(sketch_S) for block, sketch_S in self._grown.items()}
-
-    @property
-    def labels_payload(self) -> Buffer:
-        """Empty, but at the model's end."""
-        return b"" if self.labels is None else self.labels.payload
-
-    @property
-    def received_values(self) -> tuple[TensorInfo, ...]:
-        """Of all that came, labels last."""
-        return self.body.values + (() if self.labels is None else self.labels.body.values)
 
     @property
     def size_bytes(self) -> int:
@@ -93,7 +84,7 @@ class KeptMicrobatch:
                 hop.start,
                 hop.end,
                 Crossing(body.values, _digest([self.received])),
-                Crossing(() if self.labels is None else self.labels.body.values, _digest([self.labels_payload])),
+                Crossing(self.labels_values, _digest([self.labels_payload])),
                 Crossing(self.sent[0], _digest(self.sent[1])),
                 () if answer is None else answer.present,
                 Crossing(() if answer is None else answer.values, _digest([self.gradients])),
@@ -142,11 +133,12 @@ class StepRecords:
 
     def open(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
         """A microbatch comes in; None where there is no room to keep what it was."""
-        size_bytes = len(payload) + (0 if labels is None else len(labels.payload))
+        told = ((), b"") if labels is None else (labels.body.values, labels.payload)
+        size_bytes = len(payload) + len(told[1])
         if self.size_bytes + size_bytes > MAX_KEPT_BYTES:
             return None
         try:
-            return KeptMicrobatch(body, payload, labels, self._ledger.reserve(Account.MESSAGES, size_bytes))
+            return KeptMicrobatch(body, payload, self._ledger.reserve(Account.MESSAGES, size_bytes), *told)
         except Full:
             return None
 
