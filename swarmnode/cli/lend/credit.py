@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from swarmnode.cli.options.option import argument
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 SHOWN_CLIENTS = 20
 
 
-@reports_errors
+@command
 def credit(
-    where: str = typer.Argument(
+    where: str = argument(
         "",
         metavar="[SWARM|FOLDER]",
         help="A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
@@ -41,7 +40,7 @@ def credit(
     from swarmnode.roles.credit.worker_credits import folder_credits, summary, worker_credits
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
-    here = default_home(home)
+    here = home
     if where and Path(where).is_dir() and not swarm_path(where).is_file():
         found = folder_credits(Path(where))
     else:

@@ -7,34 +7,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from swarmnode.cli.lend.lending import state_text
+from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    default_home,
-    fail,
-    print_json,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-)
+from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, run_async, say
 from swarmnode.cli.terminal.durations import format_duration
 from swarmnode.cli.terminal.printable import one_line
 
 
-@reports_errors
+@command
 def why(
-    about: str = typer.Argument(
+    about: str = argument(
         "",
         metavar="[PEER|SESSION|UNIT]",
         help="A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
         show_default=False,
     ),
-    swarm: str = typer.Option(
+    swarm: str = option(
         "",
         "--swarm",
         metavar="SWARM",
@@ -50,8 +39,8 @@ def why(
 
     Example: swarmnode why 12
     """
-    set_up_logging(False)
-    folder = default_home(home)
+    LogOptions().begin()
+    folder = home
     explained = _ask_swarm(swarm, about, folder) if swarm else _ask_nodes(about, folder)
     if as_json:
         print_json(explained)

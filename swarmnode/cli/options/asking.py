@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 
@@ -20,15 +19,23 @@ if TYPE_CHECKING:
 
 
 def patience_option(seconds: float, help_text: str) -> Any:
-    """How long to wait, at most a week."""
-    return typer.Option(seconds, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS", help=help_text)
+    """Define how long to wait, at most a week."""
+    return option(seconds, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS", help=help_text)
+
+
+def _trust(words: Sequence[str] = (), _flag: str = "") -> Trust:
+    from swarmnode.swarm.peers.trust import parse_trust
+
+    return parse_trust(words)
 
 
 PATIENCE = patience_option(60.0, "How long to wait for peers that hold the model.")
-TRUST = typer.Option(
+TRUST = option(
     [],
     "--trust",
     metavar="PEER|group:NAME|net:CIDR",
+    parse=_trust,
+    factory=_trust,
     help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
 )
 

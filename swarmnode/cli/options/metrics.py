@@ -6,38 +6,47 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.metrics.metric import Source
 
+_port = partial(
+    option,
+    None,
+    "--metrics-port",
+    typed=int,
+    metavar="PORT",
+    min=0,
+    max=65535,
+    help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
+)
 
-def _port_option(envvar: str | None = None) -> Any:
-    return typer.Option(
-        None,
-        "--metrics-port",
-        envvar=envvar,
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
-        show_default=False,
+
+@dataclass(frozen=True)
+class MetricsOptions:
+    """Where a command that stays serves metrics."""
+
+    metrics_port: int | None = _port(envvar="SWARMNODE_METRICS_PORT")
+    metrics_host: str = option(
+        "127.0.0.1",
+        envvar="SWARMNODE_METRICS_HOST",
+        metavar="ADDRESS",
+        help="Where to serve metrics; 0.0.0.0 shows them to everybody.",
     )
 
+    def watch(self, home: Path, *, as_json: bool = False) -> Watch:
+        """Make them ready. Raises LocalError if nothing can be served there."""
+        return Watch(self.metrics_host, self.metrics_port, home, as_json)
 
-METRICS_PORT = _port_option()
-# Of commands that stay. The others may be called beside one of these, in its container, where its port is taken.
-SERVICE_METRICS_PORT = _port_option("SWARMNODE_METRICS_PORT")
-METRICS_HOST = typer.Option(
-    "127.0.0.1",
-    "--metrics-host",
-    envvar="SWARMNODE_METRICS_HOST",
-    metavar="ADDRESS",
-    help="Where to serve metrics; 0.0.0.0 shows them to everybody.",
-)
+
+@dataclass(frozen=True)
+class PassingMetricsOptions(MetricsOptions):
+    """The same of a command that may be called beside one that stays, in its container, where its port is taken."""
+
+    metrics_port: int | None = _port()
 
 
 @dataclass(frozen=True)

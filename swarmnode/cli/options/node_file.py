@@ -14,9 +14,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
 
+from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.console import default_home, fail
 from swarmnode.errors import UsageError
 
@@ -25,8 +25,13 @@ PREFIX = "SWARMNODE_RUN_"
 MAX_FILE_BYTES = 1 << 16
 ELSEWHERE = frozenset({"home", "config", "help"})  # they say where the file is, or nothing of a node
 
-CONFIG = typer.Option(
-    None, "--config", metavar="FILE", help=f"Options in a file; default: {FILE} in the home folder.", show_default=False
+CONFIG = option(
+    None,
+    "--config",
+    typed=Path,
+    metavar="FILE",
+    help=f"Options in a file; default: {FILE} in the home folder.",
+    show_default=False,
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.output_file import write_output
 from swarmnode.cli.terminal.console import fail, print_json
 from swarmnode.cli.terminal.effort import Effort
@@ -22,14 +23,20 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user says of the model's training: its `source`, `dtype` on the wire, `gpu` where none is known."""
+    """What the user says of the model's training; `source` is empty where no model is planned for."""
 
-    source: str
-    batch: int
-    sequence: int
-    microbatches: int
-    dtype: str
-    gpu: str
+    source: str = option(
+        "",
+        "--model",
+        metavar="MODEL",
+        help="Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
+        "--module takes. --stages and --replicas may be left out.",
+    )
+    batch: int = option(1, min=1, max=1 << 20, help="With --model: samples of a microbatch.")
+    sequence: int = option(1024, min=1, max=1 << 24, help="With --model: tokens of a sequence, if it has any.")
+    microbatches: int = option(32, min=1, max=1 << 20, help="With --model: of a step.")
+    dtype: str = option("bf16", metavar="|".join(DTYPE_BYTES), help="With --model: what is sent.")
+    gpu: str = option("RTX 3090", metavar="NAME", help="With --model: the card of unknown devices.")
 
     def tokens_for(self, model: Model) -> int:
         """Tokens of a microbatch."""
@@ -37,18 +44,24 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of the plan, where the user gives it: stages, pipelines, and how many should hold each unit."""
+class ShapeOptions:
+    """Of the plan, where the user gives it."""
 
-    stages: int | None
-    replicas: int | None
-    holders: int | None
+    stages: int | None = option(None, typed=int, min=1, help="Parts that the model is cut into.")
+    replicas: int | None = option(None, typed=int, min=1, help="Pipelines; each has a device in every stage.")
+    holders: int | None = option(
+        None,
+        typed=int,
+        min=1,
+        help="With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
+        "1 gives the fastest plan, whatever it risks; default: 2.",
+    )
 
 
 def plan_model(
     network: Scenario,
     options: ModelOptions,
-    shape: Shape,
+    shape: ShapeOptions,
     effort: Effort,
     report: Path | None,
     *,

@@ -19,10 +19,11 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from swarmnode.cli.options.option import definitions, option
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
 from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.durations import parse_duration
@@ -32,23 +33,6 @@ from swarmnode.lending.rules import DAYS, Hours, Rules
 FILE = "rules.toml"
 MAX_FILE_BYTES = 1 << 16
 LAST_DAY = 28  # that every month has
-
-
-def read_rules(home: Path, given: Path | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> Rules:
-    """The rules of a file (`rules.toml` in the home folder, where there is one) and of flags. Raises UsageError."""
-    path = given or home / FILE
-    file = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of rules")
-    if file is None and given is not None:
-        raise UsageError(f"{path}: no such file")
-    return parse_rules({**(file or {}), **{name: value for name, value in flags.items() if value}})
-
-
-def parse_rules(texts: Mapping[str, Any]) -> Rules:
-    """Rules by the names that the file has for them. Raises UsageError, which names the one that is wrong."""
-    unknown = sorted(texts.keys() - _PARSERS.keys())
-    if unknown:
-        raise UsageError(f"there is no rule {unknown[0]!r}; there are {', '.join(_PARSERS)}")
-    return Rules(**{_PARSERS[name][0]: _PARSERS[name][1](value, name) for name, value in texts.items()})
 
 
 def _text(value: Any, name: str) -> str:
@@ -110,19 +94,96 @@ def _day(value: Any, name: str) -> int:
     return int(text)
 
 
-_PARSERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
-    "only_idle": ("only_idle_s", _seconds),
-    "max_load": ("max_others_load", _share),
-    "exclusive": ("exclusive", _programs),
-    "hours": ("hours", _hours),
-    "days": ("days", _days),
-    "on_mains": ("on_mains", _yes),
-    "max_pressure": ("max_memory_pressure", _share),
-    "monthly": ("monthly_bytes", _bytes),
-    "month_day": ("month_day", _day),
-    "unmetered": ("unmetered", _yes),
-    "max_gpu_memory": ("max_others_gpu_bytes", _bytes),
-    "max_gpu_load": ("max_others_gpu_load", _share),
+def _rule(default: Any, flag: str, parse: Callable[[Any, str], Any], **details: Any) -> Any:
+    """Define a rule: the flag, and the name that it has in the file and in what is told of it."""
+    name = flag.lstrip("-").replace("-", "_")
+    return option(default, flag, parse=lambda value, _flag: parse(value, name), show_default=False, **details)
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """The rules that flags give, by the names of the fields of Rules; a rule that is not given is None or empty."""
+
+    rules_file: Path | None = option(
+        None,
+        "--rules",
+        typed=Path,
+        metavar="FILE",
+        help="Rules for when to lend; default: rules.toml in the home folder.",
+        show_default=False,
+    )
+    only_idle_s: float | None = _rule(
+        None,
+        "--only-idle",
+        _seconds,
+        metavar="10m",
+        help="Lend only while nobody has touched keyboard or mouse for so long.",
+    )
+    max_others_load: float | None = _rule(
+        None, "--max-load", _share, metavar="25%", help="Pause while other programs use more of the CPUs."
+    )
+    exclusive: frozenset[str] = _rule(
+        frozenset(),
+        "--exclusive",
+        _programs,
+        text=[],
+        metavar="PROGRAM",
+        help="Pause while this program runs. Repeatable.",
+    )
+    hours: Hours | None = _rule(None, "--hours", _hours, metavar="22:00-07:00", help="Lend at these hours only.")
+    days: frozenset[int] = _rule(
+        frozenset(), "--days", _days, text="", metavar="mon-fri", help="Lend on these days only."
+    )
+    on_mains: bool = _rule(False, "--on-mains", _yes, help="Pause on battery.")
+    max_memory_pressure: float | None = _rule(
+        None,
+        "--max-pressure",
+        _share,
+        metavar="10%",
+        help="Pause while other programs wait for memory for more of the time.",
+    )
+    monthly_bytes: int | None = _rule(
+        None,
+        "--monthly",
+        _bytes,
+        metavar="500GB",
+        help="Pause for the rest of a month in which so much was sent and received.",
+    )
+    month_day: int | None = _rule(
+        None, "--month-day", _day, metavar="15", help="The day on which that month begins; default: the first."
+    )
+    unmetered: bool = _rule(
+        False, "--unmetered", _yes, help="Pause where the connection is paid by what it carries (NetworkManager)."
+    )
+    max_others_gpu_bytes: int | None = _rule(
+        None, "--max-gpu-memory", _bytes, metavar="2GB", help="Pause while other programs use more of a card's memory."
+    )
+    max_others_gpu_load: float | None = _rule(
+        None, "--max-gpu-load", _share, metavar="25%", help="Pause while other programs use more of a card's time."
+    )
+
+
+_RULES = {
+    definition.flag(field).lstrip("-").replace("-", "_"): (field, definition)
+    for field, definition in definitions(RuleOptions).items()
+    if field != "rules_file"
 }
 
-RULE_NAMES = tuple(_PARSERS)
+
+def read_rules(home: Path, flags: RuleOptions = RuleOptions()) -> Rules:
+    """Read the rules of a file (`rules.toml` in the home folder, if there is one) and add those of flags. Raises UsageError."""
+    path = flags.rules_file or home / FILE
+    texts = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of rules")
+    if texts is None and flags.rules_file is not None:
+        raise UsageError(f"{path}: no such file")
+    given = {field: value for field, _ in _RULES.values() if (value := getattr(flags, field))}
+    return replace(parse_rules(texts or {}), **given)
+
+
+def parse_rules(texts: Mapping[str, Any]) -> Rules:
+    """Read rules by the names that the file has for them. Raises UsageError, which names the one that is wrong."""
+    unknown = sorted(texts.keys() - _RULES.keys())
+    if unknown:
+        raise UsageError(f"there is no rule {unknown[0]!r}; there are {', '.join(_RULES)}")
+    found = ((_RULES[name], value) for name, value in texts.items())
+    return Rules(**{field: definition.read(field, value) for (field, definition), value in found})

@@ -7,42 +7,39 @@ import json
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.output_file import check_output, write_output
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    VERBOSE,
-    default_home,
-    print_json,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-)
+from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, run_async, say
 from swarmnode.counting import counted
 
 
-@reports_errors
+@command
 def network(
+    *,
     swarm: str = SWARM,
-    output: Path = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write it there; default: print it.", show_default=False
+    output: Path = option(
+        None,
+        "--output",
+        "-o",
+        typed=Path,
+        metavar="FILE",
+        help="Write it there; default: print it.",
+        show_default=False,
     ),
     home: Path = HOME,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """Write down a swarm's machines, speeds, delays and bandwidths as its peers have measured them, for plan and simulate.
 
     Example: swarmnode network friends.swarm -o network.json
     """
-    set_up_logging(verbose)
+    logs.begin()
     check_output("--output", output)
     from swarmnode.client.swarm_client import SwarmClient
 
     async def look(_stop: asyncio.Event) -> None:
-        here = default_home(home)
+        here = home
         async with await SwarmClient.join(open_swarm(swarm, here), home=here) as client:
             found = client.network()
         if output is None:

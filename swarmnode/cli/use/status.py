@@ -9,21 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    VERBOSE,
-    default_home,
-    print_json,
-    ranges,
-    reports_errors,
-    run_async,
-    set_up_logging,
-    unless_stopped,
-)
+from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
 from swarmnode.cli.terminal.printable import one_line
 from swarmnode.cli.terminal.swarm_news import SwarmNews, slowest_links
 from swarmnode.counting import counted
@@ -39,10 +27,11 @@ LINKED = 32  # peers between which links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
 
 
-@reports_errors
+@command
 def status(
+    *,
     swarm: str = SWARM,
-    watch: bool = typer.Option(
+    watch: bool = option(
         False,
         "--watch",
         "-w",
@@ -50,18 +39,18 @@ def status(
     ),
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """Show the peers of a swarm, the units that they hold, and whether the whole model is covered.
 
     Example: swarmnode status friends.swarm --watch
     """
-    set_up_logging(verbose)
+    logs.begin()
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.roles.credit.worker_credits import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
-        here = default_home(home)
+        here = home
         client = await SwarmClient.join(open_swarm(swarm, here), home=here)
 
         def status_of() -> dict[str, Any]:
