@@ -20,12 +20,13 @@ class BootstrapOptions(NodeOptions):
     """A bootstrap peer as its host describes it."""
 
     host_maddrs: tuple[str, ...] = addresses_option(
-        "--host-maddr", help="Listen here too, beside the addresses that the invite promises. Repeatable."
+        "Listen here too, beside the addresses that the invite promises. Repeatable.", "--host-maddr"
     )
     max_cache_bytes: int | None = disk_option(
-        help="Disk space for training states, so that none is lost with its node; default: a quarter of what is free."
+        "Disk space for training states, so that none is lost with its node; default: a quarter of what is free.",
+        "--disk",
     )
-    name: str = option("bootstrap", parse=parse_name, help="Name shown to others.")
+    name: str = option("bootstrap", "Name shown to others.", parse=parse_name)
 
 
 @command

@@ -28,28 +28,28 @@ DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 class NewModelOptions:
     """The model of a new swarm, and what the swarm does with it."""
 
-    mode: str = option("serve", choices=MODES, help="What the swarm does with the model.")
+    mode: str = option("serve", "What the swarm does with the model.", choices=MODES)
     model: str = option(
         "",
-        metavar="PATH|HUB_ID",
-        help="Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
+        "Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
         "organisation/model@revision); quantised ones are dequantised.",
+        metavar="PATH|HUB_ID",
     )
     config: Path | None = option(
         None,
+        "Train from random weights: a folder with a config.json of transformers, and a tokenizer if there is one.",
         typed=Path,
         metavar="DIR",
-        help="Train from random weights: a folder with a config.json of transformers, and a tokenizer if there is one.",
     )
     module: str = option(
         "",
+        "Any torch module: a function that returns it with an example batch, or an exported program.",
         metavar="PACKAGE.MODULE:FUNCTION|FILE.pt2",
-        help="Any torch module: a function that returns it with an example batch, or an exported program.",
     )
-    task: str = option("auto", choices=TASKS, help="What --model is served for; auto: as its config says.")
-    seed: int = option(0, min=0, max=2**63 - 1, help="Of the random weights of --config.")
-    byte_level: bool = option(False, "--byte-level", help="Bytes are tokens: leave the tokenizer out.")
-    units: int = option(0, help="About how many units to cut a --module into.", show_default=False)
+    task: str = option("auto", "What --model is served for; auto: as its config says.", choices=TASKS)
+    seed: int = option(0, "Of the random weights of --config.", min=0, max=2**63 - 1)
+    byte_level: bool = option(False, "Bytes are tokens: leave the tokenizer out.")
+    units: int = option(0, "About how many units to cut a --module into.", show_default=False)
 
     def check(self) -> None:
         """Raises UsageError for options that do not go together."""
@@ -92,10 +92,7 @@ class CreateDoorOptions(DoorOptions):
     """Where newcomers knock, or the peers that answer there already."""
 
     running: list[str] = option(
-        [],
-        "--bootstrap",
-        metavar="MADDR",
-        help="A bootstrap peer that runs already (multiaddr with /p2p/). Repeatable.",
+        [], "A bootstrap peer that runs already (multiaddr with /p2p/). Repeatable.", "--bootstrap", metavar="MADDR"
     )
 
 
@@ -103,28 +100,24 @@ class CreateDoorOptions(DoorOptions):
 class MembershipOptions:
     """Who belongs to the swarm, and who comes first."""
 
-    private: bool = option(False, "--private", help="Only those whom you invite belong to it; NAME.owner is your key.")
+    private: bool = option(False, "Only those whom you invite belong to it; NAME.owner is your key.")
     public: bool = option(
-        False,
-        "--public",
-        help="Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers.",
+        False, "Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers."
     )
-    priority: str = option(
-        "none", choices=PRIORITIES, help="Whose sessions go first: credit is those who served others."
-    )
+    priority: str = option("none", "Whose sessions go first: credit is those who served others.", choices=PRIORITIES)
 
 
 @command
 def create(
     *,
-    name: str = argument(..., metavar="NAME", help="Name of the swarm; NAME.swarm is written."),
+    name: str = argument(..., "Name of the swarm; NAME.swarm is written.", metavar="NAME"),
     model: NewModelOptions,
     adapters: dict[str, Path] = ADAPTERS,
     doors: Annotated[CreateDoorOptions, "running", "listen", "announce"],
     membership: MembershipOptions,
     owner: OwnerOptions,
-    force: bool = option(False, "--force", help="Overwrite an existing NAME.swarm and NAME-weights."),
-    quiet: bool = option(False, "--quiet", "-q", help="Print the invite alone."),
+    force: bool = option(False, "Overwrite an existing NAME.swarm and NAME-weights."),
+    quiet: bool = option(False, "Print the invite alone.", "--quiet", "-q"),
     as_json: bool = JSON,
 ) -> None:
     """Found a swarm that serves or trains a model: write NAME.swarm and print an invite.

@@ -47,32 +47,30 @@ TRY_S = 3.0
 class HostDoorOptions(DoorOptions):
     """Where newcomers knock at a swarm that this machine opens at once."""
 
-    listen: list[str] = listen_option(
-        help=f"Where newcomers knock; default: port {PORT} of every address of this machine."
-    )
+    listen: list[str] = listen_option(f"Where newcomers knock; default: port {PORT} of every address of this machine.")
 
 
 @dataclass(frozen=True)
 class AdmissionOptions:
     """Who belongs to the swarm."""
 
-    private: bool = option(False, "--private", help="Only those whom you invite belong to it.")
-    uses: int = option(USES, help="How many peers may use the invite to a --private swarm; 0: any number.")
+    private: bool = option(False, "Only those whom you invite belong to it.")
+    uses: int = option(USES, "How many peers may use the invite to a --private swarm; 0: any number.")
     life_s: float | None = option(
         30 * 86_400.0,
+        "When memberships by it end: 12h, 7d, 4w, never.",
         "--expires",
         text="30d",
         metavar="7d",
         parse=parse_life,
-        help="When memberships by it end: 12h, 7d, 4w, never.",
     )
 
 
 @command
 def host(
     *,
-    model: str = argument(..., metavar="MODEL", help="Checkpoint: a folder, or a hub id; or a .swarm file of yours."),
-    name: str = option("", help="Name of the swarm; default: the model's."),
+    model: str = argument(..., "Checkpoint: a folder, or a hub id; or a .swarm file of yours.", metavar="MODEL"),
+    name: str = option("", "Name of the swarm; default: the model's."),
     admission: AdmissionOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,

@@ -17,23 +17,21 @@ ROLES = ("volunteer", "client", "trainer", "bootstrap")
 class InviteOptions:
     """What an invite is good for."""
 
-    peer: str = option("", metavar="ID", help="For this peer alone; `swarmnode id` prints it there.")
-    role: str = option(
-        "volunteer", choices=ROLES, help="What the member may do: lend, ask, train, be a bootstrap peer."
-    )
+    peer: str = option("", "For this peer alone; `swarmnode id` prints it there.", metavar="ID")
+    role: str = option("volunteer", "What the member may do: lend, ask, train, be a bootstrap peer.", choices=ROLES)
     life_s: float | None = option(
         365 * 86_400.0,
+        "When the memberships by it end: 12h, 7d, 4w, or never.",
         "--expires",
         text="365d",
         metavar="7d",
         parse=parse_life,
-        help="When the memberships by it end: 12h, 7d, 4w, or never.",
     )
-    uses: int = option(0, metavar="N", help="How many peers may use it; default: any number.")
+    uses: int = option(0, "How many peers may use it; default: any number.", metavar="N")
     group: str = option(
-        "", metavar="NAME", help="What you vouch for: a region or a club, to which clients may restrict routes."
+        "", "What you vouch for: a region or a club, to which clients may restrict routes.", metavar="NAME"
     )
-    note: str = option("", help="For your own book; not in the invite.")
+    note: str = option("", "For your own book; not in the invite.")
 
 
 @command
@@ -41,7 +39,7 @@ def invite(
     *,
     swarm: str = SWARM_FILE,
     terms: InviteOptions,
-    qr: bool = option(False, "--qr", help="Show it as a QR code, too."),
+    qr: bool = option(False, "Show it as a QR code, too."),
     owner: OwnerOptions,
     as_json: bool = JSON,
 ) -> None:

@@ -17,7 +17,7 @@ def revoke(
     *,
     swarm: str = SWARM_FILE,
     who: str = argument(
-        ..., metavar="PEER|INVITE", help="A peer's id, its end or its name, or an invite or the beginning of its id."
+        ..., "A peer's id, its end or its name, or an invite or the beginning of its id.", metavar="PEER|INVITE"
     ),
     owner: OwnerOptions,
     home: Path = HOME,

@@ -22,9 +22,8 @@ def bench(
     *,
     model: str = argument(
         "",
+        "Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
         metavar="[MODEL]",
-        help="Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
-        show_default=False,
     ),
     node: Annotated[NodeOptions, "device", "dtype", "threads"],
     home: Path = HOME,

@@ -16,7 +16,7 @@ from swarmnode.cli.terminal.console import JSON, command, print_json, say
 def config(
     context: typer.Context,
     *,
-    show: bool = option(False, "--show", help="Print each option, its value, and where that comes from."),
+    show: bool = option(False, "Print each option, its value, and where that comes from."),
     as_json: bool = JSON,
 ) -> None:
     """Check what `run` would take from the flags given here, the environment and node.toml. Further options are those of `run`.

@@ -23,9 +23,8 @@ SHOWN_CLIENTS = 20
 def credit(
     where: str = argument(
         "",
+        "A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
         metavar="[SWARM|FOLDER]",
-        help="A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
-        show_default=False,
     ),
     home: Path = HOME,
     as_json: bool = JSON,

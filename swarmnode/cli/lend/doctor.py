@@ -26,20 +26,13 @@ JOIN_PATIENCE_S = 15.0
 @command
 def doctor(
     swarm: str = argument(
-        "",
-        metavar="[SWARM]",
-        help="Also try whether its bootstrap peers answer, and what its peers speak.",
-        show_default=False,
+        "", "Also try whether its bootstrap peers answer, and what its peers speak.", metavar="[SWARM]"
     ),
     online: bool = option(
-        False,
-        "--online",
-        help="Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP.",
+        False, "Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP."
     ),
-    bandwidth: bool = option(
-        False, "--bandwidth", help="Also test up- and download with some peers of the swarm; asks first."
-    ),
-    yes: bool = option(False, "--yes", help="Do not ask."),
+    bandwidth: bool = option(False, "Also test up- and download with some peers of the swarm; asks first."),
+    yes: bool = option(False, "Do not ask."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

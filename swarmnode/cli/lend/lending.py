@@ -8,21 +8,17 @@ from typing import Any
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 
-NAME = argument("", metavar="[NAME]", help="The node, as `swarmnode ps` calls it; default: all.", show_default=False)
-WAIT = option(
-    60.0, "--wait", metavar="SECONDS", min=0.0, max=600.0, help="How long to wait until it is so; 0: not at all."
-)
+NAME = argument("", "The node, as `swarmnode ps` calls it; default: all.", metavar="[NAME]")
+WAIT = option(60.0, "How long to wait until it is so; 0: not at all.", "--wait", metavar="SECONDS", min=0.0, max=600.0)
 SILENT = "it gives no answer: it is stopped (SIGSTOP), or hangs"
 KEEP = ("disk", "memory")
-REASON = option("", "--reason", help="Shown by `swarmnode ps`.", show_default=False)
+REASON = option("", "Shown by `swarmnode ps`.", "--reason")
 
 
 @command
 def pause(
     name: str = NAME,
-    keep: str = option(
-        "disk", "--keep", metavar="disk|memory", help="Where the weights stay: memory goes on sooner, disk frees all."
-    ),
+    keep: str = option("disk", "Where the weights stay: memory goes on sooner, disk frees all.", metavar="disk|memory"),
     reason: str = REASON,
     wait: float = WAIT,
     home: Path = HOME,
@@ -49,7 +45,7 @@ def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: boo
 @command
 def finish(
     name: str = NAME,
-    leave: bool = option(False, "--leave", help="End the node then, as `swarmnode stop` does."),
+    leave: bool = option(False, "End the node then, as `swarmnode stop` does."),
     reason: str = REASON,
     home: Path = HOME,
     as_json: bool = JSON,

@@ -49,10 +49,8 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
 @app.command()
 @command
 def prune(
-    swarm: str = argument("", metavar="[SWARM]", help="As `weights list` calls it; default: all."),
-    unused: float = option(
-        0.0, text="", metavar="30d", parse=parse_duration, help="Only what nobody has used for so long."
-    ),
+    swarm: str = argument("", "As `weights list` calls it; default: all.", metavar="[SWARM]"),
+    unused: float = option(0.0, "Only what nobody has used for so long.", text="", metavar="30d", parse=parse_duration),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

@@ -19,17 +19,10 @@ from swarmnode.cli.terminal.printable import one_line
 def why(
     about: str = argument(
         "",
+        "A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
         metavar="[PEER|SESSION|UNIT]",
-        help="A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
-        show_default=False,
     ),
-    swarm: str = option(
-        "",
-        "--swarm",
-        metavar="SWARM",
-        help="Ask this swarm's directory, not the nodes of this machine.",
-        show_default=False,
-    ),
+    swarm: str = option("", "Ask this swarm's directory, not the nodes of this machine.", metavar="SWARM"),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

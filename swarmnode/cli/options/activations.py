@@ -28,18 +28,18 @@ class CompressionOptions:
 
     compress: str = option(
         "auto",
+        "What goes from stage to stage: auto as each node sees fit; adatopk the fewer, the slower the link.",
         choices=COMPRESSIONS,
-        help="What goes from stage to stage: auto as each node sees fit; adatopk the fewer, the slower the link.",
     )
     topk_ratio: float | None = option(
         None,
+        "Of topk, adatopk, slowest: one of R elements is sent, on the slowest link; default: 100.",
         text=0.0,
         metavar="R",
         parse=_ratio,
-        help="Of topk, adatopk, slowest: one of R elements is sent, on the slowest link; default: 100.",
         show_default=False,
     )
-    topk_feedback: bool = option(False, "--topk-feedback", help="Add what top-k left out to what is sent next.")
+    topk_feedback: bool = option(False, "Add what top-k left out to what is sent next.")
 
     def compression(self) -> Compression:
         """Return what these options mean. Raises UsageError for options that go with none of the others."""

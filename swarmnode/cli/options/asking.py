@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def patience_option(seconds: float, help_text: str) -> Any:
     """Define how long to wait, at most a week."""
-    return option(seconds, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS", help=help_text)
+    return option(seconds, help_text, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS")
 
 
 def _trust(words: Sequence[str] = (), _flag: str = "") -> Trust:
@@ -32,11 +32,11 @@ def _trust(words: Sequence[str] = (), _flag: str = "") -> Trust:
 PATIENCE = patience_option(60.0, "How long to wait for peers that hold the model.")
 TRUST = option(
     [],
+    "Let only these compute; see docs/security.md for what it protects. Repeatable.",
     "--trust",
     metavar="PEER|group:NAME|net:CIDR",
     parse=_trust,
     factory=_trust,
-    help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
 )
 
 

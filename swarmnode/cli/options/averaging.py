@@ -29,38 +29,36 @@ def _within(bounds: str, is_sound: Callable[[float], bool]) -> Callable[[float, 
 class AveragingOptions:
     """What a command is told of it; None is not given."""
 
-    average_every: int = option(1, min=1, help="Steps between two averagings of replicas; above 1: as DiLoCo does.")
-    average_codec: str = option("none", choices=CODECS, help="Of what they send; topk2 is SparseLoCo's.")
+    average_every: int = option(1, "Steps between two averagings of replicas; above 1: as DiLoCo does.", min=1)
+    average_codec: str = option("none", "Of what they send; topk2 is SparseLoCo's.", choices=CODECS)
     average_keep: float | None = option(
         None,
+        "Of topk, topk2: the share of the elements that is sent; default: 0.05, of topk2 0.02.",
         text=0.0,
         parse=_within("a share above 0, up to 1", lambda share: 0 < share <= 1),
-        help="Of topk, topk2: the share of the elements that is sent; default: 0.05, of topk2 0.02.",
         show_default=False,
     )
-    average_rank: int = option(0, min=0, max=1024, help="Above 0: PowerSGD of that rank.")
+    average_rank: int = option(0, "Above 0: PowerSGD of that rank.", min=0, max=1024)
     average_alternating: bool = option(
         False,
-        "--average-alternating",
-        help="With --average-rank: one factor in a step and the other in the next, as ACP-SGD does; half of the bytes.",
+        "With --average-rank: one factor in a step and the other in the next, as ACP-SGD does; half of the bytes.",
     )
     average_by_line: bool = option(
         False,
-        "--average-by-line",
-        help="Replicas with slow lines send less: a stronger codec than --average-codec, or fewer elements of topk, topk2.",
+        "Replicas with slow lines send less: a stronger codec than --average-codec, or fewer elements of topk, topk2.",
     )
     outer_lr: float | None = option(
         None,
+        "With --average-every: the outer optimiser's learning rate; default: 1.",
         text=-1.0,
         parse=_within("a number above 0, up to 10", lambda rate: 0 < rate <= 10),
-        help="With --average-every: the outer optimiser's learning rate; default: 1.",
         show_default=False,
     )
     outer_momentum: float | None = option(
         None,
+        "With --average-every: its Nesterov momentum; default: 0.5, with topk2 0.",
         text=-1.0,
         parse=_within("a number from 0, below 1", lambda momentum: 0 <= momentum < 1),
-        help="With --average-every: its Nesterov momentum; default: 0.5, with topk2 0.",
         show_default=False,
     )
 

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SUFFIX = ".swarm"
-listen_option = partial(option, [], "--listen", metavar="MADDR")
+listen_option = partial(option, [], metavar="MADDR")
 
 
 @dataclass(frozen=True)
 class DoorOptions:
     """Where newcomers knock at a new swarm."""
 
-    listen: list[str] = listen_option(help="Where `swarmnode bootstrap` will listen; default: a free port on loopback.")
+    listen: list[str] = listen_option("Where `swarmnode bootstrap` will listen; default: a free port on loopback.")
     announce: list[str] = option(
-        [], metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
+        [], "Address under which others reach it, where that differs from --listen.", metavar="MADDR"
     )
 
 
@@ -87,11 +87,11 @@ def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
 
 ADAPTERS = option(
     [],
+    "A LoRA adapter that who asks may choose by this name: a folder that peft has saved it into. Repeatable.",
     "--adapter",
     metavar="NAME=DIR",
     parse=_adapters,
     factory=dict,
-    help="A LoRA adapter that who asks may choose by this name: a folder that peft has saved it into. Repeatable.",
 )
 
 

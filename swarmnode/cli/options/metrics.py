@@ -16,12 +16,11 @@ from swarmnode.metrics.metric import Source
 _port = partial(
     option,
     None,
-    "--metrics-port",
+    "Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
     typed=int,
     metavar="PORT",
     min=0,
     max=65535,
-    help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
 )
 
 
@@ -32,9 +31,9 @@ class MetricsOptions:
     metrics_port: int | None = _port(envvar="SWARMNODE_METRICS_PORT")
     metrics_host: str = option(
         "127.0.0.1",
+        "Where to serve metrics; 0.0.0.0 shows them to everybody.",
         envvar="SWARMNODE_METRICS_HOST",
         metavar="ADDRESS",
-        help="Where to serve metrics; 0.0.0.0 shows them to everybody.",
     )
 
     def watch(self, home: Path, *, as_json: bool = False) -> Watch:

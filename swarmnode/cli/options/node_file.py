@@ -25,14 +25,7 @@ PREFIX = "SWARMNODE_RUN_"
 MAX_FILE_BYTES = 1 << 16
 ELSEWHERE = frozenset({"home", "config", "help"})  # they say where the file is, or nothing of a node
 
-CONFIG = option(
-    None,
-    "--config",
-    typed=Path,
-    metavar="FILE",
-    help=f"Options in a file; default: {FILE} in the home folder.",
-    show_default=False,
-)
+CONFIG = option(None, f"Options in a file; default: {FILE} in the home folder.", "--config", typed=Path, metavar="FILE")
 
 
 class ConfiguredCommand(TyperCommand):

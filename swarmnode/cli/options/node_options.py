@@ -39,131 +39,117 @@ def _load_plan(path: Path, _flag: str) -> PlanFile:
 
 
 addresses_option = partial(option, (), metavar="MADDR", parse=_addresses())
-disk_option = partial(option, None, "--disk", metavar="SIZE", parse=parse_bytes)
+disk_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
 
 
 @dataclass(frozen=True)
 class NodeOptions:
     """A node as its volunteer describes it. Options that have the name of a field of its settings are that field."""
 
-    device: str = option("auto", help="auto, cpu, cuda, cuda:1, mps.")
-    dtype: str = option("auto", help="auto, float32, bfloat16, float16.")
-    quantize: str = option("none", metavar="none|int8|nf4", help="Quantise the weights at load.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
+    dtype: str = option("auto", "auto, float32, bfloat16, float16.")
+    quantize: str = option("none", "Quantise the weights at load.", metavar="none|int8|nf4")
     capture: str = option(
-        "auto", metavar="auto|off", help="On a card, replay steps of decoding as CUDA graphs where that works."
+        "auto", "On a card, replay steps of decoding as CUDA graphs where that works.", metavar="auto|off"
     )
     memory_bytes: int | None = option(
-        None,
-        "--memory",
-        metavar="SIZE",
-        parse=parse_bytes,
-        help="Memory to lend, as 6GB or 512MiB; default: what is free.",
+        None, "Memory to lend, as 6GB or 512MiB; default: what is free.", "--memory", metavar="SIZE", parse=parse_bytes
     )
     max_cache_bytes: int | None = disk_option(
-        help="Disk space for fetched weights of all swarms, and for training states of others; default: most of what is free."
+        "Disk space for fetched weights of all swarms, and for training states of others; default: most of what is free.",
+        "--disk",
     )
     min_holders: int = option(
         2,
+        "In training, have states of units that fewer nodes hold kept on other peers' disks, too; 1: of none.",
         metavar="N",
         min=1,
         max=16,
-        help="In training, have states of units that fewer nodes hold kept on other peers' disks, too; 1: of none.",
     )
     max_upload_bps: float | None = option(
         None,
+        "Send no faster than this, as in 8Mbit; default: as fast as it goes.",
         "--max-upload",
         metavar="RATE",
         parse=parse_rate,
-        help="Send no faster than this, as in 8Mbit; default: as fast as it goes.",
     )
     max_download_bps: float | None = option(
-        None, "--max-download", metavar="RATE", parse=parse_rate, help="The same of what comes from peers."
+        None, "The same of what comes from peers.", "--max-download", metavar="RATE", parse=parse_rate
     )
     share: float = option(
         1.0,
+        "Compute for so much of the time only, as 50%.",
         "--cpu-share",
         "--gpu-share",
         text="100%",
         metavar="SHARE",
         parse=parse_share,
-        help="Compute for so much of the time only, as 50%.",
     )
-    nice: int = option(0, min=0, max=19, help="Let other programs go first: the more, the higher, up to 19.")
+    nice: int = option(0, "Let other programs go first: the more, the higher, up to 19.", min=0, max=19)
     rules: RuleOptions = settings(RuleOptions)
     max_celsius: float | None = option(
-        None,
-        "--max-gpu-temperature",
-        typed=float,
-        metavar="°C",
-        min=30,
-        max=110,
-        help="Rest more where a card is hotter.",
+        None, "Rest more where a card is hotter.", "--max-gpu-temperature", typed=float, metavar="°C", min=30, max=110
     )
     max_watts: float | None = option(
-        None,
-        "--max-gpu-power",
-        typed=float,
-        metavar="WATTS",
-        min=1,
-        max=10_000,
-        help="Rest more where a card draws more.",
+        None, "Rest more where a card draws more.", "--max-gpu-power", typed=float, metavar="WATTS", min=1, max=10_000
     )
     life_s: float | None = option(
-        None, "--max-age", metavar="12h", parse=parse_duration, help="Leave in order after so long."
+        None, "Leave in order after so long.", "--max-age", metavar="12h", parse=parse_duration
     )
-    idle_disk: bool = option(False, "--idle-disk", help="Let other programs go first at the disk (ionice idle).")
+    idle_disk: bool = option(False, "Let other programs go first at the disk (ionice idle).")
     compress: str = option(
         "auto",
+        "In training, what is sent to other stages, if train does not say: auto takes no more than a slow link needs.",
         metavar="|".join(COMPRESSIONS),
-        help="In training, what is sent to other stages, if train does not say: auto takes no more than a slow link needs.",
     )
     audit_share: float = option(
         0.03,
+        "In training, compute so much of what others computed once more, to find who is false; 0%: nothing.",
         text="3%",
         metavar="SHARE",
         parse=partial(parse_share, zero=True),
-        help="In training, compute so much of what others computed once more, to find who is false; 0%: nothing.",
     )
     span: Span | None = option(
-        None, metavar="A:B", parse=parse_span, help="Hold units A to B-1; default: what the swarm needs most."
+        None, "Hold units A to B-1; default: what the swarm needs most.", metavar="A:B", parse=parse_span
     )
     plan: PlanFile | None = option(
         None,
+        "In training, begin where plan --model --json put this node, and stay while the plan's other peers are at their "
+        "places.",
         typed=Path,
         metavar="PLAN.json",
         parse=_load_plan,
-        help="In training, begin where plan --model --json put this node, and stay while the plan's other peers are at their "
-        "places.",
     )
-    host_maddrs: tuple[str, ...] = addresses_option("--host-maddr", help="Where to listen. Repeatable.")
+    host_maddrs: tuple[str, ...] = addresses_option(
+        "Where to listen. Repeatable.",
+        "--host-maddr",
+    )
     announce_maddrs: tuple[str, ...] = addresses_option(
+        "Address under which others reach this peer. Repeatable.",
         "--announce-maddr",
         parse=_addresses(dialled=True),
-        help="Address under which others reach this peer. Repeatable.",
     )
     peers: tuple[str, ...] = addresses_option(
+        "A peer of the swarm to join through, beside the invite's. Repeatable.",
         "--peer",
         parse=_addresses(needs_peer=True),
-        help="A peer of the swarm to join through, beside the invite's. Repeatable.",
     )
     home: Path = home_option()
-    name: str = option("", parse=parse_name, help="Name shown to others.")
-    threads: int | None = option(
-        None, text=0, min=0, max=4096, help="CPU threads to compute with; default: torch's choice."
-    )
+    name: str = option("", "Name shown to others.", parse=parse_name)
+    threads: int | None = option(None, "CPU threads to compute with; default: torch's choice.", text=0, min=0, max=4096)
     throttle_units_per_s: float | None = option(
         None,
+        "Compute as a device of this speed would.",
         "--throttle",
         text=0.0,
         metavar="UNITS_PER_S",
         min=0.0,
         max=1e9,
         hidden=True,
-        help="Compute as a device of this speed would.",
     )
-    nat_port_map: bool = option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP).")
-    direct: bool = option(True, "--direct/--no-direct", help="Connect to other peers by plain TCP, too, sealed.")
-    lan: bool = option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS).")
+    nat_port_map: bool = option(False, "Ask the router to map a port (UPnP).", "--nat/--no-nat")
+    direct: bool = option(True, "Connect to other peers by plain TCP, too, sealed.", "--direct/--no-direct")
+    lan: bool = option(False, "Find peers on the local network and be found (mDNS).", "--lan/--no-lan")
 
     @property
     def host(self) -> HostConfig:

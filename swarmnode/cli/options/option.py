@@ -4,7 +4,7 @@ The field says the flag, the key in a file, the check and the help; the command 
 
     @dataclass(frozen=True)
     class Lent:
-        memory_bytes: int | None = option(None, "--memory", metavar="SIZE", parse=parse_bytes, help="Memory to lend.")
+        memory_bytes: int | None = option(None, "Memory to lend.", "--memory", metavar="SIZE", parse=parse_bytes)
 
     @command
     def fit(lent: Lent) -> None: ...
@@ -45,7 +45,8 @@ class Definition:
 
     def parameter(self, name: str) -> inspect.Parameter:
         """Describe the parameter to typer."""
-        shown = self.show(self.text, *self.flags, **self.details)
+        flags = () if self.show is typer.Argument else self.flags or (self.flag(name),)
+        shown = self.show(self.text, *flags, **self.details)
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=self.typed)
 
     def read(self, name: str, text: Any) -> Any:
@@ -57,8 +58,8 @@ class Definition:
         return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
 
 
-def option(default: Any, *flags: str, choices: Sequence[str] = (), **details: Any) -> Any:
-    """Define an option. Without a flag it has the one that typer makes of its name; `choices` are all that may be typed.
+def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str] = (), **details: Any) -> Any:
+    """Define an option. Without `flags` its name is its flag; `choices` are all that may be typed.
 
     Args:
         default: the value where nothing else is typed than `text`; `...` has it required.
@@ -70,12 +71,12 @@ def option(default: Any, *flags: str, choices: Sequence[str] = (), **details: An
     """
     if choices:
         details = {"metavar": "|".join(choices), "parse": one_of(choices), **details}
-    return _field(typer.Option, default, flags, **details)
+    return _field(typer.Option, default, flags, help=help_text or None, **details)
 
 
-def argument(default: Any, **details: Any) -> Any:
+def argument(default: Any, help_text: str, **details: Any) -> Any:
     """Define an argument, by the same keywords."""
-    return _field(typer.Argument, default, (), **details)
+    return _field(typer.Argument, default, (), help=help_text, **details)
 
 
 def settings(cls: type) -> Any:

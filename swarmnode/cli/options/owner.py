@@ -31,11 +31,9 @@ class OwnerOptions:
     """Where the owner's key is, and its password."""
 
     owner_key: Path | None = option(
-        None, typed=Path, metavar="FILE", help="The owner's key; default: NAME.owner beside NAME.swarm."
+        None, "The owner's key; default: NAME.owner beside NAME.swarm.", typed=Path, metavar="FILE"
     )
-    password_file: Path | None = option(
-        None, typed=Path, metavar="FILE", help="The owner's password is its first line."
-    )
+    password_file: Path | None = option(None, "The owner's password is its first line.", typed=Path, metavar="FILE")
 
     def key_of(self, swarm_file: Path) -> SigningKey:
         """Return the key to a swarm, unlocked. Raises UsageError with what is wrong."""

@@ -27,16 +27,16 @@ class ModelOptions:
 
     source: str = option(
         "",
+        "Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
+        "--module takes. --stages and --replicas may be left out.",
         "--model",
         metavar="MODEL",
-        help="Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
-        "--module takes. --stages and --replicas may be left out.",
     )
-    batch: int = option(1, min=1, max=1 << 20, help="With --model: samples of a microbatch.")
-    sequence: int = option(1024, min=1, max=1 << 24, help="With --model: tokens of a sequence, if it has any.")
-    microbatches: int = option(32, min=1, max=1 << 20, help="With --model: of a step.")
-    dtype: str = option("bf16", metavar="|".join(DTYPE_BYTES), help="With --model: what is sent.")
-    gpu: str = option("RTX 3090", metavar="NAME", help="With --model: the card of unknown devices.")
+    batch: int = option(1, "With --model: samples of a microbatch.", min=1, max=1 << 20)
+    sequence: int = option(1024, "With --model: tokens of a sequence, if it has any.", min=1, max=1 << 24)
+    microbatches: int = option(32, "With --model: of a step.", min=1, max=1 << 20)
+    dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES))
+    gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME")
 
     def tokens_for(self, model: Model) -> int:
         """Tokens of a microbatch."""
@@ -47,14 +47,14 @@ class ModelOptions:
 class ShapeOptions:
     """Of the plan, where the user gives it."""
 
-    stages: int | None = option(None, typed=int, min=1, help="Parts that the model is cut into.")
-    replicas: int | None = option(None, typed=int, min=1, help="Pipelines; each has a device in every stage.")
+    stages: int | None = option(None, "Parts that the model is cut into.", typed=int, min=1)
+    replicas: int | None = option(None, "Pipelines; each has a device in every stage.", typed=int, min=1)
     holders: int | None = option(
         None,
+        "With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
+        "1 gives the fastest plan, whatever it risks; default: 2.",
         typed=int,
         min=1,
-        help="With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
-        "1 gives the fastest plan, whatever it risks; default: 2.",
     )
 
 

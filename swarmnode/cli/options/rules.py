@@ -94,10 +94,10 @@ def _day(value: Any, name: str) -> int:
     return int(text)
 
 
-def _rule(default: Any, flag: str, parse: Callable[[Any, str], Any], **details: Any) -> Any:
+def _rule(default: Any, help_text: str, flag: str, parse: Callable[[Any, str], Any], **details: Any) -> Any:
     """Define a rule: the flag, and the name that it has in the file and in what is told of it."""
     name = flag.lstrip("-").replace("-", "_")
-    return option(default, flag, parse=lambda value, _flag: parse(value, name), show_default=False, **details)
+    return option(default, help_text, flag, parse=lambda value, _flag: parse(value, name), **details)
 
 
 @dataclass(frozen=True)
@@ -105,61 +105,49 @@ class RuleOptions:
     """The rules that flags give, by the names of the fields of Rules; a rule that is not given is None or empty."""
 
     rules_file: Path | None = option(
-        None,
-        "--rules",
-        typed=Path,
-        metavar="FILE",
-        help="Rules for when to lend; default: rules.toml in the home folder.",
-        show_default=False,
+        None, "Rules for when to lend; default: rules.toml in the home folder.", "--rules", typed=Path, metavar="FILE"
     )
     only_idle_s: float | None = _rule(
         None,
+        "Lend only while nobody has touched keyboard or mouse for so long.",
         "--only-idle",
         _seconds,
         metavar="10m",
-        help="Lend only while nobody has touched keyboard or mouse for so long.",
     )
     max_others_load: float | None = _rule(
-        None, "--max-load", _share, metavar="25%", help="Pause while other programs use more of the CPUs."
+        None, "Pause while other programs use more of the CPUs.", "--max-load", _share, metavar="25%"
     )
     exclusive: frozenset[str] = _rule(
-        frozenset(),
-        "--exclusive",
-        _programs,
-        text=[],
-        metavar="PROGRAM",
-        help="Pause while this program runs. Repeatable.",
+        frozenset(), "Pause while this program runs. Repeatable.", "--exclusive", _programs, text=[], metavar="PROGRAM"
     )
-    hours: Hours | None = _rule(None, "--hours", _hours, metavar="22:00-07:00", help="Lend at these hours only.")
-    days: frozenset[int] = _rule(
-        frozenset(), "--days", _days, text="", metavar="mon-fri", help="Lend on these days only."
-    )
-    on_mains: bool = _rule(False, "--on-mains", _yes, help="Pause on battery.")
+    hours: Hours | None = _rule(None, "Lend at these hours only.", "--hours", _hours, metavar="22:00-07:00")
+    days: frozenset[int] = _rule(frozenset(), "Lend on these days only.", "--days", _days, text="", metavar="mon-fri")
+    on_mains: bool = _rule(False, "Pause on battery.", "--on-mains", _yes)
     max_memory_pressure: float | None = _rule(
         None,
+        "Pause while other programs wait for memory for more of the time.",
         "--max-pressure",
         _share,
         metavar="10%",
-        help="Pause while other programs wait for memory for more of the time.",
     )
     monthly_bytes: int | None = _rule(
         None,
+        "Pause for the rest of a month in which so much was sent and received.",
         "--monthly",
         _bytes,
         metavar="500GB",
-        help="Pause for the rest of a month in which so much was sent and received.",
     )
     month_day: int | None = _rule(
-        None, "--month-day", _day, metavar="15", help="The day on which that month begins; default: the first."
+        None, "The day on which that month begins; default: the first.", "--month-day", _day, metavar="15"
     )
     unmetered: bool = _rule(
-        False, "--unmetered", _yes, help="Pause where the connection is paid by what it carries (NetworkManager)."
+        False, "Pause where the connection is paid by what it carries (NetworkManager).", "--unmetered", _yes
     )
     max_others_gpu_bytes: int | None = _rule(
-        None, "--max-gpu-memory", _bytes, metavar="2GB", help="Pause while other programs use more of a card's memory."
+        None, "Pause while other programs use more of a card's memory.", "--max-gpu-memory", _bytes, metavar="2GB"
     )
     max_others_gpu_load: float | None = _rule(
-        None, "--max-gpu-load", _share, metavar="25%", help="Pause while other programs use more of a card's time."
+        None, "Pause while other programs use more of a card's time.", "--max-gpu-load", _share, metavar="25%"
     )
 
 

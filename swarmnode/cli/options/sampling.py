@@ -35,48 +35,40 @@ def _from_zero(number: int, _flag: str) -> int | None:
 class SamplingOptions:
     """How tokens are drawn. Options that have the name of a field of GenerateOptions are that field."""
 
-    max_new_tokens: int = option(64, "--max-new-tokens", "-n", help="How many tokens to generate at most.")
-    temperature: float = option(0.0, help="0 takes the most likely token; higher is more random.")
-    top_p: float = option(1.0, help="Draw from the most likely tokens that make up this probability.")
-    top_k: int = option(0, help="Draw from this many most likely tokens; 0 is all.")
-    min_p: float = option(
-        0.0, help="Leave out tokens less likely than this share of the most likely one's probability."
-    )
-    frequency_penalty: float = option(0.0, help="Make tokens less likely each time that they were said, from -2 to 2.")
-    presence_penalty: float = option(0.0, help="Make tokens less likely once they were said, from -2 to 2.")
-    repetition_penalty: float = option(1.0, help="Over 1 makes what was said less likely, in the prompt too; 1 is off.")
+    max_new_tokens: int = option(64, "How many tokens to generate at most.", "--max-new-tokens", "-n")
+    temperature: float = option(0.0, "0 takes the most likely token; higher is more random.")
+    top_p: float = option(1.0, "Draw from the most likely tokens that make up this probability.")
+    top_k: int = option(0, "Draw from this many most likely tokens; 0 is all.")
+    min_p: float = option(0.0, "Leave out tokens less likely than this share of the most likely one's probability.")
+    frequency_penalty: float = option(0.0, "Make tokens less likely each time that they were said, from -2 to 2.")
+    presence_penalty: float = option(0.0, "Make tokens less likely once they were said, from -2 to 2.")
+    repetition_penalty: float = option(1.0, "Over 1 makes what was said less likely, in the prompt too; 1 is off.")
     logit_bias: Mapping[int, float] = option(
         [],
+        "Add to the logit of a token id, from -100 (never) to 100. Repeatable.",
         metavar="ID=BIAS",
         parse=_logit_bias,
         factory=dict,
-        help="Add to the logit of a token id, from -100 (never) to 100. Repeatable.",
     )
-    json_schema: str = option("", metavar="FILE|{…}", help="A JSON schema that the text shall fit, or a file with one.")
-    lark: str = option(
-        "", "--grammar", metavar="FILE", help="A file with a grammar, in Lark, that the text shall follow."
-    )
+    json_schema: str = option("", "A JSON schema that the text shall fit, or a file with one.", metavar="FILE|{…}")
+    lark: str = option("", "A file with a grammar, in Lark, that the text shall follow.", "--grammar", metavar="FILE")
     compress: str = option(
         AUTO,
+        "As what states go from peer to peer; auto lets them compress where a link is slow, none keeps them exact.",
         metavar="|".join(COMPRESSIONS),
-        help="As what states go from peer to peer; auto lets them compress where a link is slow, none keeps them exact.",
     )
     adapter: str = option(
-        "", metavar="NAME", help="Ask the model as this adapter of the swarm changes it; `status` lists them."
+        "", "Ask the model as this adapter of the swarm changes it; `status` lists them.", metavar="NAME"
     )
     logprobs: int | None = option(
         None,
+        "With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
         text=-1,
         parse=_from_zero,
-        help="With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
         show_default=False,
     )
     seed: int | None = option(
-        None,
-        text=-1,
-        parse=_from_zero,
-        help="The same seed draws the same text; default: a new one.",
-        show_default=False,
+        None, "The same seed draws the same text; default: a new one.", text=-1, parse=_from_zero, show_default=False
     )
 
     @property

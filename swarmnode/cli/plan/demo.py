@@ -22,9 +22,7 @@ MIN_STEPS = 10
 @command
 def demo(
     *,
-    steps: int = option(
-        0, "--steps", max=100_000, help="Steps of the training; default: about half a minute's.", show_default=False
-    ),
+    steps: int = option(0, "Steps of the training; default: about half a minute's.", max=100_000, show_default=False),
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:

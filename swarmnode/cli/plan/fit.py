@@ -25,12 +25,12 @@ def fit(
     *,
     models: list[str] = argument(
         ...,
+        "Checkpoints (folders, or hub ids), or modules, as create --module takes them.",
         typed=list[str],
         metavar="MODEL…",
-        help="Checkpoints (folders, or hub ids), or modules, as create --module takes them.",
     ),
     node: Annotated[NodeOptions, "memory_bytes", "device"],
-    rtt: float = option(20.0, "--rtt", metavar="MS", min=0.0, max=60_000.0, help="Round trip between machines."),
+    rtt: float = option(20.0, "Round trip between machines.", metavar="MS", min=0.0, max=60_000.0),
     as_json: bool = JSON,
 ) -> None:
     """What of a model fits this machine in which precision, how many such machines hold all of it, and about how fast they are.

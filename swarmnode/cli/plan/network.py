@@ -18,15 +18,7 @@ from swarmnode.counting import counted
 def network(
     *,
     swarm: str = SWARM,
-    output: Path = option(
-        None,
-        "--output",
-        "-o",
-        typed=Path,
-        metavar="FILE",
-        help="Write it there; default: print it.",
-        show_default=False,
-    ),
+    output: Path = option(None, "Write it there; default: print it.", "--output", "-o", typed=Path, metavar="FILE"),
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:

@@ -24,30 +24,30 @@ _traffic = partial(option, None, typed=float, min=0.0, max=1e6)
 class TrafficOptions:
     """What a plan without a model is told of one, in 10^9 bytes."""
 
-    activation_gb: float | None = _traffic(help="What a pipeline sends from one stage to the next, in 10^9 bytes.")
-    gradient_gb: float | None = _traffic(help="Gradients of one stage, in 10^9 bytes.")
+    activation_gb: float | None = _traffic("What a pipeline sends from one stage to the next, in 10^9 bytes.")
+    gradient_gb: float | None = _traffic("Gradients of one stage, in 10^9 bytes.")
 
 
 @command
 def plan(
     *,
-    scenario: Path = argument(..., typed=Path, metavar="SCENARIO", help="Network scenario: a JSON file."),
+    scenario: Path = argument(..., "Network scenario: a JSON file.", typed=Path, metavar="SCENARIO"),
     shape: ShapeOptions,
     traffic: TrafficOptions,
     model: ModelOptions,
     seconds: float = option(
         None,
+        "Search no longer than that, and more thoroughly the longer it may last. Without it: about 10 at most.",
         typed=float,
         min=0.1,
         max=86_400,
-        help="Search no longer than that, and more thoroughly the longer it may last. Without it: about 10 at most.",
     ),
-    seed: int = option(0, min=0, help="Of all that is random: the same seed gives the same plan."),
+    seed: int = option(0, "Of all that is random: the same seed gives the same plan.", min=0),
     report: Path = option(
         None,
+        "Write a page with the network as a map and a matrix, and the plan drawn in.",
         typed=Path,
         metavar="OUT.html",
-        help="Write a page with the network as a map and a matrix, and the plan drawn in.",
     ),
     as_json: bool = JSON,
 ) -> None:

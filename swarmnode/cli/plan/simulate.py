@@ -33,49 +33,45 @@ class WorldOptions:
 
     model: str = option(
         ...,
+        "A config.json of transformers or a module's graph.json, or its folder; or what create --module takes.",
         metavar="MODEL",
-        help="A config.json of transformers or a module's graph.json, or its folder; or what create --module takes.",
     )
-    workload: str = option("serve", choices=WORKLOADS, help="What the swarm does.")
+    workload: str = option("serve", "What the swarm does.", choices=WORKLOADS)
     churn: str = option(
         "none",
+        "Peers that leave in an hour, as 10% or 0.1; or a JSON list of [seconds, device, up|down].",
         metavar="none|RATE|TRACE",
-        help="Peers that leave in an hour, as 10% or 0.1; or a JSON list of [seconds, device, up|down].",
     )
-    hours: float = option(0.25, min=0.001, max=10_000, help="How long.")
-    seed: int = option(0, help="Of all that is random: the same seed gives the same numbers.")
-    peers: int = option(0, min=0, max=100_000, help="Copy the scenario's devices up to so many peers.")
-    gpu: str = option("", metavar="NAME", help="The card of devices that the scenario says nothing of.")
+    hours: float = option(0.25, "How long.", min=0.001, max=10_000)
+    seed: int = option(0, "Of all that is random: the same seed gives the same numbers.")
+    peers: int = option(0, "Copy the scenario's devices up to so many peers.", min=0, max=100_000)
+    gpu: str = option("", "The card of devices that the scenario says nothing of.", metavar="NAME")
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Sessions of a swarm that serves, by the names of the fields of ServeSettings."""
 
-    arrivals_per_s: float = option(
-        0.0, "--arrivals", min=0.0, help="Sessions that come per second; default: half load."
-    )
-    clients: int = option(
-        0, min=0, max=100_000, help="Instead of arrivals: clients that generate one text after another."
-    )
-    prompt_tokens: int = option(512, "--prompt", min=1, help="Tokens of a prompt, on average.")
-    new_tokens: int = option(128, "--tokens", min=1, help="Tokens that a session generates, on average.")
+    arrivals_per_s: float = option(0.0, "Sessions that come per second; default: half load.", "--arrivals", min=0.0)
+    clients: int = option(0, "Instead of arrivals: clients that generate one text after another.", min=0, max=100_000)
+    prompt_tokens: int = option(512, "Tokens of a prompt, on average.", "--prompt", min=1)
+    new_tokens: int = option(128, "Tokens that a session generates, on average.", "--tokens", min=1)
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """Steps of a swarm that trains, by the names of the fields of TrainSettings."""
 
-    microbatches: int = option(32, min=1, max=2048, help="Of one training step.")
-    microbatch: int = option(1, "--batch", min=1, max=1 << 20, help="Samples of a training microbatch.")
-    sequence: int = option(1024, min=1, help="Tokens of a sequence, if the model has any.")
-    compress: str = option("auto", help="Codec between training stages: auto, none, int8, …")
+    microbatches: int = option(32, "Of one training step.", min=1, max=2048)
+    microbatch: int = option(1, "Samples of a training microbatch.", "--batch", min=1, max=1 << 20)
+    sequence: int = option(1024, "Tokens of a sequence, if the model has any.", min=1)
+    compress: str = option("auto", "Codec between training stages: auto, none, int8, …")
 
 
 @command
 def simulate(
     *,
-    scenario: Path = argument(..., typed=Path, metavar="SCENARIO", help="Network scenario: a JSON file."),
+    scenario: Path = argument(..., "Network scenario: a JSON file.", typed=Path, metavar="SCENARIO"),
     world: WorldOptions,
     served: ServeOptions,
     trained: TrainOptions,
@@ -87,9 +83,9 @@ def simulate(
         "average_alternating",
         "average_by_line",
     ],
-    plan: Path = option(None, typed=Path, metavar="PLAN.json", help="Begin from what plan --model --json printed."),
-    rebalance: bool = option(True, "--rebalance/--no-rebalance", help="Whether peers move for throughput."),
-    report: Path = option(None, typed=Path, metavar="OUT.html", help="Write a page with plots."),
+    plan: Path = option(None, "Begin from what plan --model --json printed.", typed=Path, metavar="PLAN.json"),
+    rebalance: bool = option(True, "Whether peers move for throughput.", "--rebalance/--no-rebalance"),
+    report: Path = option(None, "Write a page with plots.", typed=Path, metavar="OUT.html"),
     as_json: bool = JSON,
 ) -> None:
     """Simulate a swarm with the placement, routing and compression that live nodes use, and tell how fast it would be.

@@ -52,19 +52,18 @@ def home_option() -> Any:
     """Define where a command finds its state: an absolute path in any case."""
     return option(
         None,
+        "Where this node keeps its identity, caches and known peers.",
         "--home",
         typed=Path,
         parse=default_home,
         factory=default_home,
         envvar="SWARMNODE_HOME",
-        help="Where this node keeps its identity, caches and known peers.",
-        show_default=False,
     )
 
 
 HOME = home_option()
-JSON = option(False, "--json", help="Print the result as JSON on standard output.")
-EVENTS = option(False, "--json", help="Print one JSON object per event.")
+JSON = option(False, "Print the result as JSON on standard output.", "--json")
+EVENTS = option(False, "Print one JSON object per event.", "--json")
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,9 @@ class LogOptions:
     """What a command logs on standard error."""
 
     log_format: str = option(
-        "text",
-        "--log-format",
-        choices=tuple(LOG_FORMATS),
-        help="How log lines look on standard error; one line per event.",
+        "text", "How log lines look on standard error; one line per event.", choices=tuple(LOG_FORMATS)
     )
-    verbose: bool = option(False, "--verbose", "-v", help="Log what happens.")
+    verbose: bool = option(False, "Log what happens.", "--verbose", "-v")
 
     def begin(self) -> None:
         """Log warnings, or with --verbose everything of ours."""

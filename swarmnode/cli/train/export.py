@@ -27,8 +27,8 @@ from swarmnode.counting import counted
 def export(
     *,
     swarm: str = THIS_SWARM,
-    out: Path = argument(..., typed=Path, metavar="OUT", help="Folder to write; it appears when all of it is there."),
-    force: bool = option(False, "--force", help="Replace a checkpoint that is in OUT."),
+    out: Path = argument(..., "Folder to write; it appears when all of it is there.", typed=Path, metavar="OUT"),
+    force: bool = option(False, "Replace a checkpoint that is in OUT."),
     patience: float = patience_option(30.0, "How long to wait for peers that hold all units."),
     home: Path = HOME,
     as_json: bool = JSON,

@@ -28,39 +28,39 @@ if TYPE_CHECKING:
 class ScheduleOptions:
     """The steps of a run, by the names of the fields of Run."""
 
-    steps: int = option(..., typed=int, help="Updates of the whole run.")
-    batch: int = option(32, help="Samples of a step.")
-    microbatch: int = option(0, help="Samples that travel together; default: 4.", show_default=False)
-    sequence: int = option(0, help="Tokens of a sample; default: 128.", show_default=False)
+    steps: int = option(..., "Updates of the whole run.", typed=int)
+    batch: int = option(32, "Samples of a step.")
+    microbatch: int = option(0, "Samples that travel together; default: 4.", show_default=False)
+    sequence: int = option(0, "Tokens of a sample; default: 128.", show_default=False)
     optimizer: str = option(
         "adamw",
+        "adamw8bit takes a quarter of AdamW's memory for the same steps, nearly.",
         metavar="adamw|adamw8bit|sgd",
-        help="adamw8bit takes a quarter of AdamW's memory for the same steps, nearly.",
     )
-    learning_rate: float = option(3e-4, "--lr", help="Learning rate, at its highest.")
-    schedule: str = option("cosine", metavar="constant|linear|cosine", help="After the warm-up.")
-    warmup_steps: int = option(0, "--warmup", help="Steps in which the learning rate rises.")
-    clip: float = option(1.0, help="Largest norm of the gradient of all units; 0 is off.")
+    learning_rate: float = option(3e-4, "Learning rate, at its highest.", "--lr")
+    schedule: str = option("cosine", "After the warm-up.", metavar="constant|linear|cosine")
+    warmup_steps: int = option(0, "Steps in which the learning rate rises.", "--warmup")
+    clip: float = option(1.0, "Largest norm of the gradient of all units; 0 is off.")
     weight_decay: float = option(0.1)
-    momentum: float = option(0.0, help="Of sgd.")
-    seed: int = option(0, help="Of the order of samples, and of dropout.")
+    momentum: float = option(0.0, "Of sgd.")
+    seed: int = option(0, "Of the order of samples, and of dropout.")
     autocast: bool = option(
         True,
+        "Multiply in 16 bits on GPUs that are fast at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
         "--autocast/--no-autocast",
-        help="Multiply in 16 bits on GPUs that are fast at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
     )
-    checkpoint_steps: int = option(50, help="Nodes keep their state every so many steps.")
+    checkpoint_steps: int = option(50, "Nodes keep their state every so many steps.")
 
 
 @dataclass(frozen=True)
 class LocalOptions:
     """Training in this process, for comparison."""
 
-    local: bool = option(False, "--local", help="Train in this process instead, for comparison.")
-    out: Path | None = option(None, typed=Path, metavar="DIR", help="With --local: write the trained model there.")
-    device: str = option("auto", help="With --local: auto, cpu, cuda, cuda:1, mps.")
-    threads: int = option(0, help="With --local: CPU threads; default: all.", show_default=False)
-    force: bool = option(False, "--force", help="Replace a checkpoint in --out.")
+    local: bool = option(False, "Train in this process instead, for comparison.")
+    out: Path | None = option(None, "With --local: write the trained model there.", typed=Path, metavar="DIR")
+    device: str = option("auto", "With --local: auto, cpu, cuda, cuda:1, mps.")
+    threads: int = option(0, "With --local: CPU threads; default: all.", show_default=False)
+    force: bool = option(False, "Replace a checkpoint in --out.")
 
     def __post_init__(self) -> None:
         """Raises UsageError if the others are given without `local`."""
@@ -75,24 +75,19 @@ def train(
     *,
     swarm: str = SWARM,
     data: Path = option(
-        ...,
-        typed=Path,
-        metavar="PATH",
-        help="Text: a file, a folder or .jsonl; for a module: an .npz file of its inputs.",
+        ..., "Text: a file, a folder or .jsonl; for a module: an .npz file of its inputs.", typed=Path, metavar="PATH"
     ),
     schedule: ScheduleOptions,
     averages: AveragingOptions,
     compression: CompressionOptions,
     robust: bool = option(
-        False,
-        "--robust",
-        help="Among strangers: no replica of three or more can drag the average away; liars are left out.",
+        False, "Among strangers: no replica of three or more can drag the average away; liars are left out."
     ),
-    log: Path = option(None, typed=Path, metavar="FILE", help="Write a JSON line for each step."),
+    log: Path = option(None, "Write a JSON line for each step.", typed=Path, metavar="FILE"),
     alone: LocalOptions,
     patience: float = patience_option(60.0, "How long to wait for the swarm to answer."),
     home: Path = HOME,
-    as_json: bool = option(False, "--json", help="Print a JSON line for each step."),
+    as_json: bool = option(False, "Print a JSON line for each step.", "--json"),
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:

@@ -28,7 +28,7 @@ HELP = f"Type what you want to say. {NEW} begins another conversation, Ctrl-D en
 def chat(
     *,
     swarm: str = SWARM,
-    system: str = option("", "--system", help="What the model shall be, as in 'You answer in rhymes.'"),
+    system: str = option("", "What the model shall be, as in 'You answer in rhymes.'"),
     sampling: Annotated[
         SamplingOptions,
         "max_new_tokens",

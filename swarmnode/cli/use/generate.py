@@ -42,10 +42,10 @@ def generate(
     swarm: str = SWARM,
     prompt: str = argument(
         "",
+        "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate. Or give --ids.",
         metavar="PROMPT",
-        help="Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate. Or give --ids.",
     ),
-    ids: str = option("", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."),
+    ids: str = option("", "Token ids to continue, for models without a tokenizer.", metavar="1,2,3"),
     sampling: SamplingOptions,
     trust: Trust = TRUST,
     patience: float = PATIENCE,

@@ -36,16 +36,12 @@ def infer(
     *,
     swarm: str = SWARM,
     inputs: Path = option(
-        ..., "--input", typed=Path, metavar="FILE.npz", help="The module's inputs, arrays by name (numpy.savez)."
+        ..., "The module's inputs, arrays by name (numpy.savez).", "--input", typed=Path, metavar="FILE.npz"
     ),
     output: Path = option(
-        None,
-        "--output",
-        typed=Path,
-        metavar="FILE.npz",
-        help="Write the outputs to this file; default: print what they are.",
+        None, "Write the outputs to this file; default: print what they are.", typed=Path, metavar="FILE.npz"
     ),
-    force: bool = option(False, "--force", help="Overwrite an existing --output."),
+    force: bool = option(False, "Overwrite an existing --output."),
     trust: Trust = TRUST,
     patience: float = PATIENCE,
     home: Path = HOME,

@@ -18,11 +18,10 @@ from swarmnode.counting import counted
 def join(
     invite: str = argument(
         "",
+        "The line that you were given, a file with it, or - to read it from standard input; default: you are asked.",
         metavar="[INVITE]",
-        help="The line that you were given, a file with it, or - to read it from standard input; default: you are asked.",
-        show_default=False,
     ),
-    name: str = option("", "--name", help="Remember it under this name; default: its own.", show_default=False),
+    name: str = option("", "Remember it under this name; default: its own."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

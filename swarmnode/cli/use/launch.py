@@ -20,13 +20,11 @@ NO_KEY = "none"  # tools want one, the gateway does not
 
 @command
 def launch(
-    tool: str = argument(..., metavar="TOOL", help=f"{', '.join(TOOLS)}."),
-    url: str = option(
-        f"http://{LOOPBACK}:{PORT}/v1", "--url", help="Where `swarmnode serve` answers.", show_default=True
-    ),
-    model: str = option("", "--model", help="The swarm; default: those that are served.", show_default=False),
-    key: str = option(NO_KEY, "--key", envvar="SWARMNODE_API_KEY", help="Where it wants one.", show_default=False),
-    write: bool = option(False, "--write", help="Write the tool's file; one that is there already is left as it is."),
+    tool: str = argument(..., f"{', '.join(TOOLS)}.", metavar="TOOL"),
+    url: str = option(f"http://{LOOPBACK}:{PORT}/v1", "Where `swarmnode serve` answers.", show_default=True),
+    model: str = option("", "The swarm; default: those that are served."),
+    key: str = option(NO_KEY, "Where it wants one.", envvar="SWARMNODE_API_KEY", show_default=False),
+    write: bool = option(False, "Write the tool's file; one that is there already is left as it is."),
 ) -> None:
     """Print how a tool that you have uses the swarms that `swarmnode serve` answers for.
 

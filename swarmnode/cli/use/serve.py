@@ -27,18 +27,16 @@ def serve(
     *,
     swarms: list[str] = argument(
         None,
+        "Swarms, each a model: .swarm files, invites or names; default: the one used last.",
         typed=list[str],
         metavar="[SWARM…]",
-        help="Swarms, each a model: .swarm files, invites or names; default: the one used last.",
     ),
-    port: int = option(PORT, "--port", min=0, max=65535, help="Where to listen; 0 takes a free port."),
-    host: str = option("127.0.0.1", "--host", metavar="ADDRESS", help="0.0.0.0 is for all: with --keys only."),
-    keys: Path = option(None, "--keys", typed=Path, metavar="FILE", help="Who may ask: a file of hashed keys."),
-    new_key: str = option(
-        "", "--new-key", metavar="NAME", help="Add a key to the --keys FILE, print it, and serve nothing."
-    ),
+    port: int = option(PORT, "Where to listen; 0 takes a free port.", min=0, max=65535),
+    host: str = option("127.0.0.1", "0.0.0.0 is for all: with --keys only.", metavar="ADDRESS"),
+    keys: Path = option(None, "Who may ask: a file of hashed keys.", typed=Path, metavar="FILE"),
+    new_key: str = option("", "Add a key to the --keys FILE, print it, and serve nothing.", metavar="NAME"),
     cors: list[str] = option(
-        [], "--cors", metavar="ORIGIN", help="Pages that may call from a browser, as https://chat.example. Repeatable."
+        [], "Pages that may call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
     ),
     sampling: Annotated[SamplingOptions, "compress"],
     trust: Trust = TRUST,

@@ -33,9 +33,9 @@ def status(
     swarm: str = SWARM,
     watch: bool = option(
         False,
+        "Keep showing it as it changes, with slow links, who comes, goes or moves, and which texts asked for here were moved.",
         "--watch",
         "-w",
-        help="Keep showing it as it changes, with slow links, who comes, goes or moves, and which texts asked for here were moved.",
     ),
     home: Path = HOME,
     as_json: bool = JSON,

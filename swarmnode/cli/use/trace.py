@@ -24,9 +24,9 @@ def trace(
     *,
     swarm: str = THIS_SWARM,
     session: str = argument(
-        ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a JSON log line."
+        ..., "The session's trace id, from generate --json or --verbose, or from a JSON log line.", metavar="ID"
     ),
-    slowest: int = option(5, "--slowest", "-n", min=0, help="How many of the slowest tokens to show."),
+    slowest: int = option(5, "How many of the slowest tokens to show.", "--slowest", "-n", min=0),
     home: Path = HOME,
     as_json: bool = JSON,
     logs: LogOptions,

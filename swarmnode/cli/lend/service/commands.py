@@ -21,7 +21,7 @@ from swarmnode.cli.terminal.console import HOME, command, fail, say
 WSL = "WSL_DISTRO_NAME"  # which WSL sets
 SYSTEMD = Path("/run/systemd/system")  # there where systemd is what runs the machine
 
-NAME = argument(..., metavar="NAME", help="Name of the swarm that was joined; one service for each.")
+NAME = argument(..., "Name of the swarm that was joined; one service for each.", metavar="NAME")
 app = typer.Typer(
     help="Run a node in the background, from the start of the machine on (systemd, launchd, Windows' tasks).",
     no_args_is_help=True,
@@ -35,7 +35,7 @@ def install(
     *,
     name: str = NAME,
     home: Path = HOME,
-    start: bool = option(True, "--start/--no-start", help="Start it now, and whenever you log in."),
+    start: bool = option(True, "Start it now, and whenever you log in.", "--start/--no-start"),
 ) -> None:
     """Install and start a node for a swarm that was joined. Further options are those of `swarmnode run`.
 
@@ -74,7 +74,7 @@ def status(name: str = NAME) -> None:
 
 @app.command()
 @command
-def logs(name: str = NAME, follow: bool = option(False, "--follow", "-f", help="Go on with what comes.")) -> None:
+def logs(name: str = NAME, follow: bool = option(False, "Go on with what comes.", "--follow", "-f")) -> None:
     """What the service has said.
 
     Example: swarmnode service logs friends -f
