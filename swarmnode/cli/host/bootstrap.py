@@ -33,17 +33,7 @@ class BootstrapOptions(NodeOptions):
 def bootstrap(
     *,
     swarm: str = SWARM,
-    node: Annotated[
-        BootstrapOptions,
-        "host_maddrs",
-        "announce_maddrs",
-        "max_cache_bytes",
-        "name",
-        "home",
-        "nat_port_map",
-        "direct",
-        "lan",
-    ],
+    node: Annotated[BootstrapOptions, "host_maddrs announce_maddrs max_cache_bytes name home nat_port_map direct lan"],
     as_json: bool = JSON,
     metrics: MetricsOptions,
     logs: LogOptions,

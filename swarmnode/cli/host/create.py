@@ -113,7 +113,7 @@ def create(
     name: str = argument(..., "Name of the swarm; NAME.swarm is written.", metavar="NAME"),
     model: NewModelOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    doors: Annotated[CreateDoorOptions, "running", "listen", "announce"],
+    doors: Annotated[CreateDoorOptions, "running listen announce"],
     membership: MembershipOptions,
     owner: OwnerOptions,
     force: bool = option(False, "Overwrite an existing NAME.swarm and NAME-weights."),

@@ -74,7 +74,7 @@ def host(
     admission: AdmissionOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes", "device", "quantize", "nat_port_map", "lan"],
+    node: Annotated[NodeOptions, "memory_bytes device quantize nat_port_map lan"],
     owner: OwnerOptions,
     home: Path = HOME,
     as_json: bool = EVENTS,

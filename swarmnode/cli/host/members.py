@@ -20,13 +20,7 @@ SOON_S = 48 * 3600.0  # an end that is nearer is told to the minute
 
 
 @command
-def members(
-    *,
-    swarm: str = SWARM,
-    home: Path = HOME,
-    as_json: bool = JSON,
-    logs: Verbosity,
-) -> None:
+def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs: Verbosity) -> None:
     """Show the members of a swarm, and with the owner's .swarm file the invites that were given out.
 
     Members who only ask are seen when they came by an invite with --uses; nobody keeps a list of the others.
@@ -80,15 +74,7 @@ def invites_table(invites: list[dict[str, Any]]) -> Table:
         until = "revoked" if invite["revoked"] else end(invite["expires_at"])
         used = f"{invite['used']} of {invite['uses']}" if invite["uses"] else str(invite["used"])
         whom = (invite["peer"] or "anybody")[-8:]
-        table.add_row(
-            invite["id"][:SHOWN_CHARS],
-            invite["role"],
-            used,
-            whom,
-            invite["group"],
-            until,
-            invite["note"],
-        )
+        table.add_row(invite["id"][:SHOWN_CHARS], invite["role"], used, whom, invite["group"], until, invite["note"])
     return table
 
 

@@ -25,7 +25,7 @@ def bench(
         "Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
         metavar="[MODEL]",
     ),
-    node: Annotated[NodeOptions, "device", "dtype", "threads"],
+    node: Annotated[NodeOptions, "device dtype threads"],
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

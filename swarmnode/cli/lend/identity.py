@@ -10,8 +10,7 @@ from swarmnode.cli.terminal.console import HOME, command, say
 
 @command
 def show_identity(
-    client: bool = option(False, "The id of this machine's clients (generate, status, train)."),
-    home: Path = HOME,
+    client: bool = option(False, "The id of this machine's clients (generate, status, train)."), home: Path = HOME
 ) -> None:
     """Print this machine's peer id, for an invite that is for it alone (`swarmnode invite --peer`).
 

@@ -13,7 +13,7 @@ import typer
 
 from swarmnode.cli.lend.attendance import attended
 from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
-from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.metrics import MetricsOptions, port_option
 from swarmnode.cli.options.node_file import CONFIG
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import build, option
@@ -40,14 +40,9 @@ def run(
     swarm: str = SWARM,
     config_file: Path = CONFIG,
     node: NodeOptions,
-    serve_port: int = option(
-        None,
+    serve_port: int = port_option(
         "Answer OpenAI's API for the swarm and show its page, at this port of loopback, as `swarmnode serve` does.",
         "--serve",
-        typed=int,
-        metavar="PORT",
-        min=0,
-        max=65535,
     ),
     page: bool = option(False, f"The same, at port {PORT}."),
     as_json: bool = EVENTS,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
 from swarmnode.cli.lend.lending import state_text
+from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, run_async, say
+from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
 from swarmnode.cli.terminal.durations import format_duration
 from swarmnode.cli.terminal.printable import one_line
 
@@ -53,18 +52,8 @@ def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
 
 
 def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
-    from swarmnode.client.swarm_client import SwarmClient
-
-    loaded = open_swarm(swarm, home)
-
-    async def look(stop: asyncio.Event) -> dict[str, Any]:
-        client = await SwarmClient.join(loaded, home=home)
-        try:
-            return client.why(about)
-        finally:
-            await client.close()
-
-    return [{"node": f"the swarm {loaded.name}", "state": "as seen from here", **run_async(look)}]
+    name, explained = ask(swarm, home, lambda client: (client.swarm.name, client.why(about)))
+    return [{"node": f"the swarm {name}", "state": "as seen from here", **explained}]
 
 
 def _tell(node: dict[str, Any], about: str) -> None:

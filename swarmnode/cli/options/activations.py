@@ -37,7 +37,6 @@ class CompressionOptions:
         text=0.0,
         metavar="R",
         parse=_ratio,
-        show_default=False,
     )
     topk_feedback: bool = option(False, "Add what top-k left out to what is sent next.")
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
+from swarmnode.cli.terminal.console import run_async
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -38,6 +41,18 @@ TRUST = option(
     parse=_trust,
     factory=_trust,
 )
+
+
+def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
+    """Join the swarm that is meant, return its answer, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
+    from swarmnode.client.swarm_client import SwarmClient
+
+    async def look(_stop: asyncio.Event) -> Any:
+        async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
+            answer = question(client)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    return run_async(look)
 
 
 @contextlib.asynccontextmanager

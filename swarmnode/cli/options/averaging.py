@@ -36,7 +36,6 @@ class AveragingOptions:
         "Of topk, topk2: the share of the elements that is sent; default: 0.05, of topk2 0.02.",
         text=0.0,
         parse=_within("a share above 0, up to 1", lambda share: 0 < share <= 1),
-        show_default=False,
     )
     average_rank: int = option(0, "Above 0: PowerSGD of that rank.", min=0, max=1024)
     average_alternating: bool = option(
@@ -52,14 +51,12 @@ class AveragingOptions:
         "With --average-every: the outer optimiser's learning rate; default: 1.",
         text=-1.0,
         parse=_within("a number above 0, up to 10", lambda rate: 0 < rate <= 10),
-        show_default=False,
     )
     outer_momentum: float | None = option(
         None,
         "With --average-every: its Nesterov momentum; default: 0.5, with topk2 0.",
         text=-1.0,
         parse=_within("a number from 0, below 1", lambda momentum: 0 <= momentum < 1),
-        show_default=False,
     )
 
     def averaging(self, *, robust: bool = False) -> Averaging:

@@ -13,22 +13,15 @@ from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.metrics.metric import Source
 
-_port = partial(
-    option,
-    None,
-    "Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
-    typed=int,
-    metavar="PORT",
-    min=0,
-    max=65535,
-)
+port_option = partial(option, None, typed=int, metavar="PORT", min=0, max=65535)
+_AT_PORT = "Serve metrics for Prometheus at this port; 0 takes a free one; default: none."
 
 
 @dataclass(frozen=True)
 class MetricsOptions:
     """Where a command that stays serves metrics."""
 
-    metrics_port: int | None = _port(envvar="SWARMNODE_METRICS_PORT")
+    metrics_port: int | None = port_option(_AT_PORT, envvar="SWARMNODE_METRICS_PORT")
     metrics_host: str = option(
         "127.0.0.1",
         "Where to serve metrics; 0.0.0.0 shows them to everybody.",
@@ -45,7 +38,7 @@ class MetricsOptions:
 class PassingMetricsOptions(MetricsOptions):
     """The same of a command that may be called beside one that stays, in its container, where its port is taken."""
 
-    metrics_port: int | None = _port()
+    metrics_port: int | None = port_option(_AT_PORT)
 
 
 @dataclass(frozen=True)

@@ -120,14 +120,9 @@ class NodeOptions:
         metavar="PLAN.json",
         parse=_load_plan,
     )
-    host_maddrs: tuple[str, ...] = addresses_option(
-        "Where to listen. Repeatable.",
-        "--host-maddr",
-    )
+    host_maddrs: tuple[str, ...] = addresses_option("Where to listen. Repeatable.", "--host-maddr")
     announce_maddrs: tuple[str, ...] = addresses_option(
-        "Address under which others reach this peer. Repeatable.",
-        "--announce-maddr",
-        parse=_addresses(dialled=True),
+        "Address under which others reach this peer. Repeatable.", "--announce-maddr", parse=_addresses(dialled=True)
     )
     peers: tuple[str, ...] = addresses_option(
         "A peer of the swarm to join through, beside the invite's. Repeatable.",
@@ -136,7 +131,9 @@ class NodeOptions:
     )
     home: Path = home_option()
     name: str = option("", "Name shown to others.", parse=parse_name)
-    threads: int | None = option(None, "CPU threads to compute with; default: torch's choice.", text=0, min=0, max=4096)
+    threads: int | None = option(
+        None, "CPU threads to compute with; default: torch's choice.", text=0, min=0, max=4096, show_default=True
+    )
     throttle_units_per_s: float | None = option(
         None,
         "Compute as a device of this speed would.",

@@ -9,26 +9,26 @@ The field says the flag, the key in a file, the check and the help; the command 
     @command
     def fit(lent: Lent) -> None: ...
 
-A command that takes some of a class's options names them, in the order of its help: `Annotated[Lent, "memory_bytes"]`. One with
-other defaults than the class has gives them as an instance: `lent: Lent = Lent(memory_bytes=...)`.
+A command that takes some of a class's options names them, in the order of its help: `Annotated[Lent, "memory_bytes nice"]`.
+One with other defaults than the class has gives them as an instance: `lent: Lent = Lent(memory_bytes=...)`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
-import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from swarmnode.errors import UsageError
 
 T = TypeVar("T")
-_KEY = "option"  # in a field's metadata: its Definition, or the class of the settings in it
+_KEY = "option"  # in a field's metadata: its Definition, or the settings in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str
 
     Args:
         default: the value where nothing else is typed than `text`; `...` has it required.
-        text: the default as it is typed, and as the help shows it.
+        text: the default as it is typed, and as the help shows it unless it stands for None.
         typed: the type of what is typed; by default that of `text`.
         parse: makes the value of what is typed, and its flag. Raises UsageError.
         factory: makes the default.
@@ -79,9 +79,19 @@ def argument(default: Any, help_text: str, **details: Any) -> Any:
     return _field(typer.Argument, default, (), help=help_text, **details)
 
 
-def settings(cls: type) -> Any:
-    """A field that holds settings of another class, whose options stand at this place."""
-    return dataclasses.field(default_factory=cls, metadata={_KEY: cls}, kw_only=True)
+def settings(cls: type, names: str = "", base: Any = None) -> Any:
+    """Define a place where the options of another class stand: all or those of `names`, with defaults as `base` has them."""
+    return dataclasses.field(default_factory=cls, metadata={_KEY: _Inner(cls, names.split(), base)}, kw_only=True)
+
+
+class _Inner(NamedTuple):
+    cls: type
+    names: Sequence[str]
+    base: Any
+
+    def definitions(self) -> dict[str, Definition]:
+        found = definitions(self.cls, self.base)
+        return {name: found[name] for name in self.names or found}
 
 
 def _field(
@@ -95,6 +105,8 @@ def _field(
     factory: Callable[[], Any] | None = None,
     **details: Any,
 ) -> Any:
+    if text is not None and default is None:
+        details = {"show_default": False, **details}
     if text is None:
         text = "" if default is None and typed is None else [] if default == () else default
     if typed is None:
@@ -118,13 +130,13 @@ def one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
     return check
 
 
-def definitions(cls: type, base: object = None) -> dict[str, Definition]:
+def definitions(cls: type, base: Any = None) -> dict[str, Definition]:
     """Return the definitions of a settings class by the names of their fields, with defaults as `base` has them."""
     found: dict[str, Definition] = {}
     for field in dataclasses.fields(cls):
         entry = field.metadata[_KEY]
-        if not isinstance(entry, Definition):
-            found |= definitions(entry, base and getattr(base, field.name))
+        if isinstance(entry, _Inner):
+            found |= entry.definitions()
         elif base is None or getattr(base, field.name) == _default(field):
             found[field.name] = entry
         else:
@@ -136,12 +148,17 @@ def build(cls: type[T], typed: Mapping[str, Any], base: T | None = None) -> T:
     """Build settings of what was typed, by the names of their fields; the rest is as in `base`. Raises UsageError."""
     known, given = definitions(cls, base), dict[str, Any]()
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a settings class is a dataclass
-        if field.name not in known:
-            inner = field.metadata[_KEY]
-            given[field.name] = build(inner, typed, base and getattr(base, field.name))
-        elif field.name in typed and typed[field.name] != known[field.name].text:
-            given[field.name] = known[field.name].read(field.name, typed[field.name])
+        name, entry = field.name, field.metadata[_KEY]
+        if isinstance(entry, _Inner):
+            inner = {each: typed[each] for each in entry.definitions() if each in typed}
+            given[name] = build(entry.cls, inner, entry.base)
+        elif name in typed and typed[name] != known[name].text:
+            given[name] = known[name].read(name, typed[name])
     return cls(**given) if base is None else dataclasses.replace(base, **given)  # type: ignore[type-var]
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def of_same_names(cls: type[T], source: object, **more: Any) -> T:
@@ -153,52 +170,32 @@ def of_same_names(cls: type[T], source: object, **more: Any) -> T:
 
 def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function as typer takes it: with a parameter for each option of its settings, which it still gets whole."""
-    shown: list[inspect.Parameter] = []
-    readers: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
-    parameters = inspect.signature(function).parameters
-    hints = _hints(
-        function, [name for name, each in parameters.items() if not isinstance(each.default, dataclasses.Field)]
-    )
-    for name, parameter in parameters.items():
+    fields, plain = list[tuple[str, Any, Any]](), list[inspect.Parameter]()
+    for name, parameter in inspect.signature(function).parameters.items():
         if isinstance(parameter.default, dataclasses.Field):
-            shown.append(parameter.default.metadata[_KEY].parameter(name))
-            readers[name] = functools.partial(_value, parameter.default, name)
+            fields.append((name, Any, copy.copy(parameter.default)))
             continue
-        cls, *names = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        if dataclasses.is_dataclass(cls) and isinstance(cls, type):
+        hint = _hint(function, name)
+        cls, *names = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(cls):
             base = None if parameter.default is parameter.empty else parameter.default
-            known = definitions(cls, base)
-            chosen = names or [*known]
-            shown += [known[each].parameter(each) for each in chosen]
-            readers[name] = functools.partial(_settings, cls, base, chosen)
+            fields.append((name, Any, settings(cls, " ".join(names), base)))  # type: ignore[arg-type]  # the class itself
         else:
-            shown.append(parameter.replace(annotation=cls, kind=parameter.KEYWORD_ONLY))
-            readers[name] = operator.itemgetter(name)
+            plain.append(parameter.replace(annotation=cls))
+    arguments = dataclasses.make_dataclass("arguments", fields, frozen=True)
+    shown = [*plain, *(definition.parameter(name) for name, definition in definitions(arguments).items())]
 
     @functools.wraps(function)
     def taking(**typed: Any) -> T:
-        return function(**{name: read(typed) for name, read in readers.items()})
+        given = {each.name: typed[each.name] for each in plain}
+        return function(**given, **vars(build(arguments, typed)))
 
     taking.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     taking.__annotations__ = {each.name: each.annotation for each in shown}
     return taking
 
 
-def _hints(function: Callable[..., Any], names: Sequence[str]) -> dict[str, Any]:
-    """Evaluate these parameters' annotations; others may name types that are imported for type checkers only."""
-    annotations = {name: function.__annotations__[name] for name in names}
-    holder: Any = types.SimpleNamespace(__annotations__=annotations)
-    return get_type_hints(holder, function.__globals__, include_extras=True)
-
-
-def _value(field: Any, name: str, typed: Mapping[str, Any]) -> Any:
-    definition = field.metadata[_KEY]
-    return _default(field) if typed[name] == definition.text else definition.read(name, typed[name])
-
-
-def _settings(cls: type[T], base: T | None, names: Sequence[str], typed: Mapping[str, Any]) -> T:
-    return build(cls, {name: typed[name] for name in names}, base)
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _hint(function: Callable[..., Any], name: str) -> Any:
+    """Evaluate this parameter's annotation alone: others may name types that are imported for type checkers only."""
+    holder: Any = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
+    return get_type_hints(holder, function.__globals__, include_extras=True)[name]

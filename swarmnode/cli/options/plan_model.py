@@ -12,6 +12,7 @@ from swarmnode.cli.options.option import option
 from swarmnode.cli.options.output_file import write_output
 from swarmnode.cli.terminal.console import fail, print_json
 from swarmnode.cli.terminal.effort import Effort
+from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
     from swarmnode.plan.offline.hosting import DeviceRates, Workload
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from swarmnode.simulate.environment.model import Model
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def card_name(text: str, flag: str) -> str:
+    """Return the name of a card. Raises UsageError for one that is not known."""
+    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
+
+    if find_gpu(text) is None:
+        raise UsageError(f"{flag} {text}: known are {', '.join(known_gpus())}")
+    return text
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class ModelOptions:
     sequence: int = option(1024, "With --model: tokens of a sequence, if it has any.", min=1, max=1 << 24)
     microbatches: int = option(32, "With --model: of a step.", min=1, max=1 << 20)
     dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES))
-    gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME")
+    gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME", parse=card_name)
 
     def tokens_for(self, model: Model) -> int:
         """Tokens of a microbatch."""
@@ -59,13 +69,7 @@ class ShapeOptions:
 
 
 def plan_model(
-    network: Scenario,
-    options: ModelOptions,
-    shape: ShapeOptions,
-    effort: Effort,
-    report: Path | None,
-    *,
-    as_json: bool,
+    network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort, report: Path | None, *, as_json: bool
 ) -> None:
     """Plan and print which device holds which layers."""
     from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
@@ -101,10 +105,6 @@ def plan_model(
 
 def _with_cards(network: Scenario, gpu: str) -> Scenario:
     """The scenario with a card for each device of which it says neither card nor speed."""
-    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
-
-    if find_gpu(gpu) is None:
-        fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
     unknown = (None,) * network.devices
     speeds = network.decode_units_per_s or unknown, network.training_units_per_s or unknown
     told = zip(network.gpus, network.peak_flops, *speeds, strict=True)

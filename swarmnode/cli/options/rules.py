@@ -31,7 +31,6 @@ from swarmnode.errors import UsageError
 from swarmnode.lending.rules import DAYS, Hours, Rules
 
 FILE = "rules.toml"
-MAX_FILE_BYTES = 1 << 16
 LAST_DAY = 28  # that every month has
 
 
@@ -160,12 +159,9 @@ _RULES = {
 
 def read_rules(home: Path, flags: RuleOptions = RuleOptions()) -> Rules:
     """Read the rules of a file (`rules.toml` in the home folder, if there is one) and add those of flags. Raises UsageError."""
-    path = flags.rules_file or home / FILE
-    texts = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of rules")
-    if texts is None and flags.rules_file is not None:
-        raise UsageError(f"{path}: no such file")
+    texts = read_toml(flags.rules_file, home / FILE, what="a file of rules")
     given = {field: value for field, _ in _RULES.values() if (value := getattr(flags, field))}
-    return replace(parse_rules(texts or {}), **given)
+    return replace(parse_rules(texts), **given)
 
 
 def parse_rules(texts: Mapping[str, Any]) -> Rules:

@@ -65,11 +65,8 @@ class SamplingOptions:
         "With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
         text=-1,
         parse=_from_zero,
-        show_default=False,
     )
-    seed: int | None = option(
-        None, "The same seed draws the same text; default: a new one.", text=-1, parse=_from_zero, show_default=False
-    )
+    seed: int | None = option(None, "The same seed draws the same text; default: a new one.", text=-1, parse=_from_zero)
 
     @property
     def grammar(self) -> Grammar | None:

@@ -29,7 +29,7 @@ def fit(
         typed=list[str],
         metavar="MODEL…",
     ),
-    node: Annotated[NodeOptions, "memory_bytes", "device"],
+    node: Annotated[NodeOptions, "memory_bytes device"],
     rtt: float = option(20.0, "Round trip between machines.", metavar="MS", min=0.0, max=60_000.0),
     as_json: bool = JSON,
 ) -> None:

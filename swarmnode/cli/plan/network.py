@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import option
-from swarmnode.cli.options.output_file import check_output, write_output
-from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, run_async, say
+from swarmnode.cli.options.output_file import output_path, write_output
+from swarmnode.cli.options.swarm import SWARM
+from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, say
 from swarmnode.counting import counted
 
 
@@ -18,7 +18,9 @@ from swarmnode.counting import counted
 def network(
     *,
     swarm: str = SWARM,
-    output: Path = option(None, "Write it there; default: print it.", "--output", "-o", typed=Path, metavar="FILE"),
+    output: Path = option(
+        None, "Write it there; default: print it.", "--output", "-o", typed=Path, parse=output_path, metavar="FILE"
+    ),
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:
@@ -27,19 +29,11 @@ def network(
     Example: swarmnode network friends.swarm -o network.json
     """
     logs.begin()
-    check_output("--output", output)
-    from swarmnode.client.swarm_client import SwarmClient
-
-    async def look(_stop: asyncio.Event) -> None:
-        here = home
-        async with await SwarmClient.join(open_swarm(swarm, here), home=here) as client:
-            found = client.network()
-        if output is None:
-            print_json(found)
-        else:
-            _write(output, found)
-
-    run_async(look)
+    found = ask(swarm, home, lambda client: client.network())
+    if output is None:
+        print_json(found)
+    else:
+        _write(output, found)
 
 
 def _write(output: Path, found: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.options.output_file import check_output, write_output
+from swarmnode.cli.options.output_file import output_path, write_output
 from swarmnode.cli.options.plan_model import ModelOptions, ShapeOptions, plan_model
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.effort import Effort
@@ -48,6 +48,7 @@ def plan(
         "Write a page with the network as a map and a matrix, and the plan drawn in.",
         typed=Path,
         metavar="OUT.html",
+        parse=output_path,
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -61,7 +62,6 @@ def plan(
     """
     from swarmnode.plan.offline.scenario import Scenario
 
-    check_output("--report", report)
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
     if model.source:

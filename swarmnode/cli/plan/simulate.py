@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.averaging import AveragingOptions
 from swarmnode.cli.options.option import argument, of_same_names, option
-from swarmnode.cli.options.output_file import check_output, write_output
+from swarmnode.cli.options.output_file import output_path, write_output
+from swarmnode.cli.options.plan_model import card_name
 from swarmnode.cli.terminal.bars import share_bar
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
 
@@ -45,7 +46,7 @@ class WorldOptions:
     hours: float = option(0.25, "How long.", min=0.001, max=10_000)
     seed: int = option(0, "Of all that is random: the same seed gives the same numbers.")
     peers: int = option(0, "Copy the scenario's devices up to so many peers.", min=0, max=100_000)
-    gpu: str = option("", "The card of devices that the scenario says nothing of.", metavar="NAME")
+    gpu: str = option("", "The card of devices that the scenario says nothing of.", metavar="NAME", parse=card_name)
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,17 @@ def simulate(
     served: ServeOptions,
     trained: TrainOptions,
     averages: Annotated[
-        AveragingOptions,
-        "average_every",
-        "average_codec",
-        "average_rank",
-        "average_alternating",
-        "average_by_line",
+        AveragingOptions, "average_every average_codec average_rank average_alternating average_by_line"
     ],
     plan: Path = option(None, "Begin from what plan --model --json printed.", typed=Path, metavar="PLAN.json"),
     rebalance: bool = option(True, "Whether peers move for throughput.", "--rebalance/--no-rebalance"),
-    report: Path = option(None, "Write a page with plots.", typed=Path, metavar="OUT.html"),
+    report: Path = option(None, "Write a page with plots.", typed=Path, metavar="OUT.html", parse=output_path),
     as_json: bool = JSON,
 ) -> None:
     """Simulate a swarm with the placement, routing and compression that live nodes use, and tell how fast it would be.
 
     Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """
-    check_output("--report", report)
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.summary import summary
@@ -136,7 +131,7 @@ def _simulation(
     from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
     from swarmnode.simulate.simulation import Simulation
 
-    network = _with_gpu(scenario, world.gpu)
+    network = dataclasses.replace(scenario, gpus=tuple(known or world.gpu or None for known in scenario.gpus))
     devices = world.peers or network.devices
     churn, trace = _churn(world.churn, devices)
     shape = load_model(world.model, trained.microbatch)
@@ -154,17 +149,6 @@ def _simulation(
     )
     spans = None if plan is None else _planned(plan, settings.workload, devices, shape.units)
     return Simulation(network, shape, settings, peers=world.peers, trace=trace, spans=spans)
-
-
-def _with_gpu(network: Scenario, gpu: str) -> Scenario:
-    """The scenario, with a card for devices of which nothing is known."""
-    if not gpu:
-        return network
-    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
-
-    if find_gpu(gpu) is None:
-        fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
-    return dataclasses.replace(network, gpus=tuple(known or gpu for known in network.gpus))
 
 
 def _planned(path: Path, workload: str, devices: int, units: int) -> list[Span]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, run_async
+from swarmnode.cli.options.swarm import THIS_SWARM
+from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json
 from swarmnode.codec.trace_messages import TRACE_ID_BYTES
 
 if TYPE_CHECKING:
@@ -39,17 +39,9 @@ def trace(
     """
     logs.begin()
     trace_id = parse_trace_id(session)
-    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.roles.measuring.timeline import Timeline
 
-    async def ask(_stop: asyncio.Event) -> Timeline:
-        client = await SwarmClient.join(open_swarm(swarm, home), home=home)
-        try:
-            return Timeline(await client.traces(trace_id))
-        finally:
-            await client.close()
-
-    timeline = run_async(ask)
+    timeline = Timeline(ask(swarm, home, lambda client: client.traces(trace_id)))
     if not timeline.stops:
         fail(f"no peer that is here now remembers the session {session}")
     if as_json:
