@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import typer
 
 from swarmnode.cli.main import app
+from swarmnode.cli.options.option import definitions
+from swarmnode.cli.options.rules import RuleOptions, parse_rules
+from swarmnode.cli.options.toml_file import read_toml
 from tests.cli.command import ROOT
 
 FROZEN = Path(__file__).with_name("help.txt")
@@ -71,6 +75,27 @@ def test_pages_name_flags_that_there_are() -> None:
                     if flag.startswith("--") and flag not in known[name] | {"--help"}
                 ]
     assert wrong == []
+
+
+def test_the_volunteers_page_shows_what_files_may_say() -> None:
+    """Its node.toml has options of `run`, and its rules.toml is one, with all rules that there are."""
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "volunteer.md").read_text(), re.DOTALL)
+    node, rules = (read(block) for block in blocks)
+    options = {option.opts[0] for option in typer.main.get_command(app).commands["run"].params}
+    assert {f"--{name.replace('_', '-')}" for name in node} <= options
+    assert parse_rules(rules).any
+    assert set(rules) == {definition.flag(name)[2:].replace("-", "_") for name, definition in rule_definitions()}
+
+
+def read(text: str) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return read_toml(None, Path(file.name), what="TOML")
+
+
+def rule_definitions() -> list[tuple[str, Any]]:
+    return [(name, each) for name, each in definitions(RuleOptions).items() if name != "rules_file"]
 
 
 def test_no_command_takes_options_one_by_one() -> None:

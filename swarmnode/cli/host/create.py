@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, found, new_beside, new_owner, new_swarm_file
-from swarmnode.cli.options.option import argument, of_same_names, option
+from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
@@ -35,10 +35,8 @@ class NewModelOptions:
         "organisation/model@revision); quantised ones are dequantised.",
         metavar="PATH|HUB_ID",
     )
-    config: Path | None = option(
-        None,
+    config: Path | None = path_option(
         "Train from random weights: a folder with a config.json of transformers, and a tokenizer if there is one.",
-        typed=Path,
         metavar="DIR",
     )
     module: str = option(

@@ -57,12 +57,7 @@ class AdmissionOptions:
     private: bool = option(False, "Only those whom you invite belong to it.")
     uses: int = option(USES, "How many peers may use the invite to a --private swarm; 0: any number.")
     life_s: float | None = option(
-        30 * 86_400.0,
-        "When memberships by it end: 12h, 7d, 4w, never.",
-        "--expires",
-        text="30d",
-        metavar="7d",
-        parse=parse_life,
+        "30d", "When memberships by it end: 12h, 7d, 4w, never.", "--expires", metavar="7d", parse=parse_life
     )
 
 

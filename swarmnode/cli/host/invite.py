@@ -20,12 +20,7 @@ class InviteOptions:
     peer: str = option("", "For this peer alone; `swarmnode id` prints it there.", metavar="ID")
     role: str = option("volunteer", "What the member may do: lend, ask, train, be a bootstrap peer.", choices=ROLES)
     life_s: float | None = option(
-        365 * 86_400.0,
-        "When the memberships by it end: 12h, 7d, 4w, or never.",
-        "--expires",
-        text="365d",
-        metavar="7d",
-        parse=parse_life,
+        "365d", "When the memberships by it end: 12h, 7d, 4w, or never.", "--expires", metavar="7d", parse=parse_life
     )
     uses: int = option(0, "How many peers may use it; default: any number.", metavar="N")
     group: str = option(

@@ -26,7 +26,7 @@ def patience_option(seconds: float, help_text: str) -> Any:
     return option(seconds, help_text, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS")
 
 
-def _trust(words: Sequence[str] = (), _flag: str = "") -> Trust:
+def _trust(words: Sequence[str], _flag: str) -> Trust:
     from swarmnode.swarm.peers.trust import parse_trust
 
     return parse_trust(words)
@@ -39,7 +39,6 @@ TRUST = option(
     "--trust",
     metavar="PEER|group:NAME|net:CIDR",
     parse=_trust,
-    factory=_trust,
 )
 
 

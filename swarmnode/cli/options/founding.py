@@ -91,7 +91,6 @@ ADAPTERS = option(
     "--adapter",
     metavar="NAME=DIR",
     parse=_adapters,
-    factory=dict,
 )
 
 

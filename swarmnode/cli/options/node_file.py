@@ -16,7 +16,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from swarmnode.cli.options.option import option
+from swarmnode.cli.options.option import path_option
 from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.console import default_home, fail
 from swarmnode.errors import UsageError
@@ -25,7 +25,7 @@ FILE = "node.toml"
 PREFIX = "SWARMNODE_RUN_"
 ELSEWHERE = frozenset({"home", "config", "help"})  # they say where the file is, or nothing of a node
 
-CONFIG = option(None, f"Options in a file; default: {FILE} in the home folder.", "--config", typed=Path, metavar="FILE")
+CONFIG = path_option(f"Options in a file; default: {FILE} in the home folder.", "--config")
 
 
 class ConfiguredCommand(TyperCommand):

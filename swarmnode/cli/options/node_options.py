@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import of_same_names, option, settings
+from swarmnode.cli.options.option import of_same_names, option, path_option, settings
 from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RuleOptions, read_rules
 from swarmnode.cli.terminal.console import home_option
@@ -38,7 +38,7 @@ def _load_plan(path: Path, _flag: str) -> PlanFile:
     return PlanFile.load(path)
 
 
-addresses_option = partial(option, (), metavar="MADDR", parse=_addresses())
+addresses_option = partial(option, [], metavar="MADDR", parse=_addresses())
 disk_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
 
 
@@ -77,11 +77,10 @@ class NodeOptions:
         None, "The same of what comes from peers.", "--max-download", metavar="RATE", parse=parse_rate
     )
     share: float = option(
-        1.0,
+        "100%",
         "Compute for so much of the time only, as 50%.",
         "--cpu-share",
         "--gpu-share",
-        text="100%",
         metavar="SHARE",
         parse=parse_share,
     )
@@ -103,20 +102,17 @@ class NodeOptions:
         metavar="|".join(COMPRESSIONS),
     )
     audit_share: float = option(
-        0.03,
+        "3%",
         "In training, compute so much of what others computed once more, to find who is false; 0%: nothing.",
-        text="3%",
         metavar="SHARE",
         parse=partial(parse_share, zero=True),
     )
     span: Span | None = option(
         None, "Hold units A to B-1; default: what the swarm needs most.", metavar="A:B", parse=parse_span
     )
-    plan: PlanFile | None = option(
-        None,
+    plan: PlanFile | None = path_option(
         "In training, begin where plan --model --json put this node, and stay while the plan's other peers are at their "
         "places.",
-        typed=Path,
         metavar="PLAN.json",
         parse=_load_plan,
     )

@@ -21,6 +21,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -62,11 +63,11 @@ def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str
     """Define an option. Without `flags` its name is its flag; `choices` are all that may be typed.
 
     Args:
-        default: the value where nothing else is typed than `text`; `...` has it required.
-        text: the default as it is typed, and as the help shows it unless it stands for None.
+        default: what counts if nothing is typed, as it is typed and as the help shows it; `...` has something typed.
+        text: what is typed for a default of None, which the help does not show.
         typed: the type of what is typed; by default that of `text`.
         parse: makes the value of what is typed, and its flag. Raises UsageError.
-        factory: makes the default.
+        factory: makes the value of a default that is not there yet.
         details: typer's keywords.
     """
     if choices:
@@ -77,6 +78,11 @@ def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str
 def argument(default: Any, help_text: str, **details: Any) -> Any:
     """Define an argument, by the same keywords."""
     return _field(typer.Argument, default, (), help=help_text, **details)
+
+
+def path_option(help_text: str, *flags: str, metavar: str = "FILE", **details: Any) -> Any:
+    """Define an option that is a path, None if it is not given."""
+    return option(None, help_text, *flags, typed=Path, metavar=metavar, **details)
 
 
 def settings(cls: type, names: str = "", base: Any = None) -> Any:
@@ -105,14 +111,16 @@ def _field(
     factory: Callable[[], Any] | None = None,
     **details: Any,
 ) -> Any:
-    if text is not None and default is None:
+    if text is not None:
         details = {"show_default": False, **details}
-    if text is None:
-        text = "" if default is None and typed is None else [] if default == () else default
+    else:
+        text = "" if default is None and typed is None else default
     if typed is None:
         typed = list[str] if isinstance(text, list) else str if text is ... else type(text)
-    if factory is None and default == []:
-        factory = list
+    if default == []:
+        factory = list if parse is None else functools.partial(parse, [], "")
+    elif isinstance(default, str) and default and parse is not None:
+        default = parse(default, "")
     made = {"default_factory": factory} if factory is not None else {} if default is ... else {"default": default}
     definition = Definition(show, text, flags, typed, parse, details)
     return dataclasses.field(**made, metadata={_KEY: definition}, kw_only=True)  # type: ignore[call-overload]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.options.option import option
+from swarmnode.cli.options.option import path_option
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.files.bounded import read_bounded
@@ -30,10 +30,8 @@ MAX_PASSWORD_FILE_BYTES = 1 << 16
 class OwnerOptions:
     """Where the owner's key is, and its password."""
 
-    owner_key: Path | None = option(
-        None, "The owner's key; default: NAME.owner beside NAME.swarm.", typed=Path, metavar="FILE"
-    )
-    password_file: Path | None = option(None, "The owner's password is its first line.", typed=Path, metavar="FILE")
+    owner_key: Path | None = path_option("The owner's key; default: NAME.owner beside NAME.swarm.")
+    password_file: Path | None = path_option("The owner's password is its first line.")
 
     def key_of(self, swarm_file: Path) -> SigningKey:
         """Return the key to a swarm, unlocked. Raises UsageError with what is wrong."""

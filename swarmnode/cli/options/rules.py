@@ -1,17 +1,6 @@
 """The rules of lending as people write them: in HOME/rules.toml, or in a flag, which counts before the file.
 
-only_idle = "10m"           # nobody has touched keyboard or mouse for so long
-max_load = "25%"            # of all CPUs, by other programs
-exclusive = ["blender"]     # programs beside which it does not lend
-hours = "22:00-07:00"
-days = "mon-fri"            # or "sat,sun"
-on_mains = true
-max_pressure = "10%"        # of the time some program waits for memory
-monthly = "500GB"           # sent and received, in a month
-month_day = "15"            # on which the month begins: 1 to 28
-unmetered = true            # not where the connection is paid by what it carries
-max_gpu_memory = "2GB"      # of a card's, used by other programs
-max_gpu_load = "25%"        # of a card's time, by other programs
+A rule is called in the file as its flag is, with underlines: max_load = "25%" is --max-load 25%.
 """
 
 from __future__ import annotations
@@ -23,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swarmnode.cli.options.option import definitions, option
+from swarmnode.cli.options.option import definitions, option, path_option
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
 from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.durations import parse_duration
@@ -103,9 +92,7 @@ def _rule(default: Any, help_text: str, flag: str, parse: Callable[[Any, str], A
 class RuleOptions:
     """The rules that flags give, by the names of the fields of Rules; a rule that is not given is None or empty."""
 
-    rules_file: Path | None = option(
-        None, "Rules for when to lend; default: rules.toml in the home folder.", "--rules", typed=Path, metavar="FILE"
-    )
+    rules_file: Path | None = path_option("Rules for when to lend; default: rules.toml in the home folder.", "--rules")
     only_idle_s: float | None = _rule(
         None,
         "Lend only while nobody has touched keyboard or mouse for so long.",
@@ -117,10 +104,10 @@ class RuleOptions:
         None, "Pause while other programs use more of the CPUs.", "--max-load", _share, metavar="25%"
     )
     exclusive: frozenset[str] = _rule(
-        frozenset(), "Pause while this program runs. Repeatable.", "--exclusive", _programs, text=[], metavar="PROGRAM"
+        [], "Pause while this program runs. Repeatable.", "--exclusive", _programs, metavar="PROGRAM"
     )
     hours: Hours | None = _rule(None, "Lend at these hours only.", "--hours", _hours, metavar="22:00-07:00")
-    days: frozenset[int] = _rule(frozenset(), "Lend on these days only.", "--days", _days, text="", metavar="mon-fri")
+    days: frozenset[int] | None = _rule(None, "Lend on these days only.", "--days", _days, metavar="mon-fri")
     on_mains: bool = _rule(False, "Pause on battery.", "--on-mains", _yes)
     max_memory_pressure: float | None = _rule(
         None,

@@ -48,7 +48,6 @@ class SamplingOptions:
         "Add to the logit of a token id, from -100 (never) to 100. Repeatable.",
         metavar="ID=BIAS",
         parse=_logit_bias,
-        factory=dict,
     )
     json_schema: str = option("", "A JSON schema that the text shall fit, or a file with one.", metavar="FILE|{…}")
     lark: str = option("", "A file with a grammar, in Lark, that the text shall follow.", "--grammar", metavar="FILE")

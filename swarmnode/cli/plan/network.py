@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.option import option
+from swarmnode.cli.options.option import path_option
 from swarmnode.cli.options.output_file import output_path, write_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, say
@@ -18,9 +18,7 @@ from swarmnode.counting import counted
 def network(
     *,
     swarm: str = SWARM,
-    output: Path = option(
-        None, "Write it there; default: print it.", "--output", "-o", typed=Path, parse=output_path, metavar="FILE"
-    ),
+    output: Path = path_option("Write it there; default: print it.", "--output", "-o", parse=output_path),
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.options.option import argument, option, path_option
 from swarmnode.cli.options.output_file import output_path, write_output
 from swarmnode.cli.options.plan_model import ModelOptions, ShapeOptions, plan_model
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
@@ -43,10 +43,8 @@ def plan(
         max=86_400,
     ),
     seed: int = option(0, "Of all that is random: the same seed gives the same plan.", min=0),
-    report: Path = option(
-        None,
+    report: Path = path_option(
         "Write a page with the network as a map and a matrix, and the plan drawn in.",
-        typed=Path,
         metavar="OUT.html",
         parse=output_path,
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.averaging import AveragingOptions
-from swarmnode.cli.options.option import argument, of_same_names, option
+from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.output_file import output_path, write_output
 from swarmnode.cli.options.plan_model import card_name
 from swarmnode.cli.terminal.bars import share_bar
@@ -79,9 +79,9 @@ def simulate(
     averages: Annotated[
         AveragingOptions, "average_every average_codec average_rank average_alternating average_by_line"
     ],
-    plan: Path = option(None, "Begin from what plan --model --json printed.", typed=Path, metavar="PLAN.json"),
+    plan: Path = path_option("Begin from what plan --model --json printed.", metavar="PLAN.json"),
     rebalance: bool = option(True, "Whether peers move for throughput.", "--rebalance/--no-rebalance"),
-    report: Path = option(None, "Write a page with plots.", typed=Path, metavar="OUT.html", parse=output_path),
+    report: Path = path_option("Write a page with plots.", metavar="OUT.html", parse=output_path),
     as_json: bool = JSON,
 ) -> None:
     """Simulate a swarm with the placement, routing and compression that live nodes use, and tell how fast it would be.

@@ -14,7 +14,7 @@ from swarmnode.cli.options.activations import CompressionOptions
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.averaging import AveragingOptions
 from swarmnode.cli.options.metrics import MetricsOptions
-from swarmnode.cli.options.option import option
+from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import HOME, LogOptions, command, fail, run_async, say
 from swarmnode.counting import counted
@@ -57,7 +57,7 @@ class LocalOptions:
     """Training in this process, for comparison."""
 
     local: bool = option(False, "Train in this process instead, for comparison.")
-    out: Path | None = option(None, "With --local: write the trained model there.", typed=Path, metavar="DIR")
+    out: Path | None = path_option("With --local: write the trained model there.", metavar="DIR")
     device: str = option("auto", "With --local: auto, cpu, cuda, cuda:1, mps.")
     threads: int = option(0, "With --local: CPU threads; default: all.", show_default=False)
     force: bool = option(False, "Replace a checkpoint in --out.")
@@ -83,7 +83,7 @@ def train(
     robust: bool = option(
         False, "Among strangers: no replica of three or more can drag the average away; liars are left out."
     ),
-    log: Path = option(None, "Write a JSON line for each step.", typed=Path, metavar="FILE"),
+    log: Path = path_option("Write a JSON line for each step."),
     alone: LocalOptions,
     patience: float = patience_option(60.0, "How long to wait for the swarm to answer."),
     home: Path = HOME,

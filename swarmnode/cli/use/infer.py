@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
-from swarmnode.cli.options.option import option
+from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
@@ -38,9 +38,7 @@ def infer(
     inputs: Path = option(
         ..., "The module's inputs, arrays by name (numpy.savez).", "--input", typed=Path, metavar="FILE.npz"
     ),
-    output: Path = option(
-        None, "Write the outputs to this file; default: print what they are.", typed=Path, metavar="FILE.npz"
-    ),
+    output: Path = path_option("Write the outputs to this file; default: print what they are.", metavar="FILE.npz"),
     force: bool = option(False, "Overwrite an existing --output."),
     trust: Trust = TRUST,
     patience: float = PATIENCE,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.gateway import PORT, GatewayAddress
-from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.options.option import argument, option, path_option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
@@ -33,7 +33,7 @@ def serve(
     ),
     port: int = option(PORT, "Where to listen; 0 takes a free port.", min=0, max=65535),
     host: str = option("127.0.0.1", "0.0.0.0 is for all: with --keys only.", metavar="ADDRESS"),
-    keys: Path = option(None, "Who may ask: a file of hashed keys.", typed=Path, metavar="FILE"),
+    keys: Path = path_option("Who may ask: a file of hashed keys."),
     new_key: str = option("", "Add a key to the --keys FILE, print it, and serve nothing.", metavar="NAME"),
     cors: list[str] = option(
         [], "Pages that may call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
