@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from swarmnode.cli.main import app
-from swarmnode.cli.options.option import definitions
+from swarmnode.cli.options.option import definitions, file_key
 from swarmnode.cli.options.rules import RuleOptions, parse_rules
 from swarmnode.cli.options.toml_file import read_toml
 from tests.cli.command import ROOT
@@ -84,7 +84,7 @@ def test_the_volunteers_page_shows_what_files_may_say() -> None:
     options = {option.opts[0] for option in typer.main.get_command(app).commands["run"].params}
     assert {f"--{name.replace('_', '-')}" for name in node} <= options
     assert parse_rules(rules).any
-    assert set(rules) == {definition.flag(name)[2:].replace("-", "_") for name, definition in rule_definitions()}
+    assert set(rules) == {file_key(definition.flag(name)) for name, definition in rule_definitions()}
 
 
 def read(text: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from swarmnode.cli.options.metrics import MetricsOptions
-from swarmnode.cli.options.node_options import NodeOptions, addresses_option, disk_option
+from swarmnode.cli.options.node_options import NodeOptions, addresses_option, size_option
 from swarmnode.cli.options.option import option
 from swarmnode.cli.options.quantities import parse_name
 from swarmnode.cli.options.swarm import SWARM, open_swarm
@@ -22,7 +22,7 @@ class BootstrapOptions(NodeOptions):
     host_maddrs: tuple[str, ...] = addresses_option(
         "Listen here too, beside the addresses that the invite promises. Repeatable.", "--host-maddr"
     )
-    max_cache_bytes: int | None = disk_option(
+    max_cache_bytes: int | None = size_option(
         "Disk space for training states, so that none is lost with its node; default: a quarter of what is free.",
         "--disk",
     )

@@ -39,11 +39,10 @@ def credit(
     from swarmnode.roles.credit.worker_credits import folder_credits, summary, worker_credits
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
-    here = home
     if where and Path(where).is_dir() and not swarm_path(where).is_file():
         found = folder_credits(Path(where))
     else:
-        found = worker_credits(here, open_swarm(where, here).id)
+        found = worker_credits(home, open_swarm(where, home).id)
     if as_json:
         print_json([{**summary(one), "by_client": dict(one.credit.by_client)} for one in found])
         return
@@ -55,7 +54,7 @@ def credit(
     for one in found:
         say(_sentence(one))
         show(_table(one))
-    if (energy := energy_used(here)) is not None:
+    if (energy := energy_used(home)) is not None:
         say(f"The cards of this machine drew {energy} while its nodes ran.")
 
 

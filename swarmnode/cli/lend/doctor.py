@@ -47,15 +47,14 @@ def doctor(
     from swarmnode.examination.machine import examine_machine
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    folder = home
-    loaded = load_swarm(swarm, folder) if swarm else None
-    findings = examine_machine(folder)
+    loaded = load_swarm(swarm, home) if swarm else None
+    findings = examine_machine(home)
     if online:
         from swarmnode.examination.network import examine_network
 
         findings += examine_network()
     if loaded is not None:
-        findings += run_async(lambda _stop: _examine_swarm(loaded, folder, bandwidth))
+        findings += run_async(lambda _stop: _examine_swarm(loaded, home, bandwidth))
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:

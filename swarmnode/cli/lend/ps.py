@@ -18,9 +18,8 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     """
     from swarmnode.lending.control_client import is_listening, running_gateways, running_nodes, tell_node
 
-    folder = home
-    sockets = [("run", *found) for found in running_nodes(folder).items()]
-    sockets += [("serve", *found) for found in running_gateways(folder).items()]
+    sockets = [("run", *found) for found in running_nodes(home).items()]
+    sockets += [("serve", *found) for found in running_gateways(home).items()]
     answers = [
         {"node": name, "does": does, **answer}
         for does, name, path in sockets

@@ -32,8 +32,7 @@ def why(
     Example: swarmnode why 12
     """
     LogOptions().begin()
-    folder = home
-    explained = _ask_swarm(swarm, about, folder) if swarm else _ask_nodes(about, folder)
+    explained = _ask_swarm(swarm, about, home) if swarm else _ask_nodes(about, home)
     if as_json:
         print_json(explained)
         return

@@ -16,7 +16,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from swarmnode.cli.options.option import path_option
+from swarmnode.cli.options.option import file_key, path_option
 from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.console import default_home, fail
 from swarmnode.errors import UsageError
@@ -59,7 +59,7 @@ class ConfiguredCommand(TyperCommand):
 def _flag(option: Any) -> str:
     """What an option is called in a file: its flag, with underlines; empty for what no file may say."""
     flags = [name for name in option.opts if name.startswith("--")]
-    name = flags[0].lstrip("-").replace("-", "_") if flags else ""
+    name = file_key(flags[0]) if flags else ""
     return "" if name in ELSEWHERE else name
 
 

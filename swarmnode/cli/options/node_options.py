@@ -38,8 +38,9 @@ def _load_plan(path: Path, _flag: str) -> PlanFile:
     return PlanFile.load(path)
 
 
+rate_option = partial(option, None, metavar="RATE", parse=parse_rate)
 addresses_option = partial(option, [], metavar="MADDR", parse=_addresses())
-disk_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
+size_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,8 @@ class NodeOptions:
     capture: str = option(
         "auto", "On a card, replay steps of decoding as CUDA graphs where that works.", metavar="auto|off"
     )
-    memory_bytes: int | None = option(
-        None, "Memory to lend, as 6GB or 512MiB; default: what is free.", "--memory", metavar="SIZE", parse=parse_bytes
-    )
-    max_cache_bytes: int | None = disk_option(
+    memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: what is free.", "--memory")
+    max_cache_bytes: int | None = size_option(
         "Disk space for fetched weights of all swarms, and for training states of others; default: most of what is free.",
         "--disk",
     )
@@ -66,16 +65,10 @@ class NodeOptions:
         min=1,
         max=16,
     )
-    max_upload_bps: float | None = option(
-        None,
-        "Send no faster than this, as in 8Mbit; default: as fast as it goes.",
-        "--max-upload",
-        metavar="RATE",
-        parse=parse_rate,
+    max_upload_bps: float | None = rate_option(
+        "Send no faster than this, as in 8Mbit; default: as fast as it goes.", "--max-upload"
     )
-    max_download_bps: float | None = option(
-        None, "The same of what comes from peers.", "--max-download", metavar="RATE", parse=parse_rate
-    )
+    max_download_bps: float | None = rate_option("The same of what comes from peers.", "--max-download")
     share: float = option(
         "100%",
         "Compute for so much of the time only, as 50%.",

@@ -59,6 +59,11 @@ class Definition:
         return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
 
 
+def file_key(flag: str) -> str:
+    """Return what a flag is called in a file."""
+    return flag.lstrip("-").replace("-", "_")
+
+
 def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str] = (), **details: Any) -> Any:
     """Define an option. Without `flags` its name is its flag; `choices` are all that may be typed.
 

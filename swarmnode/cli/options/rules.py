@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swarmnode.cli.options.option import definitions, option, path_option
+from swarmnode.cli.options.option import definitions, file_key, option, path_option
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
 from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.durations import parse_duration
@@ -29,18 +29,6 @@ def _text(value: Any, name: str) -> str:
     return value.strip()
 
 
-def _seconds(value: Any, name: str) -> float:
-    return parse_duration(_text(value, name))
-
-
-def _share(value: Any, name: str) -> float:
-    return parse_share(_text(value, name), name)
-
-
-def _bytes(value: Any, name: str) -> int:
-    return parse_bytes(_text(value, name), name)
-
-
 def _yes(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name} = {value}: it is true or false")
@@ -53,39 +41,44 @@ def _programs(value: Any, name: str) -> frozenset[str]:
     return frozenset(value)
 
 
-def _hours(value: Any, name: str) -> Hours:
-    match = re.fullmatch(r"(\d{1,2}:\d\d)-(\d{1,2}:\d\d)", _text(value, name))
+def _hours(text: str, name: str) -> Hours:
+    match = re.fullmatch(r"(\d{1,2}:\d\d)-(\d{1,2}:\d\d)", text)
     try:
         start, end = (datetime.time.fromisoformat(part.zfill(5)) for part in (match.groups() if match else ()))
     except ValueError:
-        raise UsageError(f"{name} {value}: write the hours as 22:00-07:00") from None
+        raise UsageError(f"{name} {text}: write the hours as 22:00-07:00") from None
     if start == end:
-        raise UsageError(f"{name} {value}: from when to when? Leave it away to lend at all hours")
+        raise UsageError(f"{name} {text}: from when to when? Leave it away to lend at all hours")
     return Hours(start, end)
 
 
-def _days(value: Any, name: str) -> frozenset[int]:
+def _days(text: str, name: str) -> frozenset[int]:
     days: set[int] = set()
-    for part in _text(value, name).lower().split(","):
+    for part in text.lower().split(","):
         names = part.strip().split("-")
         if len(names) > 2 or not set(names) <= set(DAYS):
-            raise UsageError(f"{name} {value}: write the days as mon-fri or sat,sun")
+            raise UsageError(f"{name} {text}: write the days as mon-fri or sat,sun")
         start, end = DAYS.index(names[0]), DAYS.index(names[-1])
         days.update((start + step) % 7 for step in range((end - start) % 7 + 1))
     return frozenset(days)
 
 
-def _day(value: Any, name: str) -> int:
-    text = _text(value, name)
+def _day(text: str, name: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= LAST_DAY:
-        raise UsageError(f"{name} {value}: the day of the month on which it begins, 1 to {LAST_DAY}")
+        raise UsageError(f"{name} {text}: the day of the month on which it begins, 1 to {LAST_DAY}")
     return int(text)
 
 
-def _rule(default: Any, help_text: str, flag: str, parse: Callable[[Any, str], Any], **details: Any) -> Any:
-    """Define a rule: the flag, and the name that it has in the file and in what is told of it."""
-    name = flag.lstrip("-").replace("-", "_")
-    return option(default, help_text, flag, parse=lambda value, _flag: parse(value, name), **details)
+def _rule(
+    help_text: str, flag: str, parse: Callable[[Any, str], Any], metavar: str | None = None, default: Any = None
+) -> Any:
+    """Define a rule, a text unless it has a default of another kind: its flag, and its name in the file and in errors."""
+    name = file_key(flag)
+
+    def read(value: Any, _flag: str) -> Any:
+        return parse(_text(value, name) if default is None else value, name)
+
+    return option(default, help_text, flag, parse=read, metavar=metavar)
 
 
 @dataclass(frozen=True)
@@ -94,51 +87,37 @@ class RuleOptions:
 
     rules_file: Path | None = path_option("Rules for when to lend; default: rules.toml in the home folder.", "--rules")
     only_idle_s: float | None = _rule(
-        None,
-        "Lend only while nobody has touched keyboard or mouse for so long.",
-        "--only-idle",
-        _seconds,
-        metavar="10m",
+        "Lend only while nobody has touched keyboard or mouse for so long.", "--only-idle", parse_duration, "10m"
     )
     max_others_load: float | None = _rule(
-        None, "Pause while other programs use more of the CPUs.", "--max-load", _share, metavar="25%"
+        "Pause while other programs use more of the CPUs.", "--max-load", parse_share, "25%"
     )
     exclusive: frozenset[str] = _rule(
-        [], "Pause while this program runs. Repeatable.", "--exclusive", _programs, metavar="PROGRAM"
+        "Pause while this program runs. Repeatable.", "--exclusive", _programs, "PROGRAM", default=[]
     )
-    hours: Hours | None = _rule(None, "Lend at these hours only.", "--hours", _hours, metavar="22:00-07:00")
-    days: frozenset[int] | None = _rule(None, "Lend on these days only.", "--days", _days, metavar="mon-fri")
-    on_mains: bool = _rule(False, "Pause on battery.", "--on-mains", _yes)
+    hours: Hours | None = _rule("Lend at these hours only.", "--hours", _hours, "22:00-07:00")
+    days: frozenset[int] | None = _rule("Lend on these days only.", "--days", _days, "mon-fri")
+    on_mains: bool = _rule("Pause on battery.", "--on-mains", _yes, default=False)
     max_memory_pressure: float | None = _rule(
-        None,
-        "Pause while other programs wait for memory for more of the time.",
-        "--max-pressure",
-        _share,
-        metavar="10%",
+        "Pause while other programs wait for memory for more of the time.", "--max-pressure", parse_share, "10%"
     )
     monthly_bytes: int | None = _rule(
-        None,
-        "Pause for the rest of a month in which so much was sent and received.",
-        "--monthly",
-        _bytes,
-        metavar="500GB",
+        "Pause for the rest of a month in which so much was sent and received.", "--monthly", parse_bytes, "500GB"
     )
-    month_day: int | None = _rule(
-        None, "The day on which that month begins; default: the first.", "--month-day", _day, metavar="15"
-    )
+    month_day: int | None = _rule("The day on which that month begins; default: the first.", "--month-day", _day, "15")
     unmetered: bool = _rule(
-        False, "Pause where the connection is paid by what it carries (NetworkManager).", "--unmetered", _yes
+        "Pause where the connection is paid by what it carries (NetworkManager).", "--unmetered", _yes, default=False
     )
     max_others_gpu_bytes: int | None = _rule(
-        None, "Pause while other programs use more of a card's memory.", "--max-gpu-memory", _bytes, metavar="2GB"
+        "Pause while other programs use more of a card's memory.", "--max-gpu-memory", parse_bytes, "2GB"
     )
     max_others_gpu_load: float | None = _rule(
-        None, "Pause while other programs use more of a card's time.", "--max-gpu-load", _share, metavar="25%"
+        "Pause while other programs use more of a card's time.", "--max-gpu-load", parse_share, "25%"
     )
 
 
 _RULES = {
-    definition.flag(field).lstrip("-").replace("-", "_"): (field, definition)
+    file_key(definition.flag(field)): (field, definition)
     for field, definition in definitions(RuleOptions).items()
     if field != "rules_file"
 }

@@ -50,26 +50,22 @@ def status(
     from swarmnode.roles.credit.worker_credits import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
-        here = home
-        client = await SwarmClient.join(open_swarm(swarm, here), home=here)
+        async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
 
-        def status_of() -> dict[str, Any]:
-            picture = client.status()
-            return {**picture, "credit": list(map(summary, worker_credits(here, bytes.fromhex(picture["swarm"]))))}
+            def status_of() -> dict[str, Any]:
+                picture = client.status()
+                return {**picture, "credit": list(map(summary, worker_credits(home, bytes.fromhex(picture["swarm"]))))}
 
-        try:
             if watch and as_json:
                 await unless_stopped(_tell(client, status_of), stop)
             elif watch:
-                await unless_stopped(_watch(client, status_of, here), stop)
+                await unless_stopped(_watch(client, status_of, home), stop)
             elif as_json:
                 print_json(status_of())
             else:
                 from swarmnode.cli.terminal.tables import show
 
                 show(status_table(status_of()))
-        finally:
-            await client.close()
 
     run_async(look)
 

@@ -45,7 +45,7 @@ def install(
     from swarmnode.swarm.storage.atomic import write_private
 
     _check_name(name)
-    service = Service(name, tuple(context.args), None if home is None else home)
+    service = Service(name, tuple(context.args), None if context.params["home"] is None else home)
     service = dataclasses.replace(service, node=_parsed(service.all_options)["name"])
     swarm = open_swarm(name, home)
     manager = manager_here()
