@@ -104,6 +104,9 @@ class _Inner(NamedTuple):
         found = definitions(self.cls, self.base)
         return {name: found[name] for name in self.names or found}
 
+    def value(self, typed: Mapping[str, Any]) -> Any:
+        return build(self.cls, {name: typed[name] for name in self.definitions() if name in typed}, self.base)
+
 
 def _field(
     show: Callable[..., Any],
@@ -145,29 +148,40 @@ def one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
 
 def definitions(cls: type, base: Any = None) -> dict[str, Definition]:
     """Return the definitions of a settings class by the names of their fields, with defaults as `base` has them."""
-    found: dict[str, Definition] = {}
-    for field in dataclasses.fields(cls):
-        entry = field.metadata[_KEY]
-        if isinstance(entry, _Inner):
-            found |= entry.definitions()
-        elif base is None or getattr(base, field.name) == _default(field):
-            found[field.name] = entry
-        else:
-            found[field.name] = dataclasses.replace(entry, text=getattr(base, field.name))
-    return found
+    return _definitions(dataclasses.fields(cls), base)
 
 
 def build(cls: type[T], typed: Mapping[str, Any], base: T | None = None) -> T:
     """Build settings of what was typed, by the names of their fields; the rest is as in `base`. Raises UsageError."""
-    known, given = definitions(cls, base), dict[str, Any]()
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a settings class is a dataclass
+    given = _given(dataclasses.fields(cls), typed, base)  # type: ignore[arg-type]  # a settings class is a dataclass
+    return cls(**given) if base is None else dataclasses.replace(base, **given)  # type: ignore[type-var]
+
+
+def _definitions(fields: Sequence[Any], base: Any = None) -> dict[str, Definition]:
+    found: dict[str, Definition] = {}
+    for field in fields:
         name, entry = field.name, field.metadata[_KEY]
         if isinstance(entry, _Inner):
-            inner = {each: typed[each] for each in entry.definitions() if each in typed}
-            given[name] = build(entry.cls, inner, entry.base)
+            new = entry.definitions()
+        elif base is None or getattr(base, name) == _default(field):
+            new = {name: entry}
+        else:
+            new = {name: dataclasses.replace(entry, text=getattr(base, name))}
+        if twice := found.keys() & new.keys():
+            raise TypeError(f"two options of one name: {', '.join(twice)}")
+        found |= new
+    return found
+
+
+def _given(fields: Sequence[Any], typed: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
+    """Return the values of what was typed otherwise than by default."""
+    known, given = _definitions(fields, base), dict[str, Any]()
+    for name, entry in ((field.name, field.metadata[_KEY]) for field in fields):
+        if isinstance(entry, _Inner):
+            given[name] = entry.value(typed)
         elif name in typed and typed[name] != known[name].text:
-            given[name] = known[name].read(name, typed[name])
-    return cls(**given) if base is None else dataclasses.replace(base, **given)  # type: ignore[type-var]
+            given[name] = entry.read(name, typed[name])
+    return given
 
 
 def _default(field: Any) -> Any:
@@ -183,25 +197,25 @@ def of_same_names(cls: type[T], source: object, **more: Any) -> T:
 
 def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function as typer takes it: with a parameter for each option of its settings, which it still gets whole."""
-    fields, plain = list[tuple[str, Any, Any]](), list[inspect.Parameter]()
+    fields, plain = list[Any](), list[inspect.Parameter]()
     for name, parameter in inspect.signature(function).parameters.items():
-        if isinstance(parameter.default, dataclasses.Field):
-            fields.append((name, Any, copy.copy(parameter.default)))
-            continue
-        hint = _hint(function, name)
-        cls, *names = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if dataclasses.is_dataclass(cls):
-            base = None if parameter.default is parameter.empty else parameter.default
-            fields.append((name, Any, settings(cls, " ".join(names), base)))  # type: ignore[arg-type]  # the class itself
-        else:
-            plain.append(parameter.replace(annotation=cls))
-    arguments = dataclasses.make_dataclass("arguments", fields, frozen=True)
-    shown = [*plain, *(definition.parameter(name) for name, definition in definitions(arguments).items())]
+        field = parameter.default
+        if not isinstance(field, dataclasses.Field):
+            hint = _hint(function, name)
+            cls, *names = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            if not dataclasses.is_dataclass(cls):
+                plain.append(parameter.replace(annotation=cls))
+                continue
+            field = settings(cls, " ".join(names), None if field is parameter.empty else field)  # type: ignore[arg-type]
+        fields.append(copy.copy(field))
+        fields[-1].name = name
+    shown = [*plain, *(definition.parameter(name) for name, definition in _definitions(fields).items())]
 
     @functools.wraps(function)
     def taking(**typed: Any) -> T:
-        given = {each.name: typed[each.name] for each in plain}
-        return function(**given, **vars(build(arguments, typed)))
+        values = {each.name: typed[each.name] for each in plain} | _given(fields, typed)
+        usual = {field.name: _default(field) for field in fields if field.name not in values}
+        return function(**values, **usual)
 
     taking.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     taking.__annotations__ = {each.name: each.annotation for each in shown}
