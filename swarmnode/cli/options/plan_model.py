@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarmnode.cli.options.option import option
-from swarmnode.cli.options.output_file import write_output
-from swarmnode.cli.terminal.console import fail, print_json
 from swarmnode.cli.terminal.effort import Effort
 from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swarmnode.plan.offline.hosting import DeviceRates, Workload
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.environment.model import Model
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def _dtype(text: str, flag: str) -> str:
+    if text not in DTYPE_BYTES:
+        raise UsageError(f"{flag} {text}: choose {', '.join(DTYPE_BYTES)}")
+    return text
 
 
 def card_name(text: str, flag: str) -> str:
@@ -45,7 +51,7 @@ class ModelOptions:
     batch: int = option(1, "With --model: samples of a microbatch.", min=1, max=1 << 20)
     sequence: int = option(1024, "With --model: tokens of a sequence, if it has any.", min=1, max=1 << 24)
     microbatches: int = option(32, "With --model: of a step.", min=1, max=1 << 20)
-    dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES))
+    dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES), parse=_dtype)
     gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME", parse=card_name)
 
     def tokens_for(self, model: Model) -> int:
@@ -68,18 +74,22 @@ class ShapeOptions:
     )
 
 
-def plan_model(
-    network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort, report: Path | None, *, as_json: bool
-) -> None:
-    """Plan and print which device holds which layers."""
+class Planned(NamedTuple):
+    """A plan to be told: its table, what each stage holds and on which devices, its pipelines, and all of it for scripts."""
+
+    shown: Table
+    held: list[tuple[str, Sequence[int]]]
+    pipelines: list[list[int]]
+    summary: dict[str, Any]
+
+
+def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
+    """Plan which device holds which layers. Raises UsageError, PlanError."""
     from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
-    from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.holders import HOLDERS
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.graph_model import load_model
 
-    if options.dtype not in DTYPE_BYTES:
-        fail(f"--dtype {options.dtype}: choose {', '.join(DTYPE_BYTES)}", 2)
     network = _with_cards(network, options.gpu)
     model = load_model(options.source, options.batch)
     workload, hardware = _workload(model, options), _hardware(network, model, options)
@@ -90,17 +100,12 @@ def plan_model(
         hosting = planner.plan(
             stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
         )
-    shown = hosting_table(network, model, workload, hosting, holders)
-    if report is not None:
-        from swarmnode.cli.terminal.plan_page import plan_page
-
-        held = [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages]
-        write_output(report, plan_page(network, shown, held, hosting.grid.T.tolist()))
-    if as_json:
-        print_json(hosting_summary(network, model, workload, hosting, holders, effort.taken_s))
-    else:
-        show(shown)
-        effort.tell_if_cut()
+    return Planned(
+        hosting_table(network, model, workload, hosting, holders),
+        [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages],
+        hosting.grid.T.tolist(),
+        hosting_summary(network, model, workload, hosting, holders, effort.taken_s),
+    )
 
 
 def _with_cards(network: Scenario, gpu: str) -> Scenario:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.option import argument, option, path_option
 from swarmnode.cli.options.output_file import output_path, write_output
-from swarmnode.cli.options.plan_model import ModelOptions, ShapeOptions, plan_model
+from swarmnode.cli.options.plan_model import ModelOptions, Planned, ShapeOptions, plan_model
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.effort import Effort
 
@@ -58,41 +58,35 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
+    from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.offline.scenario import Scenario
 
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
-    if model.source:
-        if traffic != TrafficOptions():
-            fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
-        plan_model(network, model, shape, effort, report, as_json=as_json)
-    else:
-        _plan_grid(network, shape, traffic, effort, report, as_json=as_json)
-    if report is not None and not as_json:
+    if model.source and traffic != TrafficOptions():
+        fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
+    planned = plan_model(network, model, shape, effort) if model.source else _plan_grid(network, shape, traffic, effort)
+    if report is not None:
+        from swarmnode.cli.terminal.plan_page import plan_page
+
+        write_output(report, plan_page(network, planned.shown, planned.held, planned.pipelines))
+    if as_json:
+        print_json(planned.summary)
+        return
+    show(planned.shown)
+    effort.tell_if_cut()
+    if report is not None:
         say(f"Wrote {report}.")
 
 
-def _plan_grid(
-    network: Scenario,
-    shape: ShapeOptions,
-    traffic: TrafficOptions,
-    effort: Effort,
-    report: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _plan_grid(network: Scenario, shape: ShapeOptions, traffic: TrafficOptions, effort: Effort) -> Planned:
     """DT-FM's problem: everything is given but who stands where."""
     from swarmnode.cli.terminal.plan_view import grid_summary, grid_table
-    from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
     from swarmnode.plan.offline.grid_search import Search
 
-    stages, replicas, activation_gb, gradient_gb = (
-        shape.stages,
-        shape.replicas,
-        traffic.activation_gb,
-        traffic.gradient_gb,
-    )
+    stages, replicas = shape.stages, shape.replicas
+    activation_gb, gradient_gb = traffic.activation_gb, traffic.gradient_gb
     if stages is None or replicas is None or activation_gb is None or gradient_gb is None:
         fail("give --stages, --replicas, --activation-gb and --gradient-gb, or --model", 2)
     if shape.holders is not None:
@@ -102,14 +96,6 @@ def _plan_grid(
     with effort.progress() as progress:
         search = Search(problem, seed=effort.seed, effort=effort.share, expired=effort.expired, progress=progress)
         grid = search.run()
-    shown = grid_table(network, problem, grid)
-    if report is not None:
-        from swarmnode.cli.terminal.plan_page import plan_page
-
-        held = [(f"stage {number}", members.tolist()) for number, members in enumerate(grid)]
-        write_output(report, plan_page(network, shown, held, grid.T.tolist()))
-    if as_json:
-        print_json(grid_summary(network, problem, grid, effort.taken_s))
-    else:
-        show(shown)
-        effort.tell_if_cut()
+    held = [(f"stage {number}", members.tolist()) for number, members in enumerate(grid)]
+    summary = grid_summary(network, problem, grid, effort.taken_s)
+    return Planned(grid_table(network, problem, grid), held, grid.T.tolist(), summary)
