@@ -17,7 +17,7 @@ from swarmnode.cli.terminal.console import JSON, LogOptions, command, print_json
 
 @dataclass(frozen=True)
 class BootstrapOptions(NodeOptions):
-    """A bootstrap peer as its host describes it."""
+    """Options of a bootstrap peer."""
 
     host_maddrs: tuple[str, ...] = addresses_option(
         "Listen here too, beside the addresses that the invite promises. Repeatable.", "--host-maddr"

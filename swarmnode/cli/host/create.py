@@ -26,7 +26,7 @@ DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 
 @dataclass(frozen=True)
 class NewModelOptions:
-    """The model of a new swarm, and what the swarm does with it."""
+    """Options of a new swarm's model and mode."""
 
     mode: str = option("serve", "What the swarm does with the model.", choices=MODES)
     model: str = option(
@@ -50,7 +50,7 @@ class NewModelOptions:
     units: int = option(0, "About how many units to cut a --module into.", show_default=False)
 
     def check(self) -> None:
-        """Raises UsageError for options that do not go together."""
+        """Check that the options go together. Raises UsageError if they do not."""
         if sum(map(bool, (self.model, self.config, self.module))) != 1:
             raise UsageError("give exactly one of --model, --config and --module")
         if self.mode == "serve" and self.config:
@@ -87,7 +87,7 @@ class NewModelOptions:
 
 @dataclass(frozen=True)
 class CreateDoorOptions(DoorOptions):
-    """Where newcomers knock, or the peers that answer there already."""
+    """Addresses of a new bootstrap peer, or of peers that run already, by the names of the fields of Bootstraps."""
 
     running: list[str] = option(
         [], "A bootstrap peer that runs already (multiaddr with /p2p/). Repeatable.", "--bootstrap", metavar="MADDR"
@@ -96,7 +96,7 @@ class CreateDoorOptions(DoorOptions):
 
 @dataclass(frozen=True)
 class MembershipOptions:
-    """Who belongs to the swarm, and who comes first."""
+    """Options of membership and priority."""
 
     private: bool = option(False, "Only those whom you invite belong to it; NAME.owner is your key.")
     public: bool = option(

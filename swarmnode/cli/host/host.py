@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.lend.attendance import attended
 from swarmnode.cli.options.founding import (
@@ -45,14 +45,14 @@ TRY_S = 3.0
 
 @dataclass(frozen=True)
 class HostDoorOptions(DoorOptions):
-    """Where newcomers knock at a swarm that this machine opens at once."""
+    """Addresses of the bootstrap peer that `host` starts."""
 
     listen: list[str] = listen_option(f"Where newcomers knock; default: port {PORT} of every address of this machine.")
 
 
 @dataclass(frozen=True)
 class AdmissionOptions:
-    """Who belongs to the swarm."""
+    """Options of membership. `uses` and `life_s` are fields of InviteTerms."""
 
     private: bool = option(False, "Only those whom you invite belong to it.")
     uses: int = option(USES, "How many peers may use the invite to a --private swarm; 0: any number.")
@@ -116,7 +116,7 @@ def host(
 
 @dataclass(frozen=True)
 class Founding:
-    """A swarm as it is asked for: of a checkpoint, or in a file."""
+    """Request for a swarm: of a checkpoint, or in a file."""
 
     model: str
     name: str
@@ -164,8 +164,16 @@ class Founding:
         with new_beside(path) as weights:
             with bytes_bar("Dequantising the weights", quiet=self.quiet) as progress:
                 source = from_checkpoint(self.model, weights, progress=progress)
-            more: Any = {"private": self.private, "quiet": self.quiet, "adapters": self.adapters}
-            swarm = found(path, source, bootstraps, owner, mode=SERVE, **more)
+            swarm = found(
+                path,
+                source,
+                bootstraps,
+                owner,
+                mode=SERVE,
+                private=self.private,
+                quiet=self.quiet,
+                adapters=self.adapters,
+            )
         return swarm, path, owner.key if owner else None
 
 

@@ -15,7 +15,7 @@ ROLES = ("volunteer", "client", "trainer", "bootstrap")
 
 @dataclass(frozen=True)
 class InviteOptions:
-    """What an invite is good for."""
+    """Options of an invite. Each but `role` is the field of InviteTerms of its name."""
 
     peer: str = option("", "For this peer alone; `swarmnode id` prints it there.", metavar="ID")
     role: str = option("volunteer", "What the member may do: lend, ask, train, be a bootstrap peer.", choices=ROLES)

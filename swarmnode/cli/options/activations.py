@@ -24,7 +24,7 @@ def _ratio(ratio: float, flag: str) -> float:
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What `train` is told of it; a `topk_ratio` of None is not given."""
+    """Options of compression. A `topk_ratio` of None is not given."""
 
     compress: str = option(
         "auto",
@@ -41,7 +41,7 @@ class CompressionOptions:
     topk_feedback: bool = option(False, "Add what top-k left out to what is sent next.")
 
     def compression(self) -> Compression:
-        """Return what these options mean. Raises UsageError for options that go with none of the others."""
+        """Return the settings of compression. Raises UsageError if options do not go together."""
         from swarmnode.plan.sparsity import SPARSE_RULES
         from swarmnode.swarm.records.run import Compression
 

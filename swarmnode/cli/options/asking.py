@@ -43,7 +43,7 @@ TRUST = option(
 
 
 def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
-    """Join the swarm that is meant, return its answer, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
+    """Join the swarm, return the result of `question`, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
     from swarmnode.client.swarm_client import SwarmClient
 
     async def look(_stop: asyncio.Event) -> Any:

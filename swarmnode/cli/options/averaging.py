@@ -27,7 +27,7 @@ def _within(bounds: str, is_sound: Callable[[float], bool]) -> Callable[[float, 
 
 @dataclass(frozen=True)
 class AveragingOptions:
-    """What a command is told of it; None is not given."""
+    """Options of averaging. None is not given."""
 
     average_every: int = option(1, "Steps between two averagings of replicas; above 1: as DiLoCo does.", min=1)
     average_codec: str = option("none", "Of what they send; topk2 is SparseLoCo's.", choices=CODECS)
@@ -60,7 +60,7 @@ class AveragingOptions:
     )
 
     def averaging(self, *, robust: bool = False) -> Averaging:
-        """Return what these options mean. Raises UsageError for options that do not go together."""
+        """Return the settings of averaging. Raises UsageError if options do not go together."""
         from swarmnode.codec.tensors import Codec
         from swarmnode.swarm.records.run import Averaging
 

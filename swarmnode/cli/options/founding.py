@@ -30,7 +30,7 @@ listen_option = partial(option, [], metavar="MADDR")
 
 @dataclass(frozen=True)
 class DoorOptions:
-    """Where newcomers knock at a new swarm."""
+    """Addresses of a new swarm's bootstrap peer."""
 
     listen: list[str] = listen_option("Where `swarmnode bootstrap` will listen; default: a free port on loopback.")
     announce: list[str] = option(

@@ -19,7 +19,7 @@ _AT_PORT = "Serve metrics for Prometheus at this port; 0 takes a free one; defau
 
 @dataclass(frozen=True)
 class MetricsOptions:
-    """Where a command that stays serves metrics."""
+    """Options of the metrics of a command that stays."""
 
     metrics_port: int | None = port_option(_AT_PORT, envvar="SWARMNODE_METRICS_PORT")
     metrics_host: str = option(
@@ -30,13 +30,13 @@ class MetricsOptions:
     )
 
     def watch(self, home: Path, *, as_json: bool = False) -> Watch:
-        """Make them ready. Raises LocalError if nothing can be served there."""
+        """Return a server of metrics, not started yet. Raises LocalError if it cannot listen at the port."""
         return Watch(self.metrics_host, self.metrics_port, home, as_json)
 
 
 @dataclass(frozen=True)
 class PassingMetricsOptions(MetricsOptions):
-    """The same of a command that may be called beside one that stays, in its container, where its port is taken."""
+    """MetricsOptions of a short command: the environment's port belongs to a command that stays, perhaps in the same container."""
 
     metrics_port: int | None = port_option(_AT_PORT)
 

@@ -45,7 +45,7 @@ size_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """A node as its volunteer describes it. Options that have the name of a field of its settings are that field."""
+    """Options of a node. A field that HostConfig, StageConfig, CardLimits or NodeConfig has, too, becomes that field."""
 
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
     dtype: str = option("auto", "auto, float32, bfloat16, float16.")
@@ -139,14 +139,14 @@ class NodeOptions:
 
     @property
     def host(self) -> HostConfig:
-        """How the node is present."""
+        """Presence of the node on its network."""
         from swarmnode.roles.host_config import HostConfig
 
         return of_same_names(HostConfig, self)
 
     @property
     def stage(self) -> StageConfig:
-        """What the node lends. Raises UsageError for a device, a format or a share that there is not."""
+        """Settings of the stage, checked. Raises UsageError if a device, a format or the share is not valid."""
         return of_same_names(StageConfig, self).check()
 
     def config(self) -> NodeConfig:

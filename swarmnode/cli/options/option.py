@@ -60,7 +60,7 @@ class Definition:
 
 
 def file_key(flag: str) -> str:
-    """Return what a flag is called in a file."""
+    """Return the key of a flag in a TOML file."""
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -91,7 +91,7 @@ def path_option(help_text: str, *flags: str, metavar: str = "FILE", **details: A
 
 
 def settings(cls: type, names: str = "", base: Any = None) -> Any:
-    """Define a place where the options of another class stand: all or those of `names`, with defaults as `base` has them."""
+    """Define a field for settings of `cls`, whose options stand at its place: all or those of `names`, with the defaults of `base`."""
     return dataclasses.field(default_factory=cls, metadata={_KEY: _Inner(cls, names.split(), base)}, kw_only=True)
 
 
@@ -174,7 +174,7 @@ def _definitions(fields: Sequence[Any], base: Any = None) -> dict[str, Definitio
 
 
 def _given(fields: Sequence[Any], typed: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
-    """Return the values of what was typed otherwise than by default."""
+    """Return the values of all that was typed and differs from the default. Raises UsageError."""
     known, given = _definitions(fields, base), dict[str, Any]()
     for name, entry in ((field.name, field.metadata[_KEY]) for field in fields):
         if isinstance(entry, _Inner):

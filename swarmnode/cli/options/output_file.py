@@ -25,7 +25,7 @@ def check_output(option: str, path: Path | None, *, force: bool = True) -> None:
 
 
 def output_path(path: Path, flag: str) -> Path:
-    """Return the file, where a command can write what it finds."""
+    """Return the path of a file that can be written. Ends the command if it cannot."""
     check_output(flag, path)
     return path
 

@@ -28,13 +28,13 @@ MAX_PASSWORD_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class OwnerOptions:
-    """Where the owner's key is, and its password."""
+    """Options of the owner's key and its password."""
 
     owner_key: Path | None = path_option("The owner's key; default: NAME.owner beside NAME.swarm.")
     password_file: Path | None = path_option("The owner's password is its first line.")
 
     def key_of(self, swarm_file: Path) -> SigningKey:
-        """Return the key to a swarm, unlocked. Raises UsageError with what is wrong."""
+        """Return the key to a swarm, unlocked. Raises UsageError if the file is missing or the password is wrong."""
         if pem := os.environ.get(KEY_VARIABLE):
             return parse_owner_key(pem.encode(), None, source=KEY_VARIABLE)
         path = self.owner_key or swarm_file.with_suffix(SUFFIX)

@@ -39,7 +39,7 @@ def card_name(text: str, flag: str) -> str:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user says of the model's training; `source` is empty where no model is planned for."""
+    """Options of planning for a model. `source` is empty without a model."""
 
     source: str = option(
         "",
@@ -61,7 +61,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Of the plan, where the user gives it."""
+    """Shape of a plan; None is left to the planner."""
 
     stages: int | None = option(None, "Parts that the model is cut into.", typed=int, min=1)
     replicas: int | None = option(None, "Pipelines; each has a device in every stage.", typed=int, min=1)
@@ -75,7 +75,7 @@ class ShapeOptions:
 
 
 class Planned(NamedTuple):
-    """A plan to be told: its table, what each stage holds and on which devices, its pipelines, and all of it for scripts."""
+    """A plan as the command shows it: table, the name and devices of each stage, pipelines, and a summary for scripts."""
 
     shown: Table
     held: list[tuple[str, Sequence[int]]]
@@ -84,7 +84,7 @@ class Planned(NamedTuple):
 
 
 def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
-    """Plan which device holds which layers. Raises UsageError, PlanError."""
+    """Plan which device holds which layers. Raises UsageError if the model cannot be read or does not fit."""
     from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
     from swarmnode.plan.holders import HOLDERS
     from swarmnode.plan.offline.hosting import Planner

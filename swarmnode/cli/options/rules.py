@@ -83,7 +83,7 @@ def _rule(
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """The rules that flags give, by the names of the fields of Rules; a rule that is not given is None or empty."""
+    """Options of the rules of lending, by the names of the fields of Rules. A rule that is not given is None or empty."""
 
     rules_file: Path | None = path_option("Rules for when to lend; default: rules.toml in the home folder.", "--rules")
     only_idle_s: float | None = _rule(

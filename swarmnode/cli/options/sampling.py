@@ -27,13 +27,13 @@ def _logit_bias(texts: Sequence[str], flag: str) -> dict[int, float]:
 
 
 def _from_zero(number: int, _flag: str) -> int | None:
-    """Return the number, and None for one below 0, which says that there is none."""
+    """Return the number, or None if it is below 0."""
     return number if number >= 0 else None
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn. Options that have the name of a field of GenerateOptions are that field."""
+    """Options of sampling. A field that GenerateOptions has, too, becomes that field."""
 
     max_new_tokens: int = option(64, "How many tokens to generate at most.", "--max-new-tokens", "-n")
     temperature: float = option(0.0, "0 takes the most likely token; higher is more random.")
@@ -69,11 +69,11 @@ class SamplingOptions:
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the text shall follow. Raises UsageError."""
+        """Grammar that the text follows; None without one. Raises UsageError if its file cannot be read."""
         return read_grammar(self.json_schema, self.lark)
 
     def options(self) -> GenerateOptions:
-        """Return how to draw. Raises UsageError, which names what is wrong."""
+        """Return the settings of a generation. Raises UsageError, which names the wrong value."""
         from swarmnode.roles.serving.client.generation import GenerateOptions
 
         return of_same_names(GenerateOptions, self)

@@ -22,7 +22,7 @@ _traffic = partial(option, None, typed=float, min=0.0, max=1e6)
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """What a plan without a model is told of one, in 10^9 bytes."""
+    """Traffic of a training that is planned without a model, in 10^9 bytes."""
 
     activation_gb: float | None = _traffic("What a pipeline sends from one stage to the next, in 10^9 bytes.")
     gradient_gb: float | None = _traffic("Gradients of one stage, in 10^9 bytes.")

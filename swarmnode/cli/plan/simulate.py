@@ -30,7 +30,7 @@ WORKLOADS = ("serve", "train")
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """What is simulated, and for how long."""
+    """Options of the model, machines and time of a simulation."""
 
     model: str = option(
         ...,
@@ -51,7 +51,7 @@ class WorldOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Sessions of a swarm that serves, by the names of the fields of ServeSettings."""
+    """Options of a swarm that serves. Each is the field of ServeSettings of its name."""
 
     arrivals_per_s: float = option(0.0, "Sessions that come per second; default: half load.", "--arrivals", min=0.0)
     clients: int = option(0, "Instead of arrivals: clients that generate one text after another.", min=0, max=100_000)
@@ -61,7 +61,7 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Steps of a swarm that trains, by the names of the fields of TrainSettings."""
+    """Options of a swarm that trains. Each is the field of TrainSettings of its name."""
 
     microbatches: int = option(32, "Of one training step.", min=1, max=2048)
     microbatch: int = option(1, "Samples of a training microbatch.", "--batch", min=1, max=1 << 20)
@@ -126,7 +126,7 @@ def _simulation(
     *,
     rebalance: bool,
 ) -> Simulation:
-    """Return what is to be simulated, ready to run. Raises UsageError for what is not there or does not fit."""
+    """Return a simulation, ready to run. Raises UsageError if the scenario, model and plan do not fit together."""
     from swarmnode.simulate.environment.graph_model import load_model
     from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
     from swarmnode.simulate.simulation import Simulation

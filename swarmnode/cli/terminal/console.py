@@ -49,7 +49,7 @@ def default_home(home: Path | None = None, _flag: str = "") -> Path:
 
 
 def home_option() -> Any:
-    """Define where a command finds its state: an absolute path in any case."""
+    """Define the option for the folder of state. Its value is an absolute path, by default the platform's place for user data."""
     return option(
         None,
         "Where this node keeps its identity, caches and known peers.",
@@ -68,7 +68,7 @@ EVENTS = option(False, "Print one JSON object per event.", "--json")
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What a command logs on standard error."""
+    """Options of logging to standard error."""
 
     log_format: str = option(
         "text", "How log lines look on standard error; one line per event.", choices=tuple(LOG_FORMATS)

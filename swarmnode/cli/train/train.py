@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """The steps of a run, by the names of the fields of Run."""
+    """Options of a training. Each is the field of Run of its name."""
 
     steps: int = option(..., "Updates of the whole run.", typed=int)
     batch: int = option(32, "Samples of a step.")
@@ -54,7 +54,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Training in this process, for comparison."""
+    """Options of training in this process, for comparison."""
 
     local: bool = option(False, "Train in this process instead, for comparison.")
     out: Path | None = path_option("With --local: write the trained model there.", metavar="DIR")
@@ -63,7 +63,7 @@ class LocalOptions:
     force: bool = option(False, "Replace a checkpoint in --out.")
 
     def __post_init__(self) -> None:
-        """Raises UsageError if the others are given without `local`."""
+        """Check that the others come with `local`. Raises UsageError if they do not."""
         if not self.local and (self.out is not None or self.force or self.device != "auto" or self.threads):
             raise UsageError(
                 "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`"
