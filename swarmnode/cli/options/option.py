@@ -91,7 +91,7 @@ def path_option(help_text: str, *flags: str, metavar: str = "FILE", **details: A
 
 
 def settings(cls: type, names: str = "", base: Any = None) -> Any:
-    """Define a field for settings of `cls`, whose options stand at its place: all or those of `names`, with the defaults of `base`."""
+    """Define a field for settings of `cls`. Their options stand there: all, or those of `names`, with the defaults of `base`."""
     return dataclasses.field(default_factory=cls, metadata={_KEY: _Inner(cls, names.split(), base)}, kw_only=True)
 
 
