@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@dataclass(frozen=True)
+class EndpointOptions:
+    """Options of the address of a gateway, and of its callers."""
+
+    port: int = option(PORT, "Where to listen; 0 takes a free port.", min=0, max=65535)
+    host: str = option("127.0.0.1", "0.0.0.0 is for all: with --keys only.", metavar="ADDRESS")
+    keys: Path | None = path_option("Who may ask: a file of hashed keys.")
+    new_key: str = option("", "Add a key to the --keys FILE, print it, and serve nothing.", metavar="NAME")
+    cors: list[str] = option(
+        [], "Pages that may call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
+    )
+
+
 @command
 def serve(
     *,
@@ -31,13 +45,7 @@ def serve(
         typed=list[str],
         metavar="[SWARM…]",
     ),
-    port: int = option(PORT, "Where to listen; 0 takes a free port.", min=0, max=65535),
-    host: str = option("127.0.0.1", "0.0.0.0 is for all: with --keys only.", metavar="ADDRESS"),
-    keys: Path = path_option("Who may ask: a file of hashed keys."),
-    new_key: str = option("", "Add a key to the --keys FILE, print it, and serve nothing.", metavar="NAME"),
-    cors: list[str] = option(
-        [], "Pages that may call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
-    ),
+    gateway: EndpointOptions,
     sampling: Annotated[SamplingOptions, "compress"],
     trust: Trust = TRUST,
     patience: float = patience_option(30.0, "How long a request waits for peers that have room."),
@@ -50,8 +58,8 @@ def serve(
     Example: swarmnode serve friends --port 8000
     """
     logs.begin()
-    if new_key:
-        _add_key(keys, new_key)
+    if gateway.new_key:
+        _add_key(gateway.keys, gateway.new_key)
         return
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
@@ -59,11 +67,11 @@ def serve(
     from swarmnode.net.addressing.addresses import check_can_listen
     from swarmnode.roles.serving.client.compressions import check_compression
 
-    if keys is None and host not in LOOPBACK:
-        fail(f"whoever reaches {host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
-    ring = KeyRing() if keys is None else KeyFile(keys)
-    check_can_listen("--host", host, port)
-    config = GatewayConfig(loopback=host in LOOPBACK, origins=tuple(cors), compress=sampling.compress)
+    if gateway.keys is None and gateway.host not in LOOPBACK:
+        fail(f"whoever reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
+    ring = KeyRing() if gateway.keys is None else KeyFile(gateway.keys)
+    check_can_listen("--host", gateway.host, gateway.port)
+    config = GatewayConfig(loopback=gateway.host in LOOPBACK, origins=tuple(gateway.cors), compress=sampling.compress)
 
     async def answer(stop: asyncio.Event) -> None:
         clients = {}
@@ -76,7 +84,7 @@ def serve(
                 )
                 check_compression(sampling.compress, clients[name].manifest.codecs)
             pause.end()
-            async with GatewayAddress(home, port, host, as_json).serving(clients, ring, config):
+            async with GatewayAddress(home, gateway.port, gateway.host, as_json).serving(clients, ring, config):
                 await stop.wait()
 
     run_async(answer)
