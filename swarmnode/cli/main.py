@@ -16,57 +16,26 @@ import typer
 from swarmnode.cli.options.node_file import ConfiguredCommand
 from swarmnode.cli.terminal.console import fail, leave_threads
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
-from swarmnode.cli.terminal.late_commands import CommandPlace, LateCommands
+from swarmnode.cli.terminal.late_commands import CommandPlace, LateCommands, places
 from swarmnode.version import __version__
 
+_OF_RUN = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+
 GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
-    "Use a swarm": {
-        "join": CommandPlace("use.join"),
-        "models": CommandPlace("use.models"),
-        "generate": CommandPlace("use.generate"),
-        "chat": CommandPlace("use.chat"),
-        "infer": CommandPlace("use.infer"),
-        "serve": CommandPlace("use.serve"),
-        "launch": CommandPlace("use.launch"),
-        "mcp": CommandPlace("use.mcp"),
-        "status": CommandPlace("use.status"),
-        "trace": CommandPlace("use.trace"),
-    },
+    "Use a swarm": places("use", "join models generate chat infer serve launch mcp status trace"),
     "Lend this machine": {
         "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
-        "ps": CommandPlace("lend.ps"),
-        "pause": CommandPlace("lend.lending"),
-        "resume": CommandPlace("lend.lending"),
-        "finish": CommandPlace("lend.lending"),
-        "stop": CommandPlace("lend.lending"),
-        "why": CommandPlace("lend.why"),
-        "credit": CommandPlace("lend.credit"),
-        "doctor": CommandPlace("lend.doctor"),
-        "bench": CommandPlace("lend.bench"),
-        "config": CommandPlace(
-            "lend.config",
-            settings={"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}},
-        ),
+        **places("lend", "ps"),
+        **{name: CommandPlace("lend.lending") for name in ("pause", "resume", "finish", "stop")},
+        **places("lend", "why credit doctor bench"),
+        "config": CommandPlace("lend.config", settings=_OF_RUN),
         "service": CommandPlace("lend.service.commands", "app"),
         "weights": CommandPlace("lend.weights", "app"),
         "id": CommandPlace("lend.identity", "show_identity"),
     },
-    "Host a swarm": {
-        "host": CommandPlace("host.host"),
-        "create": CommandPlace("host.create"),
-        "bootstrap": CommandPlace("host.bootstrap"),
-        "invite": CommandPlace("host.invite"),
-        "revoke": CommandPlace("host.revoke"),
-        "members": CommandPlace("host.members"),
-    },
-    "Train": {"train": CommandPlace("train.train"), "export": CommandPlace("train.export")},
-    "Plan and try": {
-        "fit": CommandPlace("plan.fit"),
-        "network": CommandPlace("plan.network"),
-        "plan": CommandPlace("plan.plan"),
-        "simulate": CommandPlace("plan.simulate"),
-        "demo": CommandPlace("plan.demo"),
-    },
+    "Host a swarm": places("host", "host create bootstrap invite revoke members"),
+    "Train": places("train", "train export"),
+    "Plan and try": places("plan", "fit network plan simulate demo"),
 }
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.activations import parse_compression
+from swarmnode.cli.options.activations import CompressionOptions
+from swarmnode.cli.options.option import build
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Compression
+
+
+def parse_compression(rule: str, ratio: float, *, feedback: bool) -> Compression:
+    typed = {"compress": rule, "topk_ratio": ratio, "topk_feedback": feedback}
+    return build(CompressionOptions, typed).compression()
 
 
 def test_what_is_given_counts() -> None:

@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli.options.rules import parse_rules, read_rules
+from swarmnode.cli.options.option import build
+from swarmnode.cli.options.rules import RuleOptions, parse_rules, read_rules
 from swarmnode.errors import UsageError
 from swarmnode.lending.rules import Hours, Rules
 from tests.cli.command import assert_clear, invoke
 
 
 def test_flags_count_before_the_file(tmp_path: Path) -> None:
-    assert not read_rules(tmp_path, None, {"hours": "", "exclusive": []}).any
+    assert not read_rules(tmp_path, build(RuleOptions, {"hours": "", "exclusive": []})).any
     (tmp_path / "rules.toml").write_text(
         'only_idle = "10m"\nmax_load = "25%"\nexclusive = ["steam"]\non_mains = true\nmonthly = "1GB"\n'
     )
-    rules = read_rules(tmp_path, None, {"max_load": "50%", "max_pressure": "10%", "hours": "9:00-17:30"})
+    typed = {"max_others_load": "50%", "max_memory_pressure": "10%", "hours": "9:00-17:30"}
+    rules = read_rules(tmp_path, build(RuleOptions, typed))
     assert rules == Rules(
         only_idle_s=600,
         max_others_load=0.5,

@@ -78,6 +78,16 @@ def test_a_service_of_macos(tmp_path: Path, called: list[tuple[str, ...]], monke
     assert not agent.exists() and not swarm.exists()
 
 
+def test_a_service_with_the_usual_home_is_not_told_of_it(
+    tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SWARMNODE_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert invoke("join", FRIENDS).returncode == 0
+    assert invoke("service", "install", "friends", "--no-start").returncode == 0
+    assert (tmp_path / "config/swarmnode/friends.conf").read_text() == "OPTIONS=\n" and not called
+
+
 def test_a_service_of_windows_for_wsl(
     tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

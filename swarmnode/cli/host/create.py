@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from swarmnode.cli.options.founding import (
-    ADAPTERS,
-    ANNOUNCE,
-    found,
-    new_beside,
-    new_owner,
-    new_swarm_file,
-    parse_adapters,
-)
-from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE
+from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, found, new_beside, new_owner, new_swarm_file
+from swarmnode.cli.options.option import argument, of_same_names, option, path_option
+from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.terminal.bars import bytes_bar
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
+from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
     from swarmnode.roles.creation.model_source import ModelSource
@@ -32,71 +24,98 @@ PRIORITIES = ("none", "credit")
 DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 
 
-@reports_errors
-def create(
-    context: typer.Context,
-    name: str = typer.Argument(..., metavar="NAME", help="Name of the swarm; NAME.swarm is written."),
-    mode: str = typer.Option("serve", "--mode", metavar="serve|train", help="What the swarm does with the model."),
-    model: str = typer.Option(
+@dataclass(frozen=True)
+class NewModelOptions:
+    """Options of a new swarm's model and mode."""
+
+    mode: str = option("serve", "What the swarm does with the model.", choices=MODES)
+    model: str = option(
         "",
-        "--model",
-        metavar="PATH|HUB_ID",
-        help="Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
+        "Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
         "organisation/model@revision); quantised ones are dequantised.",
-        show_default=False,
-    ),
-    config: Path = typer.Option(
-        None,
-        "--config",
+        metavar="PATH|HUB_ID",
+    )
+    config: Path | None = path_option(
+        "Train from random weights: a folder with a config.json of transformers, and a tokenizer if there is one.",
         metavar="DIR",
-        help="Train from random weights: a folder with a config.json of transformers, and a tokenizer if there is one.",
-        show_default=False,
-    ),
-    module: str = typer.Option(
+    )
+    module: str = option(
         "",
-        "--module",
+        "Any torch module: a function that returns it with an example batch, or an exported program.",
         metavar="PACKAGE.MODULE:FUNCTION|FILE.pt2",
-        help="Any torch module: a function that returns it with an example batch, or an exported program.",
-        show_default=False,
-    ),
-    task: str = typer.Option(
-        "auto",
-        "--task",
-        metavar="auto|generate|embed|classify",
-        help="What --model is served for; auto: as its config says.",
-    ),
-    seed: int = typer.Option(0, "--seed", min=0, max=2**63 - 1, help="Of the random weights of --config."),
-    byte_level: bool = typer.Option(False, "--byte-level", help="Bytes are tokens: leave the tokenizer out."),
-    units: int = typer.Option(0, "--units", help="About how many units to cut a --module into.", show_default=False),
-    adapter: list[str] = ADAPTERS,
-    bootstrap: list[str] = typer.Option(
-        [],
-        "--bootstrap",
-        metavar="MADDR",
-        help="A bootstrap peer that runs already (multiaddr with /p2p/). Repeatable.",
-    ),
-    listen: list[str] = typer.Option(
-        [],
-        "--listen",
-        metavar="MADDR",
-        help="Where `swarmnode bootstrap` will listen; default: a free port on loopback.",
-    ),
-    announce: list[str] = ANNOUNCE,
-    private: bool = typer.Option(
-        False, "--private", help="Only those whom you invite belong to it; NAME.owner is your key."
-    ),
-    public: bool = typer.Option(
-        False,
-        "--public",
-        help="Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers.",
-    ),
-    priority: str = typer.Option(
-        "none", "--priority", metavar="none|credit", help="Whose sessions go first: credit is those who served others."
-    ),
-    owner_key: Path = OWNER_KEY,
-    password_file: Path = PASSWORD_FILE,
-    force: bool = typer.Option(False, "--force", help="Overwrite an existing NAME.swarm and NAME-weights."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print the invite alone."),
+    )
+    task: str = option("auto", "What --model is served for; auto: as its config says.", choices=TASKS)
+    seed: int = option(0, "Of the random weights of --config.", min=0, max=2**63 - 1)
+    byte_level: bool = option(False, "Bytes are tokens: leave the tokenizer out.")
+    units: int = option(0, "About how many units to cut a --module into.", show_default=False)
+
+    def check(self) -> None:
+        """Check that the options go together. Raises UsageError if they do not."""
+        if sum(map(bool, (self.model, self.config, self.module))) != 1:
+            raise UsageError("give exactly one of --model, --config and --module")
+        if self.mode == "serve" and self.config:
+            raise UsageError(
+                "a swarm that serves needs trained weights (--model, --module); --config goes with --mode train"
+            )
+        if self.task != "auto" and not self.serves_checkpoint:
+            raise UsageError("--task goes with --model and --mode serve")
+        if self.units and not self.module:
+            raise UsageError("--units goes with --module; a language model's units are its layers")
+        if self.byte_level and (self.module or self.mode == "serve"):
+            raise UsageError("--byte-level goes with a language model and --mode train")
+
+    @property
+    def serves_checkpoint(self) -> bool:
+        """Whether the swarm serves a checkpoint as it is."""
+        return self.mode == "serve" and bool(self.model)
+
+    def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
+        """Return the model; weights that did not exist yet are written into the folder `weights`."""
+        from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_model, from_module
+
+        trains = self.mode == "train"
+        if self.config is not None:
+            return from_config(self.config, weights, seed=self.seed, byte_level=self.byte_level, force=force)
+        if self.module:
+            return from_module(self.module, weights, units=self.units or None, trains=trains, force=force)
+        with bytes_bar("Dequantising the weights", quiet=quiet) as progress:
+            if trains:
+                return from_checkpoint(self.model, weights, byte_level=self.byte_level, force=force, progress=progress)
+            task = None if self.task == "auto" else self.task
+            return from_model(self.model, weights, task=task, force=force, progress=progress)
+
+
+@dataclass(frozen=True)
+class CreateDoorOptions(DoorOptions):
+    """Addresses of a new bootstrap peer, or of peers that run already, by the names of the fields of Bootstraps."""
+
+    running: list[str] = option(
+        [], "A bootstrap peer that runs already (multiaddr with /p2p/). Repeatable.", "--bootstrap", metavar="MADDR"
+    )
+
+
+@dataclass(frozen=True)
+class MembershipOptions:
+    """Options of membership and priority."""
+
+    private: bool = option(False, "Only those whom you invite belong to it; NAME.owner is your key.")
+    public: bool = option(
+        False, "Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers."
+    )
+    priority: str = option("none", "Whose sessions go first: credit is those who served others.", choices=PRIORITIES)
+
+
+@command
+def create(
+    *,
+    name: str = argument(..., "Name of the swarm; NAME.swarm is written.", metavar="NAME"),
+    model: NewModelOptions,
+    adapters: dict[str, Path] = ADAPTERS,
+    doors: Annotated[CreateDoorOptions, "running listen announce"],
+    membership: MembershipOptions,
+    owner: OwnerOptions,
+    force: bool = option(False, "Overwrite an existing NAME.swarm and NAME-weights."),
+    quiet: bool = option(False, "Print the invite alone.", "--quiet", "-q"),
     as_json: bool = JSON,
 ) -> None:
     """Found a swarm that serves or trains a model: write NAME.swarm and print an invite.
@@ -112,76 +131,37 @@ def create(
 
     Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
-    _check_options(context.params)
+    private, silent = membership.private, quiet or as_json
+    if private and membership.public:
+        fail("a swarm is --private or --public, not both", 2)
+    model.check()
+    if adapters and not model.serves_checkpoint:
+        fail("--adapter goes with --model and --mode serve", 2)
     from swarmnode.roles.creation.bootstraps import Bootstraps
 
-    path, adapters = new_swarm_file(name, force=force), parse_adapters(adapter)
-    bootstraps = Bootstraps(bootstrap, listen, announce).settled()
-    owner = new_owner(path, owner_key, password_file, force=force) if private or public else None
+    path = new_swarm_file(name, force=force)
+    bootstraps = of_same_names(Bootstraps, doors).settled()
+    new = new_owner(path, owner, force=force) if private or membership.public else None
     with new_beside(path) as weights:
-        model_source = _model_source(context.params, weights)
+        source = model.source(weights, force=force, quiet=silent)
         swarm = found(
             path,
-            model_source,
+            source,
             bootstraps,
-            owner,
-            mode=mode,
+            new,
+            mode=model.mode,
             private=private,
-            quiet=quiet or as_json,
-            by_credit=priority == "credit",
+            quiet=silent,
+            by_credit=membership.priority == "credit",
             adapters=adapters,
             force=force,
         )
     if as_json:
-        _print_json(swarm, path, model_source)
+        _print_json(swarm, path, source)
     elif quiet:
         say("" if private else swarm.invite, nl=not private)
     else:
-        _tell(swarm, path, model_source, mode)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Which options go together."""
-    mode, priority = options["mode"], options["priority"]
-    model, config, module = options["model"], options["config"], options["module"]
-    if mode not in MODES:
-        fail(f"--mode {mode}: it is serve or train", 2)
-    if priority not in PRIORITIES:
-        fail(f"--priority {priority}: it is none or credit", 2)
-    if options["private"] and options["public"]:
-        fail("a swarm is --private or --public, not both", 2)
-    if sum(map(bool, (model, config, module))) != 1:
-        fail("give exactly one of --model, --config and --module", 2)
-    if mode == "serve" and config:
-        fail("a swarm that serves needs trained weights (--model, --module); --config goes with --mode train", 2)
-    if options["task"] not in TASKS:
-        fail(f"--task {options['task']}: it is one of {', '.join(TASKS)}", 2)
-    if options["task"] != "auto" and (mode == "train" or not model):
-        fail("--task goes with --model and --mode serve", 2)
-    if options["adapter"] and (mode == "train" or not model):
-        fail("--adapter goes with --model and --mode serve", 2)
-    if options["units"] and not module:
-        fail("--units goes with --module; a language model's units are its layers", 2)
-    if options["byte_level"] and (module or mode == "serve"):
-        fail("--byte-level goes with a language model and --mode train", 2)
-
-
-def _model_source(options: Mapping[str, Any], weights: Path) -> ModelSource:
-    """The model of the swarm; weights that did not exist yet are written into the folder `weights`."""
-    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_model, from_module
-
-    trains = options["mode"] == "train"
-    model, force = options["model"], options["force"]
-    if options["config"] is not None:
-        byte_level = options["byte_level"]
-        return from_config(options["config"], weights, seed=options["seed"], byte_level=byte_level, force=force)
-    if options["module"]:
-        return from_module(options["module"], weights, units=options["units"] or None, trains=trains, force=force)
-    with bytes_bar("Dequantising the weights", quiet=options["quiet"] or options["as_json"]) as progress:
-        if not trains:
-            task = None if options["task"] == "auto" else options["task"]
-            return from_model(model, weights, task=task, force=force, progress=progress)
-        return from_checkpoint(model, weights, byte_level=options["byte_level"], force=force, progress=progress)
+        _tell(swarm, path, source, model.mode)
 
 
 def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:

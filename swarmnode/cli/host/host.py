@@ -6,37 +6,28 @@ import asyncio
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.lend.attendance import attended
 from swarmnode.cli.options.founding import (
     ADAPTERS,
-    ANNOUNCE,
     SUFFIX,
+    DoorOptions,
     found,
+    listen_option,
     new_beside,
     new_owner,
     new_swarm_file,
-    parse_adapters,
 )
-from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
-from swarmnode.cli.options.node_flags import DEVICE, LAN, MEMORY, NAT, QUANTIZE
-from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.node_options import NodeOptions
+from swarmnode.cli.options.option import argument, of_same_names, option
+from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.terminal.bars import bytes_bar
-from swarmnode.cli.terminal.console import (
-    EVENTS,
-    HOME,
-    LOG_FORMAT,
-    VERBOSE,
-    default_home,
-    fail,
-    reports_errors,
-    run_async,
-    set_up_logging,
-)
+from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async
+from swarmnode.cli.terminal.durations import parse_life
 from swarmnode.cli.terminal.restart import beginning_anew, is_begun_anew
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
@@ -52,41 +43,38 @@ USES = 2  # a node and a client
 TRY_S = 3.0
 
 
-@reports_errors
+@dataclass(frozen=True)
+class HostDoorOptions(DoorOptions):
+    """Addresses of the bootstrap peer that `host` starts."""
+
+    listen: list[str] = listen_option(f"Where newcomers knock; default: port {PORT} of every address of this machine.")
+
+
+@dataclass(frozen=True)
+class AdmissionOptions:
+    """Options of membership. `uses` and `life_s` are fields of InviteTerms."""
+
+    private: bool = option(False, "Only those whom you invite belong to it.")
+    uses: int = option(USES, "How many peers may use the invite to a --private swarm; 0: any number.")
+    life_s: float | None = option(
+        "30d", "When memberships by it end: 12h, 7d, 4w, never.", "--expires", metavar="7d", parse=parse_life
+    )
+
+
+@command
 def host(
-    context: typer.Context,
-    model: str = typer.Argument(
-        ..., metavar="MODEL", help="Checkpoint: a folder, or a hub id; or a .swarm file of yours."
-    ),
-    name: str = typer.Option("", "--name", help="Name of the swarm; default: the model's.", show_default=False),
-    private: bool = typer.Option(False, "--private", help="Only those whom you invite belong to it."),
-    uses: int = typer.Option(
-        USES, "--uses", help="How many peers may use the invite to a --private swarm; 0: any number."
-    ),
-    expires: str = typer.Option(
-        "30d", "--expires", metavar="7d", help="When memberships by it end: 12h, 7d, 4w, never."
-    ),
-    listen: list[str] = typer.Option(
-        [],
-        "--listen",
-        metavar="MADDR",
-        help=f"Where newcomers knock; default: port {PORT} of every address of this machine.",
-    ),
-    announce: list[str] = ANNOUNCE,
-    adapter: list[str] = ADAPTERS,
-    memory: str = MEMORY,
-    device: str = DEVICE,
-    quantize: str = QUANTIZE,
-    nat: bool = NAT,
-    lan: bool = LAN,
-    owner_key: Path = OWNER_KEY,
-    password_file: Path = PASSWORD_FILE,
+    *,
+    model: str = argument(..., "Checkpoint: a folder, or a hub id; or a .swarm file of yours.", metavar="MODEL"),
+    name: str = option("", "Name of the swarm; default: the model's."),
+    admission: AdmissionOptions,
+    doors: HostDoorOptions,
+    adapters: dict[str, Path] = ADAPTERS,
+    node: Annotated[NodeOptions, "memory_bytes device quantize nat_port_map lan"],
+    owner: OwnerOptions,
     home: Path = HOME,
     as_json: bool = EVENTS,
-    metrics_port: int = SERVICE_METRICS_PORT,
-    metrics_host: str = METRICS_HOST,
-    log_format: str = LOG_FORMAT,
-    verbose: bool = VERBOSE,
+    metrics: MetricsOptions,
+    logs: LogOptions,
 ) -> None:
     """Found a swarm for a model, open its door, lend this machine, and print the line that a friend types. Ctrl-C ends all of it.
 
@@ -94,39 +82,31 @@ def host(
 
     Example: swarmnode host ./llama --private
     """
-    set_up_logging(verbose, log_format)
-    from swarmnode.cli.options.quantities import parse_bytes
-    from swarmnode.cli.options.rules import read_rules
-    from swarmnode.cli.terminal.durations import parse_duration
+    logs.begin()
     from swarmnode.compute.device import probe_devices
-    from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity_slot import check_home
-    from swarmnode.node.node import NodeConfig
-    from swarmnode.roles.host import HostConfig
     from swarmnode.roles.membership.owner import InviteTerms
 
-    folder, lent_bytes = default_home(home), parse_bytes(memory, "--memory") if memory else None
-    stage = StageConfig(device=device, quantize=quantize, memory_bytes=lent_bytes).check()
-    terms = InviteTerms(life_s=None if expires == "never" else parse_duration(expires), uses=uses)
-    door = HostConfig(
-        folder, "bootstrap", announce_maddrs=check_all("--announce", announce, dialled=True), nat_port_map=nat, lan=lan
-    )
-    node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage, rules=read_rules(folder))
-    watch = Watch(metrics_host, metrics_port, folder, as_json)
-    probe_devices(device)
-    check_home(folder)
-    swarm, path, key = _swarm(context.params)
+    config = replace(node, home=home, name="host").config()
+    terms = of_same_names(InviteTerms, admission)
+    announced = check_all("--announce", doors.announce, dialled=True)
+    door = replace(config.host, name="bootstrap", announce_maddrs=announced)
+    watch = metrics.watch(home, as_json=as_json)
+    probe_devices(node.device)
+    check_home(home)
+    founding = Founding(model, name, admission.private, doors, adapters, owner, quiet=as_json)
+    swarm, path, key = founding.swarm()
     tell = Teller(as_json)
 
     async def welcome(opened: Swarm, reached: list[str]) -> None:
         invite = opened.invite if key is None else _invite(opened, path, terms, key)
-        await _welcome(opened, path, invite, reached, terms, tell, nat=nat)
+        await _welcome(opened, path, invite, reached, terms, tell, nat=node.nat_port_map)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.node.swarm_host import SwarmHost
 
-        hosting = SwarmHost(swarm, door, node, tell)
+        hosting = SwarmHost(swarm, door, config, tell)
         async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
             await hosting.run(stop, welcome)
 
@@ -134,46 +114,67 @@ def host(
         run_async(serve)
 
 
-def _swarm(options: Mapping[str, Any]) -> tuple[Swarm, Path, SigningKey | None]:
-    """The swarm of this model, founded now unless an earlier call did so here; its file; and of a private one the owner's key."""
-    from swarmnode.roles.creation.bootstraps import Bootstraps
-    from swarmnode.roles.creation.model_source import from_checkpoint
-    from swarmnode.swarm.records.manifest import SERVE
+@dataclass(frozen=True)
+class Founding:
+    """Request for a swarm: of a checkpoint, or in a file."""
 
-    model, private = options["model"], options["private"]
-    given, adapters = (options["owner_key"], options["password_file"]), parse_adapters(options["adapter"])
-    swarm, path = _known(model, options["name"], options["listen"], options["announce"])
-    if swarm is not None and swarm.manifest is not None and not adapters.keys() <= {*swarm.manifest.adapter_names}:
-        fail(f"{path} is founded already; --adapter is for a new swarm: choose another name with --name", 2)
-    if swarm is not None:
-        return swarm, path, owner_key_of(path, *given) if swarm.private else None
-    bootstraps = Bootstraps(listen=options["listen"] or [_free_everywhere()], announce=options["announce"]).settled()
-    owner = new_owner(path, *given) if private else None
-    quiet = options["as_json"]
-    with new_beside(path) as weights:
-        with bytes_bar("Dequantising the weights", quiet=quiet) as progress:
-            source = from_checkpoint(model, weights, progress=progress)
-        swarm = found(path, source, bootstraps, owner, mode=SERVE, private=private, quiet=quiet, adapters=adapters)
-    return swarm, path, owner.key if owner else None
+    model: str
+    name: str
+    private: bool
+    doors: DoorOptions
+    adapters: Mapping[str, Path]
+    owner: OwnerOptions
+    quiet: bool
 
+    def swarm(self) -> tuple[Swarm, Path, SigningKey | None]:
+        """Return the swarm of this model, founded now unless an earlier call did so here; its file; and of a private one the
+        owner's key. Raises UsageError, CheckpointError, LocalError."""
+        swarm, path = self._known()
+        if swarm is None:
+            return self._founded(path)
+        if swarm.manifest is not None and not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
+            fail(f"{path} is founded already; --adapter is for a new swarm: choose another name with --name", 2)
+        return swarm, path, self.owner.key_of(path) if swarm.private else None
 
-def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tuple[Swarm | None, Path]:
-    """The swarm of this model that an earlier call founded here, if there is one, and its file."""
-    from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
-    from swarmnode.swarm.storage.user_file import is_user_file
+    def _known(self) -> tuple[Swarm | None, Path]:
+        """Return the swarm of this model that an earlier call founded here, None if there is none, and its file."""
+        from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
+        from swarmnode.swarm.storage.user_file import is_user_file
 
-    is_file = model.endswith(SUFFIX)
-    path = swarm_path(name or (model if is_file else _name_of(model)))
-    if not is_user_file(path):
-        if is_file:
-            fail(f"{model}: no such file; give a checkpoint to found a swarm", 2)
-        return None, new_swarm_file(name or _name_of(model))
-    swarm = load_swarm(path)
-    if not is_file and not _is_of(swarm, model):
-        fail(f"{path} is a swarm of another model; choose another name with --name", 2)
-    if (listen or announce) and not is_begun_anew():
-        fail(f"{path} says already where newcomers knock; --listen and --announce are for a new swarm", 2)
-    return swarm, path
+        is_file = self.model.endswith(SUFFIX)
+        path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
+        if not is_user_file(path):
+            if is_file:
+                fail(f"{self.model}: no such file; give a checkpoint to found a swarm", 2)
+            return None, new_swarm_file(self.name or _name_of(self.model))
+        swarm = load_swarm(path)
+        if not is_file and not _is_of(swarm, self.model):
+            fail(f"{path} is a swarm of another model; choose another name with --name", 2)
+        if (self.doors.listen or self.doors.announce) and not is_begun_anew():
+            fail(f"{path} says already where newcomers knock; --listen and --announce are for a new swarm", 2)
+        return swarm, path
+
+    def _founded(self, path: Path) -> tuple[Swarm, Path, SigningKey | None]:
+        from swarmnode.roles.creation.bootstraps import Bootstraps
+        from swarmnode.roles.creation.model_source import from_checkpoint
+        from swarmnode.swarm.records.manifest import SERVE
+
+        bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
+        owner = new_owner(path, self.owner) if self.private else None
+        with new_beside(path) as weights:
+            with bytes_bar("Dequantising the weights", quiet=self.quiet) as progress:
+                source = from_checkpoint(self.model, weights, progress=progress)
+            swarm = found(
+                path,
+                source,
+                bootstraps,
+                owner,
+                mode=SERVE,
+                private=self.private,
+                quiet=self.quiet,
+                adapters=self.adapters,
+            )
+        return swarm, path, owner.key if owner else None
 
 
 def _name_of(model: str) -> str:

@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 
-import typer
-
-from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.options.option import of_same_names, option
+from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.options.swarm import SWARM_FILE, swarm_file
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import JSON, command, print_json, say
+from swarmnode.cli.terminal.durations import parse_life
 
-DEFAULT_LIFE = "365d"
 ROLES = ("volunteer", "client", "trainer", "bootstrap")
 
 
-@reports_errors
+@dataclass(frozen=True)
+class InviteOptions:
+    """Options of an invite. Each but `role` is the field of InviteTerms of its name."""
+
+    peer: str = option("", "For this peer alone; `swarmnode id` prints it there.", metavar="ID")
+    role: str = option("volunteer", "What the member may do: lend, ask, train, be a bootstrap peer.", choices=ROLES)
+    life_s: float | None = option(
+        "365d", "When the memberships by it end: 12h, 7d, 4w, or never.", "--expires", metavar="7d", parse=parse_life
+    )
+    uses: int = option(0, "How many peers may use it; default: any number.", metavar="N")
+    group: str = option(
+        "", "What you vouch for: a region or a club, to which clients may restrict routes.", metavar="NAME"
+    )
+    note: str = option("", "For your own book; not in the invite.")
+
+
+@command
 def invite(
+    *,
     swarm: str = SWARM_FILE,
-    peer: str = typer.Option("", "--peer", metavar="ID", help="For this peer alone; `swarmnode id` prints it there."),
-    role: str = typer.Option(
-        "volunteer",
-        "--role",
-        metavar="|".join(ROLES),
-        help="What the member may do: lend, ask, train, be a bootstrap peer.",
-    ),
-    expires: str = typer.Option(
-        DEFAULT_LIFE, "--expires", metavar="7d", help="When the memberships by it end: 12h, 7d, 4w, or never."
-    ),
-    uses: int = typer.Option(0, "--uses", metavar="N", help="How many peers may use it; default: any number."),
-    group: str = typer.Option(
-        "",
-        "--group",
-        metavar="NAME",
-        help="What you vouch for: a region or a club, to which clients may restrict routes.",
-    ),
-    note: str = typer.Option("", "--note", help="For your own book; not in the invite."),
-    qr: bool = typer.Option(False, "--qr", help="Show it as a QR code, too."),
-    owner_key: Path = OWNER_KEY,
-    password_file: Path = PASSWORD_FILE,
+    terms: InviteOptions,
+    qr: bool = option(False, "Show it as a QR code, too."),
+    owner: OwnerOptions,
     as_json: bool = JSON,
 ) -> None:
     """Print an invite to a private swarm. Who has it joins with `swarmnode run INVITE`, while you may be offline.
 
     Example: swarmnode invite friends.swarm --role volunteer --uses 3 --expires 30d
     """
-    if role not in ROLES:
-        fail(f"--role {role}: it is one of {', '.join(ROLES)}", 2)
-    from swarmnode.cli.terminal.durations import parse_duration
     from swarmnode.roles.membership.owner import InviteTerms, issue_invite
     from swarmnode.swarm.records.grant import Role
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    life_s = None if expires == "never" else parse_duration(expires)
-    terms = InviteTerms(Role[role.upper()], life_s, uses, peer, group, note)
+    granted = of_same_names(InviteTerms, terms, role=Role[terms.role.upper()])
     file = swarm_file(swarm)
     loaded = load_swarm(file)
     book = open_issued_invites(issued_invites_path(file))
-    line, guest = issue_invite(loaded, owner_key_of(file, owner_key, password_file), terms, book)
+    line, guest = issue_invite(loaded, owner.key_of(file), granted, book)
     if as_json:
         fields = {"id": guest.invite, "role": guest.role, "expires_at": guest.expires_at or None, "uses": guest.uses}
         print_json({"invite": line, **fields, "peer": guest.peer or None, "group": guest.group or None})

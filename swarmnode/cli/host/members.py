@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    VERBOSE,
-    default_home,
-    print_json,
-    reports_errors,
-    run_async,
-    set_up_logging,
-)
+from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, run_async
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
@@ -28,28 +19,23 @@ SHOWN_CHARS = 8  # of an invite's id
 SOON_S = 48 * 3600.0  # an end that is nearer is told to the minute
 
 
-@reports_errors
-def members(
-    swarm: str = SWARM,
-    home: Path = HOME,
-    as_json: bool = JSON,
-    verbose: bool = VERBOSE,
-) -> None:
+@command
+def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs: Verbosity) -> None:
     """Show the members of a swarm, and with the owner's .swarm file the invites that were given out.
 
     Members who only ask are seen when they came by an invite with --uses; nobody keeps a list of the others.
 
     Example: swarmnode members friends.swarm
     """
-    set_up_logging(verbose)
+    logs.begin()
     from swarmnode.client.owner_client import OwnerClient
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 
-    loaded = open_swarm(swarm, default_home(home))
+    loaded = open_swarm(swarm, home)
     guests = open_issued_invites(issued_invites_path(loaded.file)).guests if loaded.file else []
 
     async def look(_stop: asyncio.Event) -> dict[str, Any]:
-        owner_client = await OwnerClient.join(loaded, default_home(home))
+        owner_client = await OwnerClient.join(loaded, home)
         try:
             return owner_client.picture(guests)
         finally:
@@ -88,15 +74,7 @@ def invites_table(invites: list[dict[str, Any]]) -> Table:
         until = "revoked" if invite["revoked"] else end(invite["expires_at"])
         used = f"{invite['used']} of {invite['uses']}" if invite["uses"] else str(invite["used"])
         whom = (invite["peer"] or "anybody")[-8:]
-        table.add_row(
-            invite["id"][:SHOWN_CHARS],
-            invite["role"],
-            used,
-            whom,
-            invite["group"],
-            until,
-            invite["note"],
-        )
+        table.add_row(invite["id"][:SHOWN_CHARS], invite["role"], used, whom, invite["group"], until, invite["note"])
     return table
 
 

@@ -5,35 +5,24 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import typer
-
-from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.options.option import argument
+from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.options.swarm import SWARM_FILE, swarm_file
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    VERBOSE,
-    default_home,
-    print_json,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-)
+from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, run_async, say
 from swarmnode.counting import counted
 
 
-@reports_errors
+@command
 def revoke(
+    *,
     swarm: str = SWARM_FILE,
-    who: str = typer.Argument(
-        ..., metavar="PEER|INVITE", help="A peer's id, its end or its name, or an invite or the beginning of its id."
+    who: str = argument(
+        ..., "A peer's id, its end or its name, or an invite or the beginning of its id.", metavar="PEER|INVITE"
     ),
-    owner_key: Path = OWNER_KEY,
-    password_file: Path = PASSWORD_FILE,
+    owner: OwnerOptions,
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """End a membership: within a minute nobody speaks with the peer any more, and its links are cut, though you go offline.
 
@@ -41,7 +30,7 @@ def revoke(
 
     Example: swarmnode revoke friends.swarm 5TqWZRpY
     """
-    set_up_logging(verbose)
+    logs.begin()
     from swarmnode.client.owner_client import OwnerClient, end_membership, find_member
     from swarmnode.errors import NetworkDown
     from swarmnode.roles.membership.owner import find_invite
@@ -51,17 +40,17 @@ def revoke(
     file = swarm_file(swarm)
     loaded = load_swarm(file)
     book = open_issued_invites(issued_invites_path(file))
-    owner = owner_key_of(file, owner_key, password_file)
+    key = owner.key_of(file)
     invite = find_invite(who, loaded, book)
 
     async def carry_out(_stop: asyncio.Event) -> tuple[str | None, int]:
         try:
-            owner_client = await OwnerClient.join(loaded, default_home(home))
+            owner_client = await OwnerClient.join(loaded, home)
         except NetworkDown:
             owner_client = None
         try:
             peer = None if invite else find_member(who, loaded, book, owner_client)
-            return peer, await end_membership(loaded, owner, book, owner_client, peer=peer, invite=invite)
+            return peer, await end_membership(loaded, key, book, owner_client, peer=peer, invite=invite)
         finally:
             if owner_client is not None:
                 await owner_client.close()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from swarmnode.cli.options.node_flags import DEVICE, DTYPE, THREADS
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.options.node_options import NodeOptions
+from swarmnode.cli.options.option import argument
+from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 
 if TYPE_CHECKING:
     from swarmnode.compute.device import Device
@@ -18,17 +17,15 @@ if TYPE_CHECKING:
 POSITIONS = 64  # of a prompt's chunk
 
 
-@reports_errors
+@command
 def bench(
-    model: str = typer.Argument(
+    *,
+    model: str = argument(
         "",
+        "Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
         metavar="[MODEL]",
-        help="Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
-        show_default=False,
     ),
-    device: str = DEVICE,
-    dtype: str = DTYPE,
-    threads: int = THREADS,
+    node: Annotated[NodeOptions, "device dtype threads"],
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -39,13 +36,12 @@ def bench(
     Example: swarmnode bench --device cuda
     """
     from swarmnode.compute.device import probe_device, set_threads
-    from swarmnode.config import StageConfig
 
-    StageConfig(device=device, dtype=dtype).check()
-    probed = probe_device(device)
-    set_threads(threads or None)
+    stage = node.stage
+    probed = probe_device(stage.device)
+    set_threads(stage.threads)
     shape = _shape_of(model)
-    measured = _measure(probed, dtype, shape, default_home(home))
+    measured = _measure(probed, stage.dtype, shape, home)
     cards = _cards(shape.parameters)
     if as_json:
         print_json({**measured, "cards": cards})

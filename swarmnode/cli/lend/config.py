@@ -7,25 +7,26 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.node_file import FILE
-from swarmnode.cli.terminal.console import JSON, print_json, reports_errors, say
+from swarmnode.cli.options.node_options import NodeOptions
+from swarmnode.cli.options.option import build, option
+from swarmnode.cli.terminal.console import JSON, command, print_json, say
 
 
-@reports_errors
+@command
 def config(
     context: typer.Context,
-    show: bool = typer.Option(False, "--show", help="Print each option, its value, and where that comes from."),
+    *,
+    show: bool = option(False, "Print each option, its value, and where that comes from."),
     as_json: bool = JSON,
 ) -> None:
     """Check what `run` would take from the flags given here, the environment and node.toml. Further options are those of `run`.
 
     Example: swarmnode config --show --memory 6GB
     """
-    from swarmnode.cli.options.node_options import node_config
-
     parent: Any = context.parent
     command = parent.command.get_command(parent, "run")
     taken = command.make_context("run", list(context.args), parent=parent)
-    node_config(taken.params)
+    build(NodeOptions, taken.params).config()
     rows = [
         _row(taken, option) for option in command.params if option.param_type_name == "option" and not option.hidden
     ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from swarmnode.cli.options.option import argument
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
@@ -20,13 +19,12 @@ if TYPE_CHECKING:
 SHOWN_CLIENTS = 20
 
 
-@reports_errors
+@command
 def credit(
-    where: str = typer.Argument(
+    where: str = argument(
         "",
+        "A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
         metavar="[SWARM|FOLDER]",
-        help="A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
-        show_default=False,
     ),
     home: Path = HOME,
     as_json: bool = JSON,
@@ -41,11 +39,10 @@ def credit(
     from swarmnode.roles.credit.worker_credits import folder_credits, summary, worker_credits
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
-    here = default_home(home)
     if where and Path(where).is_dir() and not swarm_path(where).is_file():
         found = folder_credits(Path(where))
     else:
-        found = worker_credits(here, open_swarm(where, here).id)
+        found = worker_credits(home, open_swarm(where, home).id)
     if as_json:
         print_json([{**summary(one), "by_client": dict(one.credit.by_client)} for one in found])
         return
@@ -57,7 +54,7 @@ def credit(
     for one in found:
         say(_sentence(one))
         show(_table(one))
-    if (energy := energy_used(here)) is not None:
+    if (energy := energy_used(home)) is not None:
         say(f"The cards of this machine drew {energy} while its nodes ran.")
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, run_async, say
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, run_async, say
 from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.errors import LocalError, NetworkDown
 
@@ -22,23 +23,16 @@ BANDWIDTH_PEERS = 3
 JOIN_PATIENCE_S = 15.0
 
 
-@reports_errors
+@command
 def doctor(
-    swarm: str = typer.Argument(
-        "",
-        metavar="[SWARM]",
-        help="Also try whether its bootstrap peers answer, and what its peers speak.",
-        show_default=False,
+    swarm: str = argument(
+        "", "Also try whether its bootstrap peers answer, and what its peers speak.", metavar="[SWARM]"
     ),
-    online: bool = typer.Option(
-        False,
-        "--online",
-        help="Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP.",
+    online: bool = option(
+        False, "Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP."
     ),
-    bandwidth: bool = typer.Option(
-        False, "--bandwidth", help="Also test up- and download with some peers of the swarm; asks first."
-    ),
-    yes: bool = typer.Option(False, "--yes", help="Do not ask."),
+    bandwidth: bool = option(False, "Also test up- and download with some peers of the swarm; asks first."),
+    yes: bool = option(False, "Do not ask."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -53,15 +47,14 @@ def doctor(
     from swarmnode.examination.machine import examine_machine
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    folder = default_home(home)
-    loaded = load_swarm(swarm, folder) if swarm else None
-    findings = examine_machine(folder)
+    loaded = load_swarm(swarm, home) if swarm else None
+    findings = examine_machine(home)
     if online:
         from swarmnode.examination.network import examine_network
 
         findings += examine_network()
     if loaded is not None:
-        findings += run_async(lambda _stop: _examine_swarm(loaded, folder, bandwidth))
+        findings += run_async(lambda _stop: _examine_swarm(loaded, home, bandwidth))
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from swarmnode.cli.options.option import option
+from swarmnode.cli.terminal.console import HOME, command, say
 
-from swarmnode.cli.terminal.console import HOME, default_home, reports_errors, say
 
-
-@reports_errors
+@command
 def show_identity(
-    client: bool = typer.Option(False, "--client", help="The id of this machine's clients (generate, status, train)."),
-    home: Path = HOME,
+    client: bool = option(False, "The id of this machine's clients (generate, status, train)."), home: Path = HOME
 ) -> None:
     """Print this machine's peer id, for an invite that is for it alone (`swarmnode invite --peer`).
 
@@ -21,4 +19,4 @@ def show_identity(
     from swarmnode.net.identity import Identity
 
     role = "client" if client else "node"
-    say(Identity.load_or_create(default_home(home) / f"{role}.key").peer_id)
+    say(Identity.load_or_create(home / f"{role}.key").peer_id)

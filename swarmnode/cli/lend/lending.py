@@ -5,27 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
-
-NAME = typer.Argument(
-    "", metavar="[NAME]", help="The node, as `swarmnode ps` calls it; default: all.", show_default=False
-)
-WAIT = typer.Option(
-    60.0, "--wait", metavar="SECONDS", min=0.0, max=600.0, help="How long to wait until it is so; 0: not at all."
-)
+NAME = argument("", "The node, as `swarmnode ps` calls it; default: all.", metavar="[NAME]")
+WAIT = option(60.0, "How long to wait until it is so; 0: not at all.", "--wait", metavar="SECONDS", min=0.0, max=600.0)
 SILENT = "it gives no answer: it is stopped (SIGSTOP), or hangs"
 KEEP = ("disk", "memory")
-REASON = typer.Option("", "--reason", help="Shown by `swarmnode ps`.", show_default=False)
+REASON = option("", "Shown by `swarmnode ps`.", "--reason")
 
 
-@reports_errors
+@command
 def pause(
     name: str = NAME,
-    keep: str = typer.Option(
-        "disk", "--keep", metavar="disk|memory", help="Where the weights stay: memory goes on sooner, disk frees all."
-    ),
+    keep: str = option("disk", "Where the weights stay: memory goes on sooner, disk frees all.", metavar="disk|memory"),
     reason: str = REASON,
     wait: float = WAIT,
     home: Path = HOME,
@@ -40,7 +33,7 @@ def pause(
     _tell_nodes("pause", name, home, as_json, wait_s=wait, keep=keep, reason=reason)
 
 
-@reports_errors
+@command
 def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: bool = JSON) -> None:
     """Lend again after `pause` or `finish`. Rules that hold a node back go on to do so.
 
@@ -49,10 +42,10 @@ def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: boo
     _tell_nodes("resume", name, home, as_json, wait_s=wait)
 
 
-@reports_errors
+@command
 def finish(
     name: str = NAME,
-    leave: bool = typer.Option(False, "--leave", help="End the node then, as `swarmnode stop` does."),
+    leave: bool = option(False, "End the node then, as `swarmnode stop` does."),
     reason: str = REASON,
     home: Path = HOME,
     as_json: bool = JSON,
@@ -64,7 +57,7 @@ def finish(
     _tell_nodes("finish", name, home, as_json, reason=reason, leave=leave)
 
 
-@reports_errors
+@command
 def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
     """Let a node leave its swarm in order, as Ctrl-C does where it runs.
 
@@ -76,7 +69,7 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
     from swarmnode.lending.control_client import is_listening, running_nodes, tell_node
 
-    nodes, failed = running_nodes(default_home(home)), list[str]()
+    nodes, failed = running_nodes(home), list[str]()
     if name and name not in nodes:
         fail(f"no node {name} runs here; `swarmnode ps` lists those that do", 2)
     alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from swarmnode.cli.lend.lending import state_text
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 
 NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
 
 
-@reports_errors
+@command
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     """List the nodes and gateways that run on this machine: what they do, and why not more.
 
@@ -18,9 +18,8 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     """
     from swarmnode.lending.control_client import is_listening, running_gateways, running_nodes, tell_node
 
-    folder = default_home(home)
-    sockets = [("run", *found) for found in running_nodes(folder).items()]
-    sockets += [("serve", *found) for found in running_gateways(folder).items()]
+    sockets = [("run", *found) for found in running_nodes(home).items()]
+    sockets += [("serve", *found) for found in running_gateways(home).items()]
     answers = [
         {"node": name, "does": does, **answer}
         for does, name, path in sockets

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import typer
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.cli.terminal.durations import parse_duration
 
 app = typer.Typer(help="Weights that were fetched to this machine.", no_args_is_help=True)
 
@@ -23,13 +25,13 @@ class FetchedWeights(NamedTuple):
 
 
 @app.command("list")
-@reports_errors
+@command
 def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
     """List what was fetched, by swarm.
 
     Example: swarmnode weights list
     """
-    found = _fetched(default_home(home))
+    found = _fetched(home)
     if as_json:
         print_json([{**each._asdict(), "folder": str(each.folder)} for each in found])
         return
@@ -45,10 +47,10 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
 
 
 @app.command()
-@reports_errors
+@command
 def prune(
-    swarm: str = typer.Argument("", metavar="[SWARM]", help="As `weights list` calls it; default: all."),
-    unused: str = typer.Option("", "--unused", metavar="30d", help="Only what nobody has used for so long."),
+    swarm: str = argument("", "As `weights list` calls it; default: all.", metavar="[SWARM]"),
+    unused: float = option(0.0, "Only what nobody has used for so long.", text="", metavar="30d", parse=parse_duration),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -56,14 +58,12 @@ def prune(
 
     Example: swarmnode weights prune --unused 30d
     """
-    from swarmnode.cli.terminal.durations import parse_duration
     from swarmnode.swarm.storage.weight_cache import evict
 
-    least_s = parse_duration(unused) if unused else 0.0
-    fetched = [each for each in _fetched(default_home(home)) if swarm in ("", each.swarm)]
+    fetched = [each for each in _fetched(home) if swarm in ("", each.swarm)]
     if swarm and not fetched:
         fail(f"no weights of {swarm!r} are here; `swarmnode weights list` tells of which there are", 2)
-    doomed = [each for each in fetched if each.unused_s >= least_s]
+    doomed = [each for each in fetched if each.unused_s >= unused]
     freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
     if as_json:
         print_json({"freed_bytes": freed_bytes})

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from swarmnode.cli.lend.lending import state_text
-from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    default_home,
-    fail,
-    print_json,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-)
+from swarmnode.cli.options.asking import ask
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
 from swarmnode.cli.terminal.durations import format_duration
 from swarmnode.cli.terminal.printable import one_line
 
 
-@reports_errors
+@command
 def why(
-    about: str = typer.Argument(
+    about: str = argument(
         "",
+        "A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
         metavar="[PEER|SESSION|UNIT]",
-        help="A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
-        show_default=False,
     ),
-    swarm: str = typer.Option(
-        "",
-        "--swarm",
-        metavar="SWARM",
-        help="Ask this swarm's directory, not the nodes of this machine.",
-        show_default=False,
-    ),
+    swarm: str = option("", "Ask this swarm's directory, not the nodes of this machine.", metavar="SWARM"),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -50,9 +31,8 @@ def why(
 
     Example: swarmnode why 12
     """
-    set_up_logging(False)
-    folder = default_home(home)
-    explained = _ask_swarm(swarm, about, folder) if swarm else _ask_nodes(about, folder)
+    LogOptions().begin()
+    explained = _ask_swarm(swarm, about, home) if swarm else _ask_nodes(about, home)
     if as_json:
         print_json(explained)
         return
@@ -71,18 +51,8 @@ def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
 
 
 def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
-    from swarmnode.client.swarm_client import SwarmClient
-
-    loaded = open_swarm(swarm, home)
-
-    async def look(stop: asyncio.Event) -> dict[str, Any]:
-        client = await SwarmClient.join(loaded, home=home)
-        try:
-            return client.why(about)
-        finally:
-            await client.close()
-
-    return [{"node": f"the swarm {loaded.name}", "state": "as seen from here", **run_async(look)}]
+    name, explained = ask(swarm, home, lambda client: (client.swarm.name, client.why(about)))
+    return [{"node": f"the swarm {name}", "state": "as seen from here", **explained}]
 
 
 def _tell(node: dict[str, Any], about: str) -> None:

@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import typer
-
+from swarmnode.cli.options.option import option
+from swarmnode.config import COMPRESSIONS
 from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Compression
 
-COMPRESS = typer.Option(
-    "auto",
-    "--compress",
-    metavar="auto|none|bf16|int8|int4|topk|adatopk|slowest",
-    help="What goes from stage to stage: auto as each node sees fit; adatopk the fewer, the slower the link.",
-)
-TOPK_RATIO = typer.Option(
-    0.0,
-    "--topk-ratio",
-    metavar="R",
-    help="Of topk, adatopk, slowest: one of R elements is sent, on the slowest link; default: 100.",
-    show_default=False,
-)
-TOPK_FEEDBACK = typer.Option(False, "--topk-feedback", help="Add what top-k left out to what is sent next.")
 
+def _ratio(ratio: float, flag: str) -> float:
+    from swarmnode.swarm.records.run import MAX_RATIO
 
-def parse_compression(rule: str, ratio: float, *, feedback: bool) -> Compression:
-    """What these options mean; a ratio of 0 is not given. Raises UsageError."""
-    from swarmnode.config import COMPRESSIONS
-    from swarmnode.plan.sparsity import SPARSE_RULES
-    from swarmnode.swarm.records.run import MAX_RATIO, Compression
-
-    if rule not in COMPRESSIONS:
-        raise UsageError(f"--compress {rule}: it is one of {', '.join(COMPRESSIONS)}")
-    if rule not in SPARSE_RULES and (ratio or feedback):
-        raise UsageError(f"--topk-ratio and --topk-feedback go with --compress {', '.join(SPARSE_RULES)}")
-    if not ratio:
-        return Compression(rule, feedback=feedback)
     if not (math.isfinite(ratio) and 1 <= ratio <= MAX_RATIO):
-        raise UsageError(f"--topk-ratio {ratio:g}: it is a number from 1 to {MAX_RATIO:.0f}")
-    return Compression(rule, ratio, feedback)
+        raise UsageError(f"{flag} {ratio:g}: it is a number from 1 to {MAX_RATIO:.0f}")
+    return ratio
+
+
+@dataclass(frozen=True)
+class CompressionOptions:
+    """Options of compression. A `topk_ratio` of None is not given."""
+
+    compress: str = option(
+        "auto",
+        "What goes from stage to stage: auto as each node sees fit; adatopk the fewer, the slower the link.",
+        choices=COMPRESSIONS,
+    )
+    topk_ratio: float | None = option(
+        None,
+        "Of topk, adatopk, slowest: one of R elements is sent, on the slowest link; default: 100.",
+        text=0.0,
+        metavar="R",
+        parse=_ratio,
+    )
+    topk_feedback: bool = option(False, "Add what top-k left out to what is sent next.")
+
+    def compression(self) -> Compression:
+        """Return the settings of compression. Raises UsageError if options do not go together."""
+        from swarmnode.plan.sparsity import SPARSE_RULES
+        from swarmnode.swarm.records.run import Compression
+
+        if self.compress not in SPARSE_RULES and (self.topk_ratio or self.topk_feedback):
+            raise UsageError(f"--topk-ratio and --topk-feedback go with --compress {', '.join(SPARSE_RULES)}")
+        if self.topk_ratio is None:
+            return Compression(self.compress, feedback=self.topk_feedback)
+        return Compression(self.compress, self.topk_ratio, self.topk_feedback)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
+from swarmnode.cli.terminal.console import run_async
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -20,17 +22,36 @@ if TYPE_CHECKING:
 
 
 def patience_option(seconds: float, help_text: str) -> Any:
-    """How long to wait, at most a week."""
-    return typer.Option(seconds, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS", help=help_text)
+    """Define how long to wait, at most a week."""
+    return option(seconds, help_text, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS")
+
+
+def _trust(words: Sequence[str], _flag: str) -> Trust:
+    from swarmnode.swarm.peers.trust import parse_trust
+
+    return parse_trust(words)
 
 
 PATIENCE = patience_option(60.0, "How long to wait for peers that hold the model.")
-TRUST = typer.Option(
+TRUST = option(
     [],
+    "Let only these compute; see docs/security.md for what it protects. Repeatable.",
     "--trust",
     metavar="PEER|group:NAME|net:CIDR",
-    help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
+    parse=_trust,
 )
+
+
+def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
+    """Join the swarm, return the result of `question`, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
+    from swarmnode.client.swarm_client import SwarmClient
+
+    async def look(_stop: asyncio.Event) -> Any:
+        async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
+            answer = question(client)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    return run_async(look)
 
 
 @contextlib.asynccontextmanager

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import typer
-
-from swarmnode.cli.options.owner import KEY_VARIABLE, new_password, owner_key_of
+from swarmnode.cli.options.option import option
+from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import fail
+from swarmnode.errors import UsageError
 from swarmnode.files.permissions import may_write
 
 if TYPE_CHECKING:
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SUFFIX = ".swarm"
-ADAPTERS = typer.Option(
-    [],
-    "--adapter",
-    metavar="NAME=DIR",
-    help="A LoRA adapter that who asks may choose by this name: a folder that peft has saved it into. Repeatable.",
-)
-ANNOUNCE = typer.Option(
-    [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
-)
+listen_option = partial(option, [], metavar="MADDR")
+
+
+@dataclass(frozen=True)
+class DoorOptions:
+    """Addresses of a new swarm's bootstrap peer."""
+
+    listen: list[str] = listen_option("Where `swarmnode bootstrap` will listen; default: a free port on loopback.")
+    announce: list[str] = option(
+        [], "Address under which others reach it, where that differs from --listen.", metavar="MADDR"
+    )
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,25 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
     return path
 
 
-def parse_adapters(texts: Sequence[str]) -> dict[str, Path]:
-    """Folders by the names of the adapters in them. Raises UsageError."""
-    from swarmnode.errors import UsageError
+def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
+    """Return folders by the names of the adapters in them. Raises UsageError."""
     from swarmnode.roles.creation.adapter_source import check_adapter_names
 
     for text in texts:
         if not all(text.partition("=")):
-            raise UsageError(f"--adapter takes a name and a folder, as in verse=./verse-lora, not {text!r}")
+            raise UsageError(f"{flag} takes a name and a folder, as in verse=./verse-lora, not {text!r}")
     named = [(name, Path(folder).expanduser()) for name, _, folder in (text.partition("=") for text in texts)]
     check_adapter_names([name for name, _ in named])
     return dict(named)
+
+
+ADAPTERS = option(
+    [],
+    "A LoRA adapter that who asks may choose by this name: a folder that peft has saved it into. Repeatable.",
+    "--adapter",
+    metavar="NAME=DIR",
+    parse=_adapters,
+)
 
 
 @contextmanager
@@ -97,17 +107,17 @@ def new_beside(path: Path, what: str = "weights") -> Iterator[Path]:
         raise
 
 
-def new_owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool = False) -> NewOwner:
-    """The owner's key: the one that is given, or a new one beside the .swarm file."""
+def new_owner(path: Path, owner: OwnerOptions, *, force: bool = False) -> NewOwner:
+    """Return the owner's key: the one that is given, or a new one beside the .swarm file."""
     from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 
-    if given is not None or os.environ.get(KEY_VARIABLE):
-        return NewOwner(owner_key_of(path, given, password_file))
+    if owner.is_given:
+        return NewOwner(owner.key_of(path))
     file = path.with_suffix(OWNER_SUFFIX)
     if file.exists() and not force:
         fail(f"{file} exists already; to found another swarm with this key, give --owner-key {file}", 2)
-    return NewOwner(SigningKey.generate(), file, new_password(password_file))
+    return NewOwner(SigningKey.generate(), file, owner.new_password())
 
 
 def found(

@@ -6,38 +6,39 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.metrics.metric import Source
 
+port_option = partial(option, None, typed=int, metavar="PORT", min=0, max=65535)
+_AT_PORT = "Serve metrics for Prometheus at this port; 0 takes a free one; default: none."
 
-def _port_option(envvar: str | None = None) -> Any:
-    return typer.Option(
-        None,
-        "--metrics-port",
-        envvar=envvar,
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
-        show_default=False,
+
+@dataclass(frozen=True)
+class MetricsOptions:
+    """Options of the metrics of a command that stays."""
+
+    metrics_port: int | None = port_option(_AT_PORT, envvar="SWARMNODE_METRICS_PORT")
+    metrics_host: str = option(
+        "127.0.0.1",
+        "Where to serve metrics; 0.0.0.0 shows them to everybody.",
+        envvar="SWARMNODE_METRICS_HOST",
+        metavar="ADDRESS",
     )
 
+    def watch(self, home: Path, *, as_json: bool = False) -> Watch:
+        """Return a server of metrics, not started yet. Raises LocalError if it cannot listen at the port."""
+        return Watch(self.metrics_host, self.metrics_port, home, as_json)
 
-METRICS_PORT = _port_option()
-# Of commands that stay. The others may be called beside one of these, in its container, where its port is taken.
-SERVICE_METRICS_PORT = _port_option("SWARMNODE_METRICS_PORT")
-METRICS_HOST = typer.Option(
-    "127.0.0.1",
-    "--metrics-host",
-    envvar="SWARMNODE_METRICS_HOST",
-    metavar="ADDRESS",
-    help="Where to serve metrics; 0.0.0.0 shows them to everybody.",
-)
+
+@dataclass(frozen=True)
+class PassingMetricsOptions(MetricsOptions):
+    """MetricsOptions of a short command: the environment's port belongs to a command that stays, perhaps in the same container."""
+
+    metrics_port: int | None = port_option(_AT_PORT)
 
 
 @dataclass(frozen=True)

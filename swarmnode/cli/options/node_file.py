@@ -14,20 +14,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
 
+from swarmnode.cli.options.option import file_key, path_option
+from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.console import default_home, fail
 from swarmnode.errors import UsageError
 
 FILE = "node.toml"
 PREFIX = "SWARMNODE_RUN_"
-MAX_FILE_BYTES = 1 << 16
 ELSEWHERE = frozenset({"home", "config", "help"})  # they say where the file is, or nothing of a node
 
-CONFIG = typer.Option(
-    None, "--config", metavar="FILE", help=f"Options in a file; default: {FILE} in the home folder.", show_default=False
-)
+CONFIG = path_option(f"Options in a file; default: {FILE} in the home folder.", "--config")
 
 
 class ConfiguredCommand(TyperCommand):
@@ -38,7 +36,9 @@ class ConfiguredCommand(TyperCommand):
         ctx.meta["args"] = list(args)
         given = self.make_parser(ctx).parse_args(list(args))[0]
         try:
-            file, path = _read(given.get("config_file"), given.get("home") or os.environ.get("SWARMNODE_HOME"))
+            config, home = given.get("config_file"), given.get("home") or os.environ.get("SWARMNODE_HOME")
+            path = Path(config) if config else default_home(Path(home) if home else None) / FILE
+            file = read_toml(path if config else None, path, what="a file of options")
             options = {_flag(option): option for option in self.params if _flag(option)}
             _check(file, options, path)
         except UsageError as error:
@@ -56,21 +56,10 @@ class ConfiguredCommand(TyperCommand):
         return list(super().parse_args(ctx, args))
 
 
-def _read(given: str | None, home: str | None) -> tuple[dict[str, Any], Path]:
-    """The file's values. Raises UsageError."""
-    from swarmnode.cli.options.toml_file import read_toml
-
-    path = Path(given) if given else default_home(Path(home) if home else None) / FILE
-    values = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of options")
-    if values is None and given:
-        raise UsageError(f"{path}: no such file")
-    return values or {}, path
-
-
 def _flag(option: Any) -> str:
     """What an option is called in a file: its flag, with underlines; empty for what no file may say."""
     flags = [name for name in option.opts if name.startswith("--")]
-    name = flags[0].lstrip("-").replace("-", "_") if flags else ""
+    name = file_key(flags[0]) if flags else ""
     return "" if name in ELSEWHERE else name
 
 

@@ -24,6 +24,12 @@ def check_output(option: str, path: Path | None, *, force: bool = True) -> None:
         fail(f"{option} {path}: it cannot be written; name a file in a folder of yours")
 
 
+def output_path(path: Path, flag: str) -> Path:
+    """Return the path of a file that can be written. Ends the command if it cannot."""
+    check_output(flag, path)
+    return path
+
+
 def write_output(path: Path, text: str) -> None:
     """What the command has found. Raises LocalError: the system does not say which file's disk is full."""
     try:

@@ -9,10 +9,12 @@ otherwise                  a question at the terminal
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
+from swarmnode.cli.options.option import path_option
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.files.bounded import read_bounded
@@ -23,31 +25,31 @@ KEY_VARIABLE = "SWARMNODE_OWNER_KEY"
 PASSWORD_VARIABLE = "SWARMNODE_OWNER_PASSWORD"
 MAX_PASSWORD_FILE_BYTES = 1 << 16
 
-PASSWORD_FILE = typer.Option(
-    None, "--password-file", metavar="FILE", help="The owner's password is its first line.", show_default=False
-)
-OWNER_KEY = typer.Option(
-    None,
-    "--owner-key",
-    metavar="FILE",
-    help="The owner's key; default: NAME.owner beside NAME.swarm.",
-    show_default=False,
-)
 
+@dataclass(frozen=True)
+class OwnerOptions:
+    """Options of the owner's key and its password."""
 
-def owner_key_of(swarm_file: Path, given: Path | None, password_file: Path | None) -> SigningKey:
-    """The owner's key, unlocked. Raises UsageError with what is wrong."""
-    if pem := os.environ.get(KEY_VARIABLE):
-        return parse_owner_key(pem.encode(), None, source=KEY_VARIABLE)
-    path = given or swarm_file.with_suffix(SUFFIX)
-    if not path.exists():
-        fail(f"{path}: no such file; only the owner, who has the key, can do this", 2)
-    return load_owner_key(path, known_password(password_file) or _ask(f"Password of {path}", again=False))
+    owner_key: Path | None = path_option("The owner's key; default: NAME.owner beside NAME.swarm.")
+    password_file: Path | None = path_option("The owner's password is its first line.")
 
+    def key_of(self, swarm_file: Path) -> SigningKey:
+        """Return the key to a swarm, unlocked. Raises UsageError if the file is missing or the password is wrong."""
+        if pem := os.environ.get(KEY_VARIABLE):
+            return parse_owner_key(pem.encode(), None, source=KEY_VARIABLE)
+        path = self.owner_key or swarm_file.with_suffix(SUFFIX)
+        if not path.exists():
+            fail(f"{path}: no such file; only the owner, who has the key, can do this", 2)
+        return load_owner_key(path, known_password(self.password_file) or _ask(f"Password of {path}", again=False))
 
-def new_password(password_file: Path | None) -> str:
-    """The password for a new key."""
-    return known_password(password_file) or _ask("A password for the owner's key", again=True)
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a key already, from a file or the environment."""
+        return self.owner_key is not None or bool(os.environ.get(KEY_VARIABLE))
+
+    def new_password(self) -> str:
+        """Return the password for a new key."""
+        return known_password(self.password_file) or _ask("A password for the owner's key", again=True)
 
 
 def known_password(password_file: Path | None) -> str:

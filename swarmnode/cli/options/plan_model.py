@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from swarmnode.cli.options.output_file import write_output
-from swarmnode.cli.terminal.console import fail, print_json
+from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.effort import Effort
+from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swarmnode.plan.offline.hosting import DeviceRates, Workload
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.environment.model import Model
@@ -20,16 +22,37 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def _dtype(text: str, flag: str) -> str:
+    if text not in DTYPE_BYTES:
+        raise UsageError(f"{flag} {text}: choose {', '.join(DTYPE_BYTES)}")
+    return text
+
+
+def card_name(text: str, flag: str) -> str:
+    """Return the name of a card. Raises UsageError for one that is not known."""
+    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
+
+    if find_gpu(text) is None:
+        raise UsageError(f"{flag} {text}: known are {', '.join(known_gpus())}")
+    return text
+
+
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user says of the model's training: its `source`, `dtype` on the wire, `gpu` where none is known."""
+    """Options of planning for a model. `source` is empty without a model."""
 
-    source: str
-    batch: int
-    sequence: int
-    microbatches: int
-    dtype: str
-    gpu: str
+    source: str = option(
+        "",
+        "Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
+        "--module takes. --stages and --replicas may be left out.",
+        "--model",
+        metavar="MODEL",
+    )
+    batch: int = option(1, "With --model: samples of a microbatch.", min=1, max=1 << 20)
+    sequence: int = option(1024, "With --model: tokens of a sequence, if it has any.", min=1, max=1 << 24)
+    microbatches: int = option(32, "With --model: of a step.", min=1, max=1 << 20)
+    dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES), parse=_dtype)
+    gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME", parse=card_name)
 
     def tokens_for(self, model: Model) -> int:
         """Tokens of a microbatch."""
@@ -37,32 +60,36 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of the plan, where the user gives it: stages, pipelines, and how many should hold each unit."""
+class ShapeOptions:
+    """Shape of a plan; None is left to the planner."""
 
-    stages: int | None
-    replicas: int | None
-    holders: int | None
+    stages: int | None = option(None, "Parts that the model is cut into.", typed=int, min=1)
+    replicas: int | None = option(None, "Pipelines; each has a device in every stage.", typed=int, min=1)
+    holders: int | None = option(
+        None,
+        "With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
+        "1 gives the fastest plan, whatever it risks; default: 2.",
+        typed=int,
+        min=1,
+    )
 
 
-def plan_model(
-    network: Scenario,
-    options: ModelOptions,
-    shape: Shape,
-    effort: Effort,
-    report: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Plan and print which device holds which layers."""
+class Planned(NamedTuple):
+    """A plan as the command shows it: table, the name and devices of each stage, pipelines, and a summary for scripts."""
+
+    shown: Table
+    held: list[tuple[str, Sequence[int]]]
+    pipelines: list[list[int]]
+    summary: dict[str, Any]
+
+
+def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
+    """Plan which device holds which layers. Raises UsageError if the model cannot be read or does not fit."""
     from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
-    from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.holders import HOLDERS
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.graph_model import load_model
 
-    if options.dtype not in DTYPE_BYTES:
-        fail(f"--dtype {options.dtype}: choose {', '.join(DTYPE_BYTES)}", 2)
     network = _with_cards(network, options.gpu)
     model = load_model(options.source, options.batch)
     workload, hardware = _workload(model, options), _hardware(network, model, options)
@@ -73,25 +100,16 @@ def plan_model(
         hosting = planner.plan(
             stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
         )
-    shown = hosting_table(network, model, workload, hosting, holders)
-    if report is not None:
-        from swarmnode.cli.terminal.plan_page import plan_page
-
-        held = [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages]
-        write_output(report, plan_page(network, shown, held, hosting.grid.T.tolist()))
-    if as_json:
-        print_json(hosting_summary(network, model, workload, hosting, holders, effort.taken_s))
-    else:
-        show(shown)
-        effort.tell_if_cut()
+    return Planned(
+        hosting_table(network, model, workload, hosting, holders),
+        [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages],
+        hosting.grid.T.tolist(),
+        hosting_summary(network, model, workload, hosting, holders, effort.taken_s),
+    )
 
 
 def _with_cards(network: Scenario, gpu: str) -> Scenario:
     """The scenario with a card for each device of which it says neither card nor speed."""
-    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
-
-    if find_gpu(gpu) is None:
-        fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
     unknown = (None,) * network.devices
     speeds = network.decode_units_per_s or unknown, network.training_units_per_s or unknown
     told = zip(network.gpus, network.peak_flops, *speeds, strict=True)

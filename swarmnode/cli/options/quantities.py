@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.view import Span
-from swarmnode.swarm.records.announcement import MAX_NAME_CHARS
+
+if TYPE_CHECKING:
+    from swarmnode.plan.view import Span
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_PREFIXES = {f"{prefix}i": 1024**power for power, prefix in enumerate("kmgt", start=1)}
@@ -58,6 +60,8 @@ def parse_share(text: str, option: str, *, zero: bool = False) -> float:
 
 def parse_name(text: str, option: str = "--name") -> str:
     """What a node is called, to be shown to others; empty where it has no name. Raises UsageError."""
+    from swarmnode.swarm.records.announcement import MAX_NAME_CHARS
+
     if len(text) > MAX_NAME_CHARS or not text.isprintable() or text != text.strip():
         raise UsageError(
             f"{option} {text[:MAX_NAME_CHARS]!r}: a node's name has up to {MAX_NAME_CHARS} printable characters"
@@ -67,6 +71,8 @@ def parse_name(text: str, option: str = "--name") -> str:
 
 def parse_span(text: str, option: str = "--span") -> Span:
     """A span like 0:6. Raises UsageError."""
+    from swarmnode.plan.view import Span
+
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if match is None or int(match[1]) >= int(match[2]):
         raise UsageError(f"{option} {text}: not a span; write it as A:B with A < B, for units A to B-1")

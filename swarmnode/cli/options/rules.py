@@ -1,17 +1,6 @@
 """The rules of lending as people write them: in HOME/rules.toml, or in a flag, which counts before the file.
 
-only_idle = "10m"           # nobody has touched keyboard or mouse for so long
-max_load = "25%"            # of all CPUs, by other programs
-exclusive = ["blender"]     # programs beside which it does not lend
-hours = "22:00-07:00"
-days = "mon-fri"            # or "sat,sun"
-on_mains = true
-max_pressure = "10%"        # of the time some program waits for memory
-monthly = "500GB"           # sent and received, in a month
-month_day = "15"            # on which the month begins: 1 to 28
-unmetered = true            # not where the connection is paid by what it carries
-max_gpu_memory = "2GB"      # of a card's, used by other programs
-max_gpu_load = "25%"        # of a card's time, by other programs
+A rule is called in the file as its flag is, with underlines: max_load = "25%" is --max-load 25%.
 """
 
 from __future__ import annotations
@@ -19,10 +8,11 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from swarmnode.cli.options.option import definitions, file_key, option, path_option
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
 from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.durations import parse_duration
@@ -30,43 +20,13 @@ from swarmnode.errors import UsageError
 from swarmnode.lending.rules import DAYS, Hours, Rules
 
 FILE = "rules.toml"
-MAX_FILE_BYTES = 1 << 16
 LAST_DAY = 28  # that every month has
-
-
-def read_rules(home: Path, given: Path | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> Rules:
-    """The rules of a file (`rules.toml` in the home folder, where there is one) and of flags. Raises UsageError."""
-    path = given or home / FILE
-    file = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of rules")
-    if file is None and given is not None:
-        raise UsageError(f"{path}: no such file")
-    return parse_rules({**(file or {}), **{name: value for name, value in flags.items() if value}})
-
-
-def parse_rules(texts: Mapping[str, Any]) -> Rules:
-    """Rules by the names that the file has for them. Raises UsageError, which names the one that is wrong."""
-    unknown = sorted(texts.keys() - _PARSERS.keys())
-    if unknown:
-        raise UsageError(f"there is no rule {unknown[0]!r}; there are {', '.join(_PARSERS)}")
-    return Rules(**{_PARSERS[name][0]: _PARSERS[name][1](value, name) for name, value in texts.items()})
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{name} = {value}: write it in quotes")
     return value.strip()
-
-
-def _seconds(value: Any, name: str) -> float:
-    return parse_duration(_text(value, name))
-
-
-def _share(value: Any, name: str) -> float:
-    return parse_share(_text(value, name), name)
-
-
-def _bytes(value: Any, name: str) -> int:
-    return parse_bytes(_text(value, name), name)
 
 
 def _yes(value: Any, name: str) -> bool:
@@ -81,48 +41,99 @@ def _programs(value: Any, name: str) -> frozenset[str]:
     return frozenset(value)
 
 
-def _hours(value: Any, name: str) -> Hours:
-    match = re.fullmatch(r"(\d{1,2}:\d\d)-(\d{1,2}:\d\d)", _text(value, name))
+def _hours(text: str, name: str) -> Hours:
+    match = re.fullmatch(r"(\d{1,2}:\d\d)-(\d{1,2}:\d\d)", text)
     try:
         start, end = (datetime.time.fromisoformat(part.zfill(5)) for part in (match.groups() if match else ()))
     except ValueError:
-        raise UsageError(f"{name} {value}: write the hours as 22:00-07:00") from None
+        raise UsageError(f"{name} {text}: write the hours as 22:00-07:00") from None
     if start == end:
-        raise UsageError(f"{name} {value}: from when to when? Leave it away to lend at all hours")
+        raise UsageError(f"{name} {text}: from when to when? Leave it away to lend at all hours")
     return Hours(start, end)
 
 
-def _days(value: Any, name: str) -> frozenset[int]:
+def _days(text: str, name: str) -> frozenset[int]:
     days: set[int] = set()
-    for part in _text(value, name).lower().split(","):
+    for part in text.lower().split(","):
         names = part.strip().split("-")
         if len(names) > 2 or not set(names) <= set(DAYS):
-            raise UsageError(f"{name} {value}: write the days as mon-fri or sat,sun")
+            raise UsageError(f"{name} {text}: write the days as mon-fri or sat,sun")
         start, end = DAYS.index(names[0]), DAYS.index(names[-1])
         days.update((start + step) % 7 for step in range((end - start) % 7 + 1))
     return frozenset(days)
 
 
-def _day(value: Any, name: str) -> int:
-    text = _text(value, name)
+def _day(text: str, name: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= LAST_DAY:
-        raise UsageError(f"{name} {value}: the day of the month on which it begins, 1 to {LAST_DAY}")
+        raise UsageError(f"{name} {text}: the day of the month on which it begins, 1 to {LAST_DAY}")
     return int(text)
 
 
-_PARSERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
-    "only_idle": ("only_idle_s", _seconds),
-    "max_load": ("max_others_load", _share),
-    "exclusive": ("exclusive", _programs),
-    "hours": ("hours", _hours),
-    "days": ("days", _days),
-    "on_mains": ("on_mains", _yes),
-    "max_pressure": ("max_memory_pressure", _share),
-    "monthly": ("monthly_bytes", _bytes),
-    "month_day": ("month_day", _day),
-    "unmetered": ("unmetered", _yes),
-    "max_gpu_memory": ("max_others_gpu_bytes", _bytes),
-    "max_gpu_load": ("max_others_gpu_load", _share),
+def _rule(
+    help_text: str, flag: str, parse: Callable[[Any, str], Any], metavar: str | None = None, default: Any = None
+) -> Any:
+    """Define a rule, a text unless it has a default of another kind: its flag, and its name in the file and in errors."""
+    name = file_key(flag)
+
+    def read(value: Any, _flag: str) -> Any:
+        return parse(_text(value, name) if default is None else value, name)
+
+    return option(default, help_text, flag, parse=read, metavar=metavar)
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """Options of the rules of lending, by the names of the fields of Rules. A rule that is not given is None or empty."""
+
+    rules_file: Path | None = path_option("Rules for when to lend; default: rules.toml in the home folder.", "--rules")
+    only_idle_s: float | None = _rule(
+        "Lend only while nobody has touched keyboard or mouse for so long.", "--only-idle", parse_duration, "10m"
+    )
+    max_others_load: float | None = _rule(
+        "Pause while other programs use more of the CPUs.", "--max-load", parse_share, "25%"
+    )
+    exclusive: frozenset[str] = _rule(
+        "Pause while this program runs. Repeatable.", "--exclusive", _programs, "PROGRAM", default=[]
+    )
+    hours: Hours | None = _rule("Lend at these hours only.", "--hours", _hours, "22:00-07:00")
+    days: frozenset[int] | None = _rule("Lend on these days only.", "--days", _days, "mon-fri")
+    on_mains: bool = _rule("Pause on battery.", "--on-mains", _yes, default=False)
+    max_memory_pressure: float | None = _rule(
+        "Pause while other programs wait for memory for more of the time.", "--max-pressure", parse_share, "10%"
+    )
+    monthly_bytes: int | None = _rule(
+        "Pause for the rest of a month in which so much was sent and received.", "--monthly", parse_bytes, "500GB"
+    )
+    month_day: int | None = _rule("The day on which that month begins; default: the first.", "--month-day", _day, "15")
+    unmetered: bool = _rule(
+        "Pause where the connection is paid by what it carries (NetworkManager).", "--unmetered", _yes, default=False
+    )
+    max_others_gpu_bytes: int | None = _rule(
+        "Pause while other programs use more of a card's memory.", "--max-gpu-memory", parse_bytes, "2GB"
+    )
+    max_others_gpu_load: float | None = _rule(
+        "Pause while other programs use more of a card's time.", "--max-gpu-load", parse_share, "25%"
+    )
+
+
+_RULES = {
+    file_key(definition.flag(field)): (field, definition)
+    for field, definition in definitions(RuleOptions).items()
+    if field != "rules_file"
 }
 
-RULE_NAMES = tuple(_PARSERS)
+
+def read_rules(home: Path, flags: RuleOptions = RuleOptions()) -> Rules:
+    """Read the rules of a file (`rules.toml` in the home folder, if there is one) and add those of flags. Raises UsageError."""
+    texts = read_toml(flags.rules_file, home / FILE, what="a file of rules")
+    given = {field: value for field, _ in _RULES.values() if (value := getattr(flags, field))}
+    return replace(parse_rules(texts), **given)
+
+
+def parse_rules(texts: Mapping[str, Any]) -> Rules:
+    """Read rules by the names that the file has for them. Raises UsageError, which names the one that is wrong."""
+    unknown = sorted(texts.keys() - _RULES.keys())
+    if unknown:
+        raise UsageError(f"there is no rule {unknown[0]!r}; there are {', '.join(_RULES)}")
+    found = ((_RULES[name], value) for name, value in texts.items())
+    return Rules(**{field: definition.read(field, value) for (field, definition), value in found})

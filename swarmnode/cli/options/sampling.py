@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
+from swarmnode.cli.options.option import of_same_names, option
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.errors import UsageError
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS
@@ -16,81 +16,67 @@ from swarmnode.swarm.storage.user_file import read_user_file
 if TYPE_CHECKING:
     from swarmnode.roles.serving.client.generation import GenerateOptions
 
-# What is usual differs from command to command.
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="How many tokens to generate at most.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 takes the most likely token; higher is more random.")
-]
-TopP = Annotated[float, typer.Option("--top-p", help="Draw from the most likely tokens that make up this probability.")]
 
-MIN_P = typer.Option(
-    0.0, "--min-p", help="Leave out tokens less likely than this share of the most likely one's probability."
-)
-FREQUENCY_PENALTY = typer.Option(
-    0.0, "--frequency-penalty", help="Make tokens less likely each time that they were said, from -2 to 2."
-)
-PRESENCE_PENALTY = typer.Option(
-    0.0, "--presence-penalty", help="Make tokens less likely once they were said, from -2 to 2."
-)
-REPETITION_PENALTY = typer.Option(
-    1.0, "--repetition-penalty", help="Over 1 makes what was said less likely, in the prompt too; 1 is off."
-)
-LOGIT_BIAS = typer.Option(
-    [], "--logit-bias", metavar="ID=BIAS", help="Add to the logit of a token id, from -100 (never) to 100. Repeatable."
-)
-ADAPTER = typer.Option(
-    "", "--adapter", metavar="NAME", help="Ask the model as this adapter of the swarm changes it; `status` lists them."
-)
-COMPRESS = typer.Option(
-    AUTO,
-    "--compress",
-    metavar="|".join(COMPRESSIONS),
-    help="As what states go from peer to peer; auto lets them compress where a link is slow, none keeps them exact.",
-)
-JSON_SCHEMA = typer.Option(
-    "", "--json-schema", metavar="FILE|{…}", help="A JSON schema that the text shall fit, or a file with one."
-)
-GRAMMAR = typer.Option(
-    "", "--grammar", metavar="FILE", help="A file with a grammar, in Lark, that the text shall follow."
-)
-
-AS_THEY_ARE = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "compress",
-    "adapter",
-)
-
-
-def generate_options(options: Mapping[str, Any]) -> GenerateOptions:
-    """How to draw, by the names of a command's parameters. Raises UsageError, which names the wrong one."""
-    from swarmnode.roles.serving.client.generation import GenerateOptions
-
-    seed, logprobs = options.get("seed", -1), options.get("logprobs", -1)
-    return GenerateOptions(
-        **{name: options[name] for name in AS_THEY_ARE if name in options},
-        seed=seed if seed >= 0 else None,
-        logprobs=logprobs if logprobs >= 0 else None,
-        logit_bias=parse_logit_bias(options["logit_bias"]),
-        grammar=read_grammar(options.get("json_schema", ""), options.get("grammar", "")),
-    )
-
-
-def parse_logit_bias(texts: list[str]) -> dict[int, float]:
-    """Biases by token id. Raises UsageError."""
+def _logit_bias(texts: Sequence[str], flag: str) -> dict[int, float]:
+    """Return biases by token id. Raises UsageError."""
     try:
         pairs = [text.split("=") for text in texts]
         return {int(token): float(bias) for token, bias in pairs}
     except ValueError:
-        raise UsageError(
-            f"--logit-bias takes a token id and a number, as in 42=-100, not {' '.join(texts)!r}"
-        ) from None
+        raise UsageError(f"{flag} takes a token id and a number, as in 42=-100, not {' '.join(texts)!r}") from None
+
+
+def _from_zero(number: int, _flag: str) -> int | None:
+    """Return the number, or None if it is below 0."""
+    return number if number >= 0 else None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options of sampling. A field that GenerateOptions has, too, becomes that field."""
+
+    max_new_tokens: int = option(64, "How many tokens to generate at most.", "--max-new-tokens", "-n")
+    temperature: float = option(0.0, "0 takes the most likely token; higher is more random.")
+    top_p: float = option(1.0, "Draw from the most likely tokens that make up this probability.")
+    top_k: int = option(0, "Draw from this many most likely tokens; 0 is all.")
+    min_p: float = option(0.0, "Leave out tokens less likely than this share of the most likely one's probability.")
+    frequency_penalty: float = option(0.0, "Make tokens less likely each time that they were said, from -2 to 2.")
+    presence_penalty: float = option(0.0, "Make tokens less likely once they were said, from -2 to 2.")
+    repetition_penalty: float = option(1.0, "Over 1 makes what was said less likely, in the prompt too; 1 is off.")
+    logit_bias: Mapping[int, float] = option(
+        [],
+        "Add to the logit of a token id, from -100 (never) to 100. Repeatable.",
+        metavar="ID=BIAS",
+        parse=_logit_bias,
+    )
+    json_schema: str = option("", "A JSON schema that the text shall fit, or a file with one.", metavar="FILE|{…}")
+    lark: str = option("", "A file with a grammar, in Lark, that the text shall follow.", "--grammar", metavar="FILE")
+    compress: str = option(
+        AUTO,
+        "As what states go from peer to peer; auto lets them compress where a link is slow, none keeps them exact.",
+        metavar="|".join(COMPRESSIONS),
+    )
+    adapter: str = option(
+        "", "Ask the model as this adapter of the swarm changes it; `status` lists them.", metavar="NAME"
+    )
+    logprobs: int | None = option(
+        None,
+        "With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
+        text=-1,
+        parse=_from_zero,
+    )
+    seed: int | None = option(None, "The same seed draws the same text; default: a new one.", text=-1, parse=_from_zero)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Grammar that the text follows; None without one. Raises UsageError if its file cannot be read."""
+        return read_grammar(self.json_schema, self.lark)
+
+    def options(self) -> GenerateOptions:
+        """Return the settings of a generation. Raises UsageError, which names the wrong value."""
+        from swarmnode.roles.serving.client.generation import GenerateOptions
+
+        return of_same_names(GenerateOptions, self)
 
 
 def read_grammar(json_schema: str, grammar: str) -> Grammar | None:

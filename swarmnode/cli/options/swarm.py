@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from swarmnode.cli.options.option import argument
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, read_line
 
@@ -14,9 +13,9 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 _WAYS = "A .swarm file or its name, an invite, the name of a swarm that you joined or of a public one, or - for standard input"
-SWARM = typer.Argument("", metavar="[SWARM]", help=f"{_WAYS}; default: the one that was used last.", show_default=False)
-THIS_SWARM = typer.Argument(..., metavar="SWARM", help=f"{_WAYS}.")  # where another argument follows
-SWARM_FILE = typer.Argument(..., metavar="SWARM", help="The .swarm file, or its name.")
+SWARM = argument("", f"{_WAYS}; default: the one that was used last.", metavar="[SWARM]")
+THIS_SWARM = argument(..., f"{_WAYS}.", metavar="SWARM")  # where another argument follows
+SWARM_FILE = argument(..., "The .swarm file, or its name.", metavar="SWARM")
 
 
 def open_swarm(text: str, home: Path) -> Swarm:

@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.terminal.console import (
-    JSON,
-    VERBOSE,
-    fail,
-    print_json,
-    reports_errors,
-    run_async,
-    set_up_logging,
-    unless_stopped,
-)
+from swarmnode.cli.options.option import option
+from swarmnode.cli.terminal.console import JSON, Verbosity, command, fail, print_json, run_async, unless_stopped
 from swarmnode.cli.terminal.printable import printable
 from swarmnode.cli.use.status import status_table
 
@@ -27,19 +19,18 @@ if TYPE_CHECKING:
 MIN_STEPS = 10
 
 
-@reports_errors
+@command
 def demo(
-    steps: int = typer.Option(
-        0, "--steps", max=100_000, help="Steps of the training; default: about half a minute's.", show_default=False
-    ),
+    *,
+    steps: int = option(0, "Steps of the training; default: about half a minute's.", max=100_000, show_default=False),
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """Start a swarm on this machine, let it learn the Zen of Python, kill a node meanwhile, and hear it recite.
 
     Example: swarmnode demo --json
     """
-    set_up_logging(verbose)
+    logs.begin()
     if 0 < steps < MIN_STEPS or steps < 0:
         fail(f"--steps {steps}: at least {MIN_STEPS}, for a node is to be killed half-way", 2)
     from swarmnode.demo.story import STEPS, Spectators, Story

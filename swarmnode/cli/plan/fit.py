@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from swarmnode.cli.options.node_flags import DEVICE, MEMORY
-from swarmnode.cli.terminal.console import JSON, print_json, reports_errors, say
+from swarmnode.cli.options.node_options import NodeOptions
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import JSON, command, print_json, say
 from swarmnode.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
@@ -21,14 +20,17 @@ CACHE_TOKENS = 4096
 PASSES = {"generate": "tokens", "embed": "texts", "classify": "texts", "infer": "samples"}
 
 
-@reports_errors
+@command
 def fit(
-    models: list[str] = typer.Argument(
-        ..., metavar="MODEL…", help="Checkpoints (folders, or hub ids), or modules, as create --module takes them."
+    *,
+    models: list[str] = argument(
+        ...,
+        "Checkpoints (folders, or hub ids), or modules, as create --module takes them.",
+        typed=list[str],
+        metavar="MODEL…",
     ),
-    memory: str = MEMORY,
-    device: str = DEVICE,
-    rtt: float = typer.Option(20.0, "--rtt", metavar="MS", min=0.0, max=60_000.0, help="Round trip between machines."),
+    node: Annotated[NodeOptions, "memory_bytes device"],
+    rtt: float = option(20.0, "Round trip between machines.", metavar="MS", min=0.0, max=60_000.0),
     as_json: bool = JSON,
 ) -> None:
     """What of a model fits this machine in which precision, how many such machines hold all of it, and about how fast they are.
@@ -38,14 +40,11 @@ def fit(
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
     """
-    from swarmnode.cli.options.quantities import parse_bytes
     from swarmnode.compute.device import probe_device
-    from swarmnode.config import StageConfig
 
-    StageConfig(device=device).check()
-    limit_bytes = parse_bytes(memory, "--memory") if memory else None
-    probed = probe_device(device)
-    rows = [row for model in models for row in _rows(model, probed, limit_bytes, rtt / 1000)]
+    stage = node.stage
+    probed = probe_device(stage.device)
+    rows = [row for model in models for row in _rows(model, probed, stage.memory_bytes, rtt / 1000)]
     if as_json:
         print_json(rows)
         return

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from swarmnode.cli.options.output_file import check_output, write_output
-from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    VERBOSE,
-    default_home,
-    print_json,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-)
+from swarmnode.cli.options.asking import ask
+from swarmnode.cli.options.option import path_option
+from swarmnode.cli.options.output_file import output_path, write_output
+from swarmnode.cli.options.swarm import SWARM
+from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, say
 from swarmnode.counting import counted
 
 
-@reports_errors
+@command
 def network(
+    *,
     swarm: str = SWARM,
-    output: Path = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write it there; default: print it.", show_default=False
-    ),
+    output: Path = path_option("Write it there; default: print it.", "--output", "-o", parse=output_path),
     home: Path = HOME,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """Write down a swarm's machines, speeds, delays and bandwidths as its peers have measured them, for plan and simulate.
 
     Example: swarmnode network friends.swarm -o network.json
     """
-    set_up_logging(verbose)
-    check_output("--output", output)
-    from swarmnode.client.swarm_client import SwarmClient
-
-    async def look(_stop: asyncio.Event) -> None:
-        here = default_home(home)
-        async with await SwarmClient.join(open_swarm(swarm, here), home=here) as client:
-            found = client.network()
-        if output is None:
-            print_json(found)
-        else:
-            _write(output, found)
-
-    run_async(look)
+    logs.begin()
+    found = ask(swarm, home, lambda client: client.network())
+    if output is None:
+        print_json(found)
+    else:
+        _write(output, found)
 
 
 def _write(output: Path, found: dict[str, Any]) -> None:

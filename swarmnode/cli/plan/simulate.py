@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from swarmnode.cli.options.averaging import (
-    AVERAGE_ALTERNATING,
-    AVERAGE_BY_LINE,
-    AVERAGE_CODEC,
-    AVERAGE_EVERY,
-    AVERAGE_RANK,
-    parse_averaging,
-)
-from swarmnode.cli.options.output_file import check_output, write_output
+from swarmnode.cli.options.averaging import AveragingOptions
+from swarmnode.cli.options.option import argument, of_same_names, option, path_option
+from swarmnode.cli.options.output_file import output_path, write_output
+from swarmnode.cli.options.plan_model import card_name
 from swarmnode.cli.terminal.bars import share_bar
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,72 +23,76 @@ if TYPE_CHECKING:
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.plan.view import Span
     from swarmnode.simulate.environment.churn import Change
-    from swarmnode.simulate.settings import Settings
     from swarmnode.simulate.simulation import Simulation
 
 WORKLOADS = ("serve", "train")
 
 
-@reports_errors
-def simulate(
-    context: typer.Context,
-    scenario: Path = typer.Argument(..., metavar="SCENARIO", help="Network scenario: a JSON file."),
-    model: str = typer.Option(
+@dataclass(frozen=True)
+class WorldOptions:
+    """Options of the model, machines and time of a simulation."""
+
+    model: str = option(
         ...,
-        "--model",
+        "A config.json of transformers or a module's graph.json, or its folder; or what create --module takes.",
         metavar="MODEL",
-        help="A config.json of transformers or a module's graph.json, or its folder; or what create --module takes.",
-    ),
-    workload: str = typer.Option("serve", "--workload", metavar="serve|train", help="What the swarm does."),
-    churn: str = typer.Option(
+    )
+    workload: str = option("serve", "What the swarm does.", choices=WORKLOADS)
+    churn: str = option(
         "none",
-        "--churn",
+        "Peers that leave in an hour, as 10% or 0.1; or a JSON list of [seconds, device, up|down].",
         metavar="none|RATE|TRACE",
-        help="Peers that leave in an hour, as 10% or 0.1; or a JSON list of [seconds, device, up|down].",
-    ),
-    hours: float = typer.Option(0.25, "--hours", min=0.001, max=10_000, help="How long."),
-    seed: int = typer.Option(0, "--seed", help="Of all that is random: the same seed gives the same numbers."),
-    peers: int = typer.Option(
-        0, "--peers", min=0, max=100_000, help="Copy the scenario's devices up to so many peers."
-    ),
-    gpu: str = typer.Option("", "--gpu", metavar="NAME", help="The card of devices that the scenario says nothing of."),
-    arrivals: float = typer.Option(
-        0.0, "--arrivals", min=0.0, help="Sessions that come per second; default: half load."
-    ),
-    clients: int = typer.Option(
-        0, "--clients", min=0, max=100_000, help="Instead of arrivals: clients that generate one text after another."
-    ),
-    prompt: int = typer.Option(512, "--prompt", min=1, help="Tokens of a prompt, on average."),
-    tokens: int = typer.Option(128, "--tokens", min=1, help="Tokens that a session generates, on average."),
-    microbatches: int = typer.Option(32, "--microbatches", min=1, max=2048, help="Of one training step."),
-    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="Samples of a training microbatch."),
-    sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a sequence, if the model has any."),
-    compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
-    average_every: int = AVERAGE_EVERY,
-    average_codec: str = AVERAGE_CODEC,
-    average_rank: int = AVERAGE_RANK,
-    average_alternating: bool = AVERAGE_ALTERNATING,
-    average_by_line: bool = AVERAGE_BY_LINE,
-    plan: Path = typer.Option(
-        None, "--plan", metavar="PLAN.json", help="Begin from what plan --model --json printed.", show_default=False
-    ),
-    rebalance: bool = typer.Option(True, "--rebalance/--no-rebalance", help="Whether peers move for throughput."),
-    report: Path = typer.Option(
-        None, "--report", metavar="OUT.html", help="Write a page with plots.", show_default=False
-    ),
+    )
+    hours: float = option(0.25, "How long.", min=0.001, max=10_000)
+    seed: int = option(0, "Of all that is random: the same seed gives the same numbers.")
+    peers: int = option(0, "Copy the scenario's devices up to so many peers.", min=0, max=100_000)
+    gpu: str = option("", "The card of devices that the scenario says nothing of.", metavar="NAME", parse=card_name)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of a swarm that serves. Each is the field of ServeSettings of its name."""
+
+    arrivals_per_s: float = option(0.0, "Sessions that come per second; default: half load.", "--arrivals", min=0.0)
+    clients: int = option(0, "Instead of arrivals: clients that generate one text after another.", min=0, max=100_000)
+    prompt_tokens: int = option(512, "Tokens of a prompt, on average.", "--prompt", min=1)
+    new_tokens: int = option(128, "Tokens that a session generates, on average.", "--tokens", min=1)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of a swarm that trains. Each is the field of TrainSettings of its name."""
+
+    microbatches: int = option(32, "Of one training step.", min=1, max=2048)
+    microbatch: int = option(1, "Samples of a training microbatch.", "--batch", min=1, max=1 << 20)
+    sequence: int = option(1024, "Tokens of a sequence, if the model has any.", min=1)
+    compress: str = option("auto", "Codec between training stages: auto, none, int8, …")
+
+
+@command
+def simulate(
+    *,
+    scenario: Path = argument(..., "Network scenario: a JSON file.", typed=Path, metavar="SCENARIO"),
+    world: WorldOptions,
+    served: ServeOptions,
+    trained: TrainOptions,
+    averages: Annotated[
+        AveragingOptions, "average_every average_codec average_rank average_alternating average_by_line"
+    ],
+    plan: Path = path_option("Begin from what plan --model --json printed.", metavar="PLAN.json"),
+    rebalance: bool = option(True, "Whether peers move for throughput.", "--rebalance/--no-rebalance"),
+    report: Path = path_option("Write a page with plots.", metavar="OUT.html", parse=output_path),
     as_json: bool = JSON,
 ) -> None:
     """Simulate a swarm with the placement, routing and compression that live nodes use, and tell how fast it would be.
 
     Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """
-    if workload not in WORKLOADS:
-        fail(f"--workload {workload}: it is serve or train", 2)
-    check_output("--report", report)
+    from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.summary import summary
 
-    simulation = _simulation(context.params)
+    simulation = _simulation(Scenario.load(scenario), world, served, trained, averages, plan, rebalance=rebalance)
     gc.freeze()  # thousands of peers stay to the end: walking them in every collection took four fifths of the time
     with _progress(quiet=as_json) as progress:
         result = simulation.run(progress)
@@ -118,55 +116,39 @@ def simulate(
         say(f"Wrote {report}.")
 
 
-def _simulation(options: Mapping[str, Any]) -> Simulation:
-    """What is to be simulated, ready to run. Raises UsageError for what is not there or does not fit."""
-    from swarmnode.plan.offline.scenario import Scenario
+def _simulation(
+    scenario: Scenario,
+    world: WorldOptions,
+    served: ServeOptions,
+    trained: TrainOptions,
+    averages: AveragingOptions,
+    plan: Path | None,
+    *,
+    rebalance: bool,
+) -> Simulation:
+    """Return a simulation, ready to run. Raises UsageError if the scenario, model and plan do not fit together."""
     from swarmnode.simulate.environment.graph_model import load_model
+    from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
     from swarmnode.simulate.simulation import Simulation
 
-    network = _with_gpu(Scenario.load(options["scenario"]), options["gpu"])
-    peers, plan = options["peers"], options["plan"]
-    churn, trace = _churn(options["churn"], peers or network.devices)
-    shape = load_model(options["model"], options["batch"])
-    if options["workload"] == "serve" and not shape.has_tokens:
-        fail(f"--model {options['model']}: a module's graph is simulated in training alone: add --workload train", 2)
-    settings = _settings(options if shape.has_tokens else {**options, "sequence": 1}, churn)
-    spans = None if plan is None else _planned(plan, settings.workload, peers or network.devices, shape.units)
-    return Simulation(network, shape, settings, peers=peers, trace=trace, spans=spans)
-
-
-def _settings(options: Mapping[str, Any], churn: float) -> Settings:
-    from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
-
-    averaging = parse_averaging(
-        options["average_every"],
-        options["average_codec"],
-        options["average_rank"],
-        by_line=options["average_by_line"],
-        alternating=options["average_alternating"],
-    )
-    served = (options["arrivals"], options["prompt"], options["tokens"])
-    trained = (options["microbatches"], options["batch"], options["sequence"])
-    return Settings(
-        workload=options["workload"],
-        hours=options["hours"],
-        seed=options["seed"],
+    network = dataclasses.replace(scenario, gpus=tuple(known or world.gpu or None for known in scenario.gpus))
+    devices = world.peers or network.devices
+    churn, trace = _churn(world.churn, devices)
+    shape = load_model(world.model, trained.microbatch)
+    if world.workload == "serve" and not shape.has_tokens:
+        fail(f"--model {world.model}: a module's graph is simulated in training alone: add --workload train", 2)
+    sequence = trained.sequence if shape.has_tokens else 1
+    settings = Settings(
+        workload=world.workload,
+        hours=world.hours,
+        seed=world.seed,
         churn=churn,
-        serve=ServeSettings(*served, clients=options["clients"]),
-        train=TrainSettings(*trained, compress=options["compress"], averaging=averaging),
-        swarm=SwarmSettings(rebalance=options["rebalance"]),
+        serve=of_same_names(ServeSettings, served),
+        train=of_same_names(TrainSettings, trained, sequence=sequence, averaging=averages.averaging()),
+        swarm=SwarmSettings(rebalance=rebalance),
     )
-
-
-def _with_gpu(network: Scenario, gpu: str) -> Scenario:
-    """The scenario, with a card for devices of which nothing is known."""
-    if not gpu:
-        return network
-    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
-
-    if find_gpu(gpu) is None:
-        fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
-    return dataclasses.replace(network, gpus=tuple(known or gpu for known in network.gpus))
+    spans = None if plan is None else _planned(plan, settings.workload, devices, shape.units)
+    return Simulation(network, shape, settings, peers=world.peers, trace=trace, spans=spans)
 
 
 def _planned(path: Path, workload: str, devices: int, units: int) -> list[Span]:

@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from swarmnode.cli.options.option import option, taking_settings
 from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
 from swarmnode.cli.terminal.printable import json_line, printable
 from swarmnode.errors import SwarmnodeError
@@ -28,21 +30,8 @@ THREADS_S = 0.5  # for threads to end, once a command that was asked to stop is 
 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
-P = ParamSpec("P")
 T = TypeVar("T")
 
-HOME = typer.Option(
-    None,
-    envvar="SWARMNODE_HOME",
-    help="Where this node keeps its identity, caches and known peers.",
-    show_default=False,
-)
-JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
-EVENTS = typer.Option(False, "--json", help="Print one JSON object per event.")
-VERBOSE = typer.Option(False, "--verbose", "-v", help="Log what happens.")
-LOG_FORMAT = typer.Option(
-    "text", "--log-format", metavar="text|json", help="How log lines look on standard error; one line per event."
-)
 LOG_FORMATS = {"text": TextLines(), "json": JsonLines()}
 
 
@@ -50,13 +39,54 @@ class Interrupted(Exception):
     """The user asked a second time to leave now."""
 
 
-def default_home(home: Path | None) -> Path:
-    """The folder for state: the given one, or the platform's place for user data."""
+def default_home(home: Path | None = None, _flag: str = "") -> Path:
+    """Return the folder for state: the given one, or the platform's place for user data."""
     if home is not None:
         return home.expanduser().absolute()
     import platformdirs
 
     return Path(platformdirs.user_data_dir("swarmnode"))
+
+
+def home_option() -> Any:
+    """Define the option for the folder of state. Its value is an absolute path, by default the platform's place for user data."""
+    return option(
+        None,
+        "Where this node keeps its identity, caches and known peers.",
+        "--home",
+        typed=Path,
+        parse=default_home,
+        factory=default_home,
+        envvar="SWARMNODE_HOME",
+    )
+
+
+HOME = home_option()
+JSON = option(False, "Print the result as JSON on standard output.", "--json")
+EVENTS = option(False, "Print one JSON object per event.", "--json")
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Options of logging to standard error."""
+
+    log_format: str = option(
+        "text", "How log lines look on standard error; one line per event.", choices=tuple(LOG_FORMATS)
+    )
+    verbose: bool = option(False, "Log what happens.", "--verbose", "-v")
+
+    def begin(self) -> None:
+        """Log warnings, or with --verbose everything of ours."""
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(LOG_FORMATS[self.log_format])
+        logging.basicConfig(handlers=[handler], level=logging.WARNING)
+        logging.getLogger("bitsandbytes").setLevel(
+            logging.ERROR
+        )  # it warns of optional kernels that it fetches from a hub
+        logging.getLogger("swarmnode").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
+
+
+Verbosity = Annotated[LogOptions, "verbose"]
 
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
@@ -70,13 +100,15 @@ def fail(message: str, exit_code: int = 1) -> NoReturn:
     raise typer.Exit(exit_code)
 
 
-def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """A command whose errors, SwarmnodeErrors and the system's, become one line and an exit code, never a stack trace."""
+def command(function: Callable[..., T]) -> Callable[..., T]:
+    """Make a function a command: typer sees the options of its settings, and errors, SwarmnodeErrors and the system's, become one
+    line and an exit code, never a stack trace."""
+    taking = taking_settings(function)
 
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+    @functools.wraps(taking)
+    def wrapped(**typed: Any) -> T:
         try:
-            return command(*args, **kwargs)
+            return taking(**typed)
         except SwarmnodeError as error:
             fail(str(error), error.exit_code)
         except (Interrupted, KeyboardInterrupt):
@@ -113,17 +145,6 @@ def ranges(units: Iterable[int]) -> list[str]:
         else:
             found.append([unit])
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
-
-
-def set_up_logging(verbose: bool, log_format: str = "text") -> None:
-    """Log lines go to standard error: warnings, or with --verbose everything of ours."""
-    if log_format not in LOG_FORMATS:
-        fail(f"--log-format {log_format}: it is {' or '.join(LOG_FORMATS)}", 2)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LOG_FORMATS[log_format])
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional kernels that it fetches from a hub
-    logging.getLogger("swarmnode").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
 def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:

@@ -10,13 +10,18 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 MAX_DURATION_S = 100 * 365 * 86_400
 
 
-def parse_duration(text: str) -> float:
-    """A span like 90s, 30m, 12h, 7d or 4w, in seconds. Raises UsageError."""
+def parse_duration(text: str, _flag: str = "") -> float:
+    """Return the seconds of a span like 90s, 30m, 12h, 7d or 4w. Raises UsageError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     seconds = 0.0 if match is None else float(match[1]) * _SECONDS[match[2]]
     if not 0 < seconds <= MAX_DURATION_S:
         raise UsageError(f"{text!r} is not a span of time; write it as 30m, 12h, 7d or 4w")
     return seconds
+
+
+def parse_life(text: str, flag: str = "") -> float | None:
+    """Return the seconds of a span, and None for `never`. Raises UsageError."""
+    return None if text == "never" else parse_duration(text, flag)
 
 
 def format_duration(seconds: float) -> str:

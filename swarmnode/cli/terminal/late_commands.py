@@ -20,6 +20,11 @@ class CommandPlace(NamedTuple):
     settings: Mapping[str, Any] = {}
 
 
+def places(folder: str, names: str) -> dict[str, CommandPlace]:
+    """Return the places of commands that have a module of their name in this folder."""
+    return {name: CommandPlace(f"{folder}.{name}") for name in names.split()}
+
+
 class LateCommands(Mapping[str, Any]):
     """Commands as click has them by their names, in the order of `groups`, which are theirs by heading."""
 

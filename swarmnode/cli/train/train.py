@@ -3,130 +3,93 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shlex
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from swarmnode.cli.options.activations import COMPRESS, TOPK_FEEDBACK, TOPK_RATIO, parse_compression
+from swarmnode.cli.options.activations import CompressionOptions
 from swarmnode.cli.options.asking import patience_option
-from swarmnode.cli.options.averaging import (
-    AVERAGE_ALTERNATING,
-    AVERAGE_BY_LINE,
-    AVERAGE_CODEC,
-    AVERAGE_EVERY,
-    AVERAGE_KEEP,
-    AVERAGE_RANK,
-    OUTER_LR,
-    OUTER_MOMENTUM,
-    fine_settings,
-    parse_averaging,
-)
-from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.averaging import AveragingOptions
+from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    LOG_FORMAT,
-    VERBOSE,
-    default_home,
-    fail,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-)
+from swarmnode.cli.terminal.console import HOME, LogOptions, command, fail, run_async, say
 from swarmnode.counting import counted
+from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Run
 
 
-AS_THEY_ARE = (
-    "steps",
-    "batch",
-    "microbatch",
-    "sequence",
-    "optimizer",
-    "schedule",
-    "weight_decay",
-    "momentum",
-    "clip",
-    "seed",
-    "checkpoint_steps",
-    "autocast",
-)
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Options of a training. Each is the field of Run of its name."""
 
-
-@reports_errors
-def train(
-    context: typer.Context,
-    swarm: str = SWARM,
-    data: Path = typer.Option(
-        ...,
-        "--data",
-        metavar="PATH",
-        help="Text: a file, a folder or .jsonl; for a module: an .npz file of its inputs.",
-    ),
-    steps: int = typer.Option(..., "--steps", help="Updates of the whole run."),
-    batch: int = typer.Option(32, "--batch", help="Samples of a step."),
-    microbatch: int = typer.Option(
-        0, "--microbatch", help="Samples that travel together; default: 4.", show_default=False
-    ),
-    sequence: int = typer.Option(0, "--sequence", help="Tokens of a sample; default: 128.", show_default=False),
-    optimizer: str = typer.Option(
+    steps: int = option(..., "Updates of the whole run.", typed=int)
+    batch: int = option(32, "Samples of a step.")
+    microbatch: int = option(0, "Samples that travel together; default: 4.", show_default=False)
+    sequence: int = option(0, "Tokens of a sample; default: 128.", show_default=False)
+    optimizer: str = option(
         "adamw",
-        "--optimizer",
+        "adamw8bit takes a quarter of AdamW's memory for the same steps, nearly.",
         metavar="adamw|adamw8bit|sgd",
-        help="adamw8bit takes a quarter of AdamW's memory for the same steps, nearly.",
-    ),
-    lr: float = typer.Option(3e-4, "--lr", help="Learning rate, at its highest."),
-    schedule: str = typer.Option("cosine", "--schedule", metavar="constant|linear|cosine", help="After the warm-up."),
-    warmup: int = typer.Option(0, "--warmup", help="Steps in which the learning rate rises."),
-    clip: float = typer.Option(1.0, "--clip", help="Largest norm of the gradient of all units; 0 is off."),
-    weight_decay: float = typer.Option(0.1, "--weight-decay"),
-    momentum: float = typer.Option(0.0, "--momentum", help="Of sgd."),
-    seed: int = typer.Option(0, "--seed", help="Of the order of samples, and of dropout."),
-    autocast: bool = typer.Option(
+    )
+    learning_rate: float = option(3e-4, "Learning rate, at its highest.", "--lr")
+    schedule: str = option("cosine", "After the warm-up.", metavar="constant|linear|cosine")
+    warmup_steps: int = option(0, "Steps in which the learning rate rises.", "--warmup")
+    clip: float = option(1.0, "Largest norm of the gradient of all units; 0 is off.")
+    weight_decay: float = option(0.1)
+    momentum: float = option(0.0, "Of sgd.")
+    seed: int = option(0, "Of the order of samples, and of dropout.")
+    autocast: bool = option(
         True,
+        "Multiply in 16 bits on GPUs that are fast at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
         "--autocast/--no-autocast",
-        help="Multiply in 16 bits on GPUs that are fast at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
+    )
+    checkpoint_steps: int = option(50, "Nodes keep their state every so many steps.")
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Options of training in this process, for comparison."""
+
+    local: bool = option(False, "Train in this process instead, for comparison.")
+    out: Path | None = path_option("With --local: write the trained model there.", metavar="DIR")
+    device: str = option("auto", "With --local: auto, cpu, cuda, cuda:1, mps.")
+    threads: int = option(0, "With --local: CPU threads; default: all.", show_default=False)
+    force: bool = option(False, "Replace a checkpoint in --out.")
+
+    def __post_init__(self) -> None:
+        """Check that the others come with `local`. Raises UsageError if they do not."""
+        if not self.local and (self.out is not None or self.force or self.device != "auto" or self.threads):
+            raise UsageError(
+                "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`"
+            )
+
+
+@command
+def train(
+    *,
+    swarm: str = SWARM,
+    data: Path = option(
+        ..., "Text: a file, a folder or .jsonl; for a module: an .npz file of its inputs.", typed=Path, metavar="PATH"
     ),
-    checkpoint_steps: int = typer.Option(50, "--checkpoint-steps", help="Nodes keep their state every so many steps."),
-    average_every: int = AVERAGE_EVERY,
-    average_codec: str = AVERAGE_CODEC,
-    average_keep: float = AVERAGE_KEEP,
-    average_rank: int = AVERAGE_RANK,
-    average_alternating: bool = AVERAGE_ALTERNATING,
-    average_by_line: bool = AVERAGE_BY_LINE,
-    outer_lr: float = OUTER_LR,
-    outer_momentum: float = OUTER_MOMENTUM,
-    compress: str = COMPRESS,
-    topk_ratio: float = TOPK_RATIO,
-    topk_feedback: bool = TOPK_FEEDBACK,
-    robust: bool = typer.Option(
-        False,
-        "--robust",
-        help="Among strangers: no replica of three or more can drag the average away; liars are left out.",
+    schedule: ScheduleOptions,
+    averages: AveragingOptions,
+    compression: CompressionOptions,
+    robust: bool = option(
+        False, "Among strangers: no replica of three or more can drag the average away; liars are left out."
     ),
-    log: Path = typer.Option(
-        None, "--log", metavar="FILE", help="Write a JSON line for each step.", show_default=False
-    ),
-    local: bool = typer.Option(False, "--local", help="Train in this process instead, for comparison."),
-    out: Path = typer.Option(
-        None, "--out", metavar="DIR", help="With --local: write the trained model there.", show_default=False
-    ),
-    device: str = typer.Option("auto", "--device", help="With --local: auto, cpu, cuda, cuda:1, mps."),
-    threads: int = typer.Option(0, "--threads", help="With --local: CPU threads; default: all.", show_default=False),
-    force: bool = typer.Option(False, "--force", help="Replace a checkpoint in --out."),
+    log: Path = path_option("Write a JSON line for each step."),
+    alone: LocalOptions,
     patience: float = patience_option(60.0, "How long to wait for the swarm to answer."),
     home: Path = HOME,
-    as_json: bool = typer.Option(False, "--json", help="Print a JSON line for each step."),
-    metrics_port: int = SERVICE_METRICS_PORT,
-    metrics_host: str = METRICS_HOST,
-    log_format: str = LOG_FORMAT,
-    verbose: bool = VERBOSE,
+    as_json: bool = option(False, "Print a JSON line for each step.", "--json"),
+    metrics: MetricsOptions,
+    logs: LogOptions,
 ) -> None:
     """Train a swarm's model on your data. Any number of trainers may share the work, with the same data and settings.
 
@@ -134,17 +97,18 @@ def train(
 
     Example: swarmnode train school.swarm --data ./texts --steps 1000 --batch 32 --sequence 256 --lr 6e-4 --warmup 50
     """
-    set_up_logging(verbose, log_format)
-    if not local and (out is not None or force or device != "auto" or threads):
-        fail(
-            "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`",
-            2,
-        )
-    from swarmnode.training.preparation import check_early, check_trains
+    logs.begin()
+    from swarmnode.swarm.records.run import Run
+    from swarmnode.training.preparation import NO_DATA, check_early, check_trains
 
-    settings = _settings(context.params)
+    settings = Run(
+        data=NO_DATA,
+        averaging=averages.averaging(robust=robust),
+        compression=compression.compression(),
+        **dataclasses.asdict(schedule),
+    )
     check_early(data, settings)
-    known, target = open_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
+    known, target = open_swarm(swarm, home), alone.out.absolute() if alone.out is not None else None
     if known.manifest is not None:
         check_trains(known.manifest)
     from swarmnode.cli.terminal.training_view import training_view
@@ -152,7 +116,7 @@ def train(
     from swarmnode.training.local import LocalDevice, OutputFolder, train_here
     from swarmnode.training.meter import TrainerMeter
 
-    watch = Watch(metrics_host, metrics_port, default_home(home), as_json)
+    watch = metrics.watch(home, as_json=as_json)
 
     async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
         client = await TrainingClient.join(known, watch.home, patience_s=patience)
@@ -163,12 +127,13 @@ def train(
             await client.close()
 
     async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
-        place, output = LocalDevice(device, threads or None), None if target is None else OutputFolder(target, force)
+        place = LocalDevice(alone.device, alone.threads or None)
+        output = None if target is None else OutputFolder(target, alone.force)
         what = (known, watch.home, data, settings, meter, stop)
         async with watch.over(known.name, meter.readings):
             return await train_here(*what, place=place, output=output, patience_s=patience)
 
-    work = train_alone if local else train_with_others
+    work = train_alone if alone.local else train_with_others
     with training_view(as_json=as_json, log=log) as view:
 
         def feed(stop: asyncio.Event) -> Coroutine[Any, Any, int]:
@@ -176,40 +141,14 @@ def train(
             return work(TrainerMeter(view), stop)
 
         done = run_async(feed)
-    _say_where_it_stands(done, settings, out if local else None, swarm, local=local, as_json=as_json)
+    _say_where_it_stands(done, settings, alone, swarm, as_json=as_json)
 
 
-def _settings(options: Mapping[str, Any]) -> Run:
-    """The run that is meant; its data are filled in when they are read. Raises UsageError."""
-    from swarmnode.swarm.records.run import Run
-    from swarmnode.training.preparation import NO_DATA
-
-    every, codec, rank, keep = (options[f"average_{name}"] for name in ("every", "codec", "rank", "keep"))
-    outer = {name: options[name] for name in ("outer_lr", "outer_momentum")}
-    fine = fine_settings(every, codec, keep=keep, **outer)
-    return Run(
-        data=NO_DATA,
-        learning_rate=options["lr"],
-        warmup_steps=options["warmup"],
-        averaging=parse_averaging(
-            every,
-            codec,
-            rank,
-            by_line=options["average_by_line"],
-            robust=options["robust"],
-            alternating=options["average_alternating"],
-            **fine,
-        ),
-        compression=parse_compression(options["compress"], options["topk_ratio"], feedback=options["topk_feedback"]),
-        **{name: options[name] for name in AS_THEY_ARE},
-    )
-
-
-def _say_where_it_stands(done: int, settings: Run, out: Path | None, swarm: str, *, local: bool, as_json: bool) -> None:
+def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:
     """The last line, on standard error where standard output is for scripts."""
-    saved = f"; the model is in {out}" if out is not None else ""
+    saved = f"; the model is in {alone.out}" if alone.out is not None else ""
     if done < settings.steps:
-        goes_on = "" if local else "; the swarm keeps them, and the same command goes on"
+        goes_on = "" if alone.local else "; the swarm keeps them, and the same command goes on"
         fail(f"stopped after {done} of {counted(settings.steps, 'step')}{goes_on}{saved}")
-    next_step = "" if local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
+    next_step = "" if alone.local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
     say(f"Done: {counted(done, 'step')}{saved}{next_step}", err=as_json)

@@ -5,78 +5,51 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
-from swarmnode.cli.options.sampling import (
-    ADAPTER,
-    COMPRESS,
-    FREQUENCY_PENALTY,
-    LOGIT_BIAS,
-    MIN_P,
-    PRESENCE_PENALTY,
-    REPETITION_PENALTY,
-    MaxNewTokens,
-    Temperature,
-    TopP,
-    generate_options,
-)
+from swarmnode.cli.options.option import option
+from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
-from swarmnode.cli.terminal.console import (
-    HOME,
-    VERBOSE,
-    default_home,
-    reports_errors,
-    run_async,
-    say,
-    set_up_logging,
-    unless_stopped,
-)
+from swarmnode.cli.terminal.console import HOME, Verbosity, command, run_async, say, unless_stopped
 from swarmnode.cli.terminal.typed_lines import TypedLines
 from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
     from swarmnode.client.conversation import Conversation
+    from swarmnode.swarm.peers.trust import Trust
 
 PROMPT = "> "
 NEW = "/new"
 HELP = f"Type what you want to say. {NEW} begins another conversation, Ctrl-D ends."
 
 
-@reports_errors
+@command
 def chat(
-    context: typer.Context,
+    *,
     swarm: str = SWARM,
-    system: str = typer.Option("", "--system", help="What the model shall be, as in 'You answer in rhymes.'"),
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.9,
-    min_p: float = MIN_P,
-    frequency_penalty: float = FREQUENCY_PENALTY,
-    presence_penalty: float = PRESENCE_PENALTY,
-    repetition_penalty: float = REPETITION_PENALTY,
-    logit_bias: list[str] = LOGIT_BIAS,
-    compress: str = COMPRESS,
-    adapter: str = ADAPTER,
-    trust: list[str] = TRUST,
+    system: str = option("", "What the model shall be, as in 'You answer in rhymes.'"),
+    sampling: Annotated[
+        SamplingOptions,
+        "max_new_tokens temperature top_p min_p frequency_penalty presence_penalty repetition_penalty logit_bias "
+        "compress adapter",
+    ] = SamplingOptions(max_new_tokens=512, temperature=0.7, top_p=0.9),
+    trust: Trust = TRUST,
     patience: float = PATIENCE,
     home: Path = HOME,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """Talk with the model of a swarm, in the words that its chat template makes of a conversation; plain text where it has none.
 
     Example: swarmnode chat friends
     """
-    set_up_logging(verbose)
+    logs.begin()
     from swarmnode.client.conversation import Conversation
-    from swarmnode.swarm.peers.trust import parse_trust
 
-    options, trusted = generate_options(context.params), parse_trust(trust)
+    options = sampling.options()
 
     async def talk(stop: asyncio.Event) -> None:
-        async with asking(swarm, default_home(home), patience_s=patience, trust=trusted) as client:
+        async with asking(swarm, home, patience_s=patience, trust=trust) as client:
             await client.chat_tokenizer()  # raises where it cannot chat at all
             await unless_stopped(_talk(Conversation(client, options, system=system)), stop)
 

@@ -7,110 +7,67 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
-from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
-from swarmnode.cli.options.sampling import (
-    ADAPTER,
-    COMPRESS,
-    FREQUENCY_PENALTY,
-    GRAMMAR,
-    JSON_SCHEMA,
-    LOGIT_BIAS,
-    MIN_P,
-    PRESENCE_PENALTY,
-    REPETITION_PENALTY,
-    MaxNewTokens,
-    Temperature,
-    TopP,
-    generate_options,
-)
+from swarmnode.cli.options.metrics import PassingMetricsOptions
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
-    LOG_FORMAT,
-    VERBOSE,
-    default_home,
+    LogOptions,
+    command,
     fail,
     print_json,
     ranges,
-    reports_errors,
     run_async,
     say,
-    set_up_logging,
     unless_stopped,
 )
 from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.peers.trust import Trust
 
 log = logging.getLogger(__name__)
 
 MAX_PROMPT_BYTES = 1 << 24
 
 
-@reports_errors
+@command
 def generate(
-    context: typer.Context,
+    *,
     swarm: str = SWARM,
-    prompt: str = typer.Argument(
+    prompt: str = argument(
         "",
+        "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate. Or give --ids.",
         metavar="PROMPT",
-        help="Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate. Or give --ids.",
     ),
-    ids: str = typer.Option(
-        "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
-    ),
-    max_new_tokens: MaxNewTokens = 64,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: int = typer.Option(0, "--top-k", help="Draw from this many most likely tokens; 0 is all."),
-    min_p: float = MIN_P,
-    frequency_penalty: float = FREQUENCY_PENALTY,
-    presence_penalty: float = PRESENCE_PENALTY,
-    repetition_penalty: float = REPETITION_PENALTY,
-    logit_bias: list[str] = LOGIT_BIAS,
-    json_schema: str = JSON_SCHEMA,
-    grammar: str = GRAMMAR,
-    compress: str = COMPRESS,
-    adapter: str = ADAPTER,
-    logprobs: int = typer.Option(
-        -1,
-        "--logprobs",
-        help="With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
-        show_default=False,
-    ),
-    seed: int = typer.Option(
-        -1, "--seed", help="The same seed draws the same text; default: a new one.", show_default=False
-    ),
-    trust: list[str] = TRUST,
+    ids: str = option("", "Token ids to continue, for models without a tokenizer.", metavar="1,2,3"),
+    sampling: SamplingOptions,
+    trust: Trust = TRUST,
     patience: float = PATIENCE,
     home: Path = HOME,
     as_json: bool = JSON,
-    metrics_port: int = METRICS_PORT,
-    metrics_host: str = METRICS_HOST,
-    log_format: str = LOG_FORMAT,
-    verbose: bool = VERBOSE,
+    metrics: PassingMetricsOptions,
+    logs: LogOptions,
 ) -> None:
     """Generate text with a swarm, printing it as it comes.
 
     Example: swarmnode generate friends.swarm "Once upon a time" --max-new-tokens 100 --temperature 0.8
     """
-    set_up_logging(verbose, log_format)
-    swarm, prompt = _what_is_meant(swarm, prompt, ids, default_home(home))
+    logs.begin()
+    swarm, prompt = _what_is_meant(swarm, prompt, ids, home)
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
-    from swarmnode.swarm.peers.trust import parse_trust
-
-    options, trusted = generate_options(context.params), parse_trust(trust)
-    tokens = parse_ids(ids) if ids else None
-    watch = Watch(metrics_host, metrics_port, default_home(home))
+    options, tokens = sampling.options(), parse_ids(ids) if ids else None
+    watch = metrics.watch(home)
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         started_s = time.monotonic()
-        async with asking(swarm, watch.home, patience_s=patience, trust=trusted) as client:
+        async with asking(swarm, watch.home, patience_s=patience, trust=trust) as client:
             left_s = max(1.0, patience - (time.monotonic() - started_s))
             client.config = dataclasses.replace(client.config, patience_s=left_s)
             async with watch.over(client.manifest.name, client.readings):

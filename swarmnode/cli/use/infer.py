@@ -9,63 +9,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
+from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
-    LOG_FORMAT,
-    VERBOSE,
-    default_home,
+    LogOptions,
+    command,
     fail,
     print_json,
-    reports_errors,
     run_async,
     say,
-    set_up_logging,
     unless_stopped,
 )
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from swarmnode.swarm.peers.trust import Trust
 
-@reports_errors
+
+@command
 def infer(
+    *,
     swarm: str = SWARM,
-    inputs: Path = typer.Option(
-        ..., "--input", metavar="FILE.npz", help="The module's inputs, arrays by name (numpy.savez)."
+    inputs: Path = option(
+        ..., "The module's inputs, arrays by name (numpy.savez).", "--input", typed=Path, metavar="FILE.npz"
     ),
-    output: Path = typer.Option(
-        None, "--output", metavar="FILE.npz", help="Write the outputs to this file; default: print what they are."
-    ),
-    force: bool = typer.Option(False, "--force", help="Overwrite an existing --output."),
-    trust: list[str] = TRUST,
+    output: Path = path_option("Write the outputs to this file; default: print what they are.", metavar="FILE.npz"),
+    force: bool = option(False, "Overwrite an existing --output."),
+    trust: Trust = TRUST,
     patience: float = PATIENCE,
     home: Path = HOME,
     as_json: bool = JSON,
-    log_format: str = LOG_FORMAT,
-    verbose: bool = VERBOSE,
+    logs: LogOptions,
 ) -> None:
     """Compute what a module that a swarm serves makes of some arrays (create --module).
 
     Example: swarmnode infer eyes.swarm --input images.npz --output scores.npz
     """
-    set_up_logging(verbose, log_format)
+    logs.begin()
     if output is not None:
         if output.suffix != ".npz":
             fail(f"--output {output}: give it the name of an .npz file", 2)
         check_output("--output", output, force=force)
     from swarmnode.compute.graph.arrays import read_arrays
-    from swarmnode.swarm.peers.trust import parse_trust
 
-    arrays, trusted = read_arrays(inputs), parse_trust(trust)
+    arrays = read_arrays(inputs)
 
     async def produce(stop: asyncio.Event) -> tuple[Mapping[str, np.ndarray], float] | None:
-        async with asking(swarm, default_home(home), patience_s=patience, trust=trusted) as client:
+        async with asking(swarm, home, patience_s=patience, trust=trust) as client:
 
             async def compute() -> tuple[Mapping[str, np.ndarray], float]:
                 began_s = time.monotonic()

@@ -8,20 +8,20 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 from swarmnode.counting import counted
 
 
-@reports_errors
+@command
 def join(
-    invite: str = typer.Argument(
+    invite: str = argument(
         "",
+        "The line that you were given, a file with it, or - to read it from standard input; default: you are asked.",
         metavar="[INVITE]",
-        help="The line that you were given, a file with it, or - to read it from standard input; default: you are asked.",
-        show_default=False,
     ),
-    name: str = typer.Option("", "--name", help="Remember it under this name; default: its own.", show_default=False),
+    name: str = option("", "Remember it under this name; default: its own."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -34,7 +34,7 @@ def join(
 
     text = _invite(invite)
     terms = _terms(decode_invite(text))
-    joined = JoinedSwarms(default_home(home))
+    joined = JoinedSwarms(home)
     known_as = joined.remember(text, name)
     joined.used(known_as)
     if as_json:

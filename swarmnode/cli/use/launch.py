@@ -7,10 +7,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import typer
-
 from swarmnode.cli.options.gateway import LOOPBACK, PORT
-from swarmnode.cli.terminal.console import fail, reports_errors, say
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import command, fail, say
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.swarm.records.manifest import EMBED, GENERATE
 
@@ -19,19 +18,13 @@ MAX_ANSWER_BYTES = 1 << 20
 NO_KEY = "none"  # tools want one, the gateway does not
 
 
-@reports_errors
+@command
 def launch(
-    tool: str = typer.Argument(..., metavar="TOOL", help=f"{', '.join(TOOLS)}."),
-    url: str = typer.Option(
-        f"http://{LOOPBACK}:{PORT}/v1", "--url", help="Where `swarmnode serve` answers.", show_default=True
-    ),
-    model: str = typer.Option("", "--model", help="The swarm; default: those that are served.", show_default=False),
-    key: str = typer.Option(
-        NO_KEY, "--key", envvar="SWARMNODE_API_KEY", help="Where it wants one.", show_default=False
-    ),
-    write: bool = typer.Option(
-        False, "--write", help="Write the tool's file; one that is there already is left as it is."
-    ),
+    tool: str = argument(..., f"{', '.join(TOOLS)}.", metavar="TOOL"),
+    url: str = option(f"http://{LOOPBACK}:{PORT}/v1", "Where `swarmnode serve` answers.", show_default=True),
+    model: str = option("", "The swarm; default: those that are served."),
+    key: str = option(NO_KEY, "Where it wants one.", envvar="SWARMNODE_API_KEY", show_default=False),
+    write: bool = option(False, "Write the tool's file; one that is there already is left as it is."),
 ) -> None:
     """Print how a tool that you have uses the swarms that `swarmnode serve` answers for.
 

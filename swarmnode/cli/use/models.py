@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -28,13 +28,13 @@ class KnownModel(NamedTuple):
     last: bool
 
 
-@reports_errors
+@command
 def models(home: Path = HOME, as_json: bool = JSON) -> None:
     """List the swarms that this machine knows by name (joined and public ones), and the models that they serve or train.
 
     Example: swarmnode models
     """
-    known = sorted(_known(default_home(home)))
+    known = sorted(_known(home))
     if as_json:
         print_json([model._asdict() for model in known])
         return

@@ -9,21 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    VERBOSE,
-    default_home,
-    print_json,
-    ranges,
-    reports_errors,
-    run_async,
-    set_up_logging,
-    unless_stopped,
-)
+from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
 from swarmnode.cli.terminal.printable import one_line
 from swarmnode.cli.terminal.swarm_news import SwarmNews, slowest_links
 from swarmnode.counting import counted
@@ -39,48 +27,45 @@ LINKED = 32  # peers between which links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
 
 
-@reports_errors
+@command
 def status(
+    *,
     swarm: str = SWARM,
-    watch: bool = typer.Option(
+    watch: bool = option(
         False,
+        "Keep showing it as it changes, with slow links, who comes, goes or moves, and which texts asked for here were moved.",
         "--watch",
         "-w",
-        help="Keep showing it as it changes, with slow links, who comes, goes or moves, and which texts asked for here were moved.",
     ),
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    logs: Verbosity,
 ) -> None:
     """Show the peers of a swarm, the units that they hold, and whether the whole model is covered.
 
     Example: swarmnode status friends.swarm --watch
     """
-    set_up_logging(verbose)
+    logs.begin()
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.roles.credit.worker_credits import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
-        here = default_home(home)
-        client = await SwarmClient.join(open_swarm(swarm, here), home=here)
+        async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
 
-        def status_of() -> dict[str, Any]:
-            picture = client.status()
-            return {**picture, "credit": list(map(summary, worker_credits(here, bytes.fromhex(picture["swarm"]))))}
+            def status_of() -> dict[str, Any]:
+                picture = client.status()
+                return {**picture, "credit": list(map(summary, worker_credits(home, bytes.fromhex(picture["swarm"]))))}
 
-        try:
             if watch and as_json:
                 await unless_stopped(_tell(client, status_of), stop)
             elif watch:
-                await unless_stopped(_watch(client, status_of, here), stop)
+                await unless_stopped(_watch(client, status_of, home), stop)
             elif as_json:
                 print_json(status_of())
             else:
                 from swarmnode.cli.terminal.tables import show
 
                 show(status_table(status_of()))
-        finally:
-            await client.close()
 
     run_async(look)
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
-    HOME,
-    JSON,
-    LOG_FORMAT,
-    VERBOSE,
-    default_home,
-    fail,
-    print_json,
-    reports_errors,
-    run_async,
-    set_up_logging,
-)
+from swarmnode.cli.options.asking import ask
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.options.swarm import THIS_SWARM
+from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json
 from swarmnode.codec.trace_messages import TRACE_ID_BYTES
 
 if TYPE_CHECKING:
@@ -31,17 +19,17 @@ if TYPE_CHECKING:
 WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at", "way": "on the way"}
 
 
-@reports_errors
+@command
 def trace(
+    *,
     swarm: str = THIS_SWARM,
-    session: str = typer.Argument(
-        ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a JSON log line."
+    session: str = argument(
+        ..., "The session's trace id, from generate --json or --verbose, or from a JSON log line.", metavar="ID"
     ),
-    slowest: int = typer.Option(5, "--slowest", "-n", min=0, help="How many of the slowest tokens to show."),
+    slowest: int = option(5, "How many of the slowest tokens to show.", "--slowest", "-n", min=0),
     home: Path = HOME,
     as_json: bool = JSON,
-    log_format: str = LOG_FORMAT,
-    verbose: bool = VERBOSE,
+    logs: LogOptions,
 ) -> None:
     """Show where a session's slow tokens spent their time: at which hop, waiting or computing, or on the way.
 
@@ -49,19 +37,11 @@ def trace(
 
     Example: swarmnode trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
     """
-    set_up_logging(verbose, log_format)
+    logs.begin()
     trace_id = parse_trace_id(session)
-    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.roles.measuring.timeline import Timeline
 
-    async def ask(_stop: asyncio.Event) -> Timeline:
-        client = await SwarmClient.join(open_swarm(swarm, default_home(home)), home=default_home(home))
-        try:
-            return Timeline(await client.traces(trace_id))
-        finally:
-            await client.close()
-
-    timeline = run_async(ask)
+    timeline = Timeline(ask(swarm, home, lambda client: client.traces(trace_id)))
     if not timeline.stops:
         fail(f"no peer that is here now remembers the session {session}")
     if as_json:

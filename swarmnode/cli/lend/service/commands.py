@@ -15,12 +15,13 @@ from swarmnode.cli.lend.service.launchd import Launchd
 from swarmnode.cli.lend.service.scheduled_task import ScheduledTask
 from swarmnode.cli.lend.service.service import Service, ServiceManager
 from swarmnode.cli.lend.service.systemd import Systemd
-from swarmnode.cli.terminal.console import HOME, default_home, fail, reports_errors, say
+from swarmnode.cli.options.option import argument, option
+from swarmnode.cli.terminal.console import HOME, command, fail, say
 
 WSL = "WSL_DISTRO_NAME"  # which WSL sets
 SYSTEMD = Path("/run/systemd/system")  # there where systemd is what runs the machine
 
-NAME = typer.Argument(..., metavar="NAME", help="Name of the swarm that was joined; one service for each.")
+NAME = argument(..., "Name of the swarm that was joined; one service for each.", metavar="NAME")
 app = typer.Typer(
     help="Run a node in the background, from the start of the machine on (systemd, launchd, Windows' tasks).",
     no_args_is_help=True,
@@ -28,12 +29,13 @@ app = typer.Typer(
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@reports_errors
+@command
 def install(
     context: typer.Context,
+    *,
     name: str = NAME,
     home: Path = HOME,
-    start: bool = typer.Option(True, "--start/--no-start", help="Start it now, and whenever you log in."),
+    start: bool = option(True, "Start it now, and whenever you log in.", "--start/--no-start"),
 ) -> None:
     """Install and start a node for a swarm that was joined. Further options are those of `swarmnode run`.
 
@@ -43,16 +45,16 @@ def install(
     from swarmnode.swarm.storage.atomic import write_private
 
     _check_name(name)
-    service = Service(name, tuple(context.args), None if home is None else default_home(home))
+    service = Service(name, tuple(context.args), None if context.params["home"] is None else home)
     service = dataclasses.replace(service, node=_parsed(service.all_options)["name"])
-    swarm = open_swarm(name, default_home(home))
+    swarm = open_swarm(name, home)
     manager = manager_here()
     service.swarm.parent.mkdir(parents=True, exist_ok=True)
     if swarm.file is not None:
         service.swarm.unlink(missing_ok=True)
         service.swarm.symlink_to(swarm.file.absolute())
     else:
-        write_private(service.swarm, f"{_invite(name, default_home(home))}\n".encode())
+        write_private(service.swarm, f"{_invite(name, home)}\n".encode())
     written = [service.swarm, *manager.write(service)]
     say(f"Wrote {', '.join(map(str, written))}")
     if start:
@@ -60,7 +62,7 @@ def install(
 
 
 @app.command()
-@reports_errors
+@command
 def status(name: str = NAME) -> None:
     """Whether the service runs, as the system has it.
 
@@ -71,8 +73,8 @@ def status(name: str = NAME) -> None:
 
 
 @app.command()
-@reports_errors
-def logs(name: str = NAME, follow: bool = typer.Option(False, "--follow", "-f", help="Go on with what comes.")) -> None:
+@command
+def logs(name: str = NAME, follow: bool = option(False, "Go on with what comes.", "--follow", "-f")) -> None:
     """What the service has said.
 
     Example: swarmnode service logs friends -f
@@ -82,7 +84,7 @@ def logs(name: str = NAME, follow: bool = typer.Option(False, "--follow", "-f", 
 
 
 @app.command()
-@reports_errors
+@command
 def uninstall(name: str = NAME) -> None:
     """Stop the service and remove what `install` wrote. Weights, identity and the joined swarm stay.
 
