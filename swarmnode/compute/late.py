@@ -51,12 +51,13 @@ class LateModule(types.ModuleType):
             self.__class__ = types.ModuleType  # type: ignore[assignment]
             loader.exec_module(self)
         except BaseException:
-            self.__class__ = LateModule  # type: ignore[assignment]
+            self.__class__ = LateModule
             vars(self).update(held, __put_right__=put_right)
             raise
+        real = {id(thing): getattr(self, name, thing) for name, thing in held.items()}
         for module in list(sys.modules.values()):
             if isinstance(module, types.ModuleType):
-                _replace(vars(module), {id(thing): getattr(self, name, thing) for name, thing in held.items()})
+                _replace(vars(module), real)
         for put in put_right:
             put(self)
 

@@ -22,16 +22,16 @@ TRUTHS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_obliviou
 @contextlib.contextmanager
 def lean() -> Iterator[None]:
     """Import and build models with the stand-ins in place. Usable as a decorator; modules already imported stay."""
-    with STAND_INS.in_place(), _models_listed_once():
+    with STAND_INS.in_place(), models_listed_once():
         yield
 
 
 @contextlib.contextmanager
-def _models_listed_once() -> Iterator[None]:
+def models_listed_once() -> Iterator[None]:
     """transformers reads the source of all its models for their names, some 0.4 s, and does so again when the first of them is
     wanted, as its memory holds 128 folders only. The second time it gets what the first has found."""
     utils: Any = sys.modules.get("transformers.utils.import_utils")
-    read_names = getattr(utils, "create_import_structure_from_path", None)
+    read_names: Any = getattr(utils, "create_import_structure_from_path", None)
     if "transformers.models" in sys.modules or not hasattr(read_names, "cache_info"):
         yield
         return

@@ -34,7 +34,7 @@ BUILDS = """
 with lean():
     from transformers import LlamaConfig
     from swarmnode.compute.model.family import family_of
-    from swarmnode.compute.model.selfcheck import check_family
+    from swarmnode.compute.serving.loading import check_family
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
     check_family(family_of(LlamaConfig(**sizes, num_hidden_layers=3, num_attention_heads=4)))
 left_out = ("sympy", "torch._dynamo", "torch.distributed.fsdp", "scipy.optimize")
