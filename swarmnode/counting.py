@@ -6,3 +6,12 @@ from __future__ import annotations
 def counted(number: int, noun: str) -> str:
     """0 machines, 1 machine, 2,000 machines."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def format_bytes(count: float) -> str:
+    """As in 5.1 GB; powers of 1000."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    index = 0
+    while count >= 1000 and index < len(units) - 1:
+        count, index = count / 1000, index + 1
+    return f"{count:.0f} {units[index]}" if index < 2 else f"{count:.1f} {units[index]}"

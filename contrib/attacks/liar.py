@@ -9,7 +9,8 @@ from pathlib import Path
 from attack import Outcome
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.loading import load_span
 from tests.node.audited_swarm import generate_until_shunned, hop_in_use, span_of, three_by_two
 from tests.node.virtual_swarm import VirtualMember
 from tests.tiny import PROMPT, TinyModel

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.compute.device import set_threads
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 
 PROMPT_LENGTH = 32

@@ -42,8 +42,9 @@ from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.learner import Learner

@@ -44,13 +44,13 @@ class Tokenizer:
         """As transformers has it. Raises CheckpointError."""
         import transformers
 
-        from swarmnode.compute.model.lean import list_models_once
+        from swarmnode.compute.model.lean import models_listed_once
 
-        list_models_once()
         try:
-            return transformers.AutoTokenizer.from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=False
-            )
+            with models_listed_once():
+                return transformers.AutoTokenizer.from_pretrained(
+                    self._folder, local_files_only=True, trust_remote_code=False
+                )
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, DType, TensorInfo, check_tensor, payload_bytes
-from swarmnode.compress.dense import decode_half, encode_half
 from swarmnode.compress.int4 import decode_int4, encode_int4
 from swarmnode.compress.int8 import decode_int8, encode_int8
 from swarmnode.compress.small import decode_small_int8, encode_small_int8, is_few, is_small
@@ -35,6 +34,10 @@ DTYPE_OF = {
     torch.int32: DType.INT32,
     torch.uint8: DType.UINT8,
 }
+HALVES = {int(Codec.BF16): torch.bfloat16, int(Codec.FP16): torch.float16}
+"""By codec that only rounds. A finite value beyond float16's range becomes infinite, which the receiver notices; bfloat16 has
+the range of float32."""
+
 _SMALL = (int(Codec.INT8), int(DType.FLOAT32))
 TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 
@@ -70,10 +73,8 @@ def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[Te
 def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
     if codec == Codec.NONE:
         return x_N.view(torch.uint8), 0
-    if codec == Codec.BF16:
-        return encode_half(x_N, torch.bfloat16), 0
-    if codec == Codec.FP16:
-        return encode_half(x_N, torch.float16), 0
+    if codec in HALVES:
+        return x_N.to(HALVES[codec]).view(torch.uint8), 0
     if codec == Codec.INT8:
         return encode_int8(x_N), 0
     if codec == Codec.INT4:
@@ -137,10 +138,8 @@ def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
     dtype = TORCH_DTYPE[info.dtype]
     if info.codec == Codec.NONE:
         return payload_M.view(dtype)
-    if info.codec == Codec.BF16:
-        return decode_half(payload_M, torch.bfloat16, dtype)
-    if info.codec == Codec.FP16:
-        return decode_half(payload_M, torch.float16, dtype)
+    if info.codec in HALVES:
+        return payload_M.view(HALVES[info.codec]).to(dtype)
     count = prod(info.shape)
     if info.codec == Codec.INT8:
         return decode_int8(payload_M, count, dtype)

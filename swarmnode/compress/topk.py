@@ -110,14 +110,19 @@ def _read_mask(payload_M: Tensor, count: int, kept: int) -> Tensor:
 
 
 def _read_indices(payload_M: Tensor, count: int, kept: int) -> Tensor:
-    blocks = -(-count // TOPK_BLOCK)
     split = TOPK_INDEX_BYTES * kept
     counts_B = payload_M[split:].view(torch.int32).to(torch.int64)
-    if int(counts_B.min()) < 0 or int(counts_B.sum()) != kept:
-        raise ProtocolError(f"the blocks' counts of short indices do not add up to {kept}")
     indices_K = payload_M[:split].view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
-    starts_B = torch.arange(blocks, device=payload_M.device) * TOPK_BLOCK
+    return positions_in_blocks(indices_K, counts_B, TOPK_BLOCK, count)
+
+
+def positions_in_blocks(indices_K: Tensor, counts_B: Tensor, block: int, count: int) -> Tensor:
+    """Positions of indices within blocks of so many elements, each of which has its count of them. Raises ProtocolError if the
+    counts do not add up, or positions do not rise within the tensor's `count` elements."""
+    if int(counts_B.min()) < 0 or int(counts_B.sum()) != len(indices_K):
+        raise ProtocolError(f"the blocks' counts of short indices do not add up to {len(indices_K)}")
+    starts_B = torch.arange(len(counts_B), device=indices_K.device) * block
     positions_K = indices_K + starts_B.repeat_interleave(counts_B)
-    if kept and (int(positions_K[-1]) >= count or bool((positions_K.diff() <= 0).any())):
+    if len(positions_K) and (int(positions_K[-1]) >= count or bool((positions_K.diff() <= 0).any())):
         raise ProtocolError("short indices do not rise, or pass the end of the tensor")
     return positions_K

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import TOPK2_BLOCK, TOPK2_CHUNK, TOPK2_LEVEL_BYTES
 from swarmnode.compress.blocks import rows_of
-from swarmnode.compress.topk import positions_of, select
-from swarmnode.errors import ProtocolError
+from swarmnode.compress.topk import positions_in_blocks, positions_of, select
 
 LEVELS = 2
 NEGATIVE, LARGE = 1, 2  # bits of a code
@@ -72,20 +71,10 @@ def decode_topk2(payload_M: Tensor, count: int, kept: int, dtype: torch.dtype) -
     chunks, blocks = -(-count // TOPK2_CHUNK), -(-count // TOPK2_BLOCK)
     sizes = (LEVELS * TOPK2_LEVEL_BYTES * chunks, -(-kept // CODES_PER_BYTE), kept, blocks)
     levels_M, packed_Q, indices_K, counts_B = payload_M.split_with_sizes(sizes)
-    positions_K = _read_positions(indices_K.to(torch.int64), counts_B.to(torch.int64), count)
+    positions_K = positions_in_blocks(indices_K.to(torch.int64), counts_B.to(torch.int64), TOPK2_BLOCK, count)
     shifts_F = torch.arange(0, 8, 2, device=payload_M.device, dtype=torch.uint8)
     codes_K = (packed_Q[:, None] >> shifts_F).view(-1)[:kept].bitwise_and_(NEGATIVE | LARGE)
     levels_CL = levels_M.contiguous().view(torch.bfloat16).float().view(chunks, LEVELS)
     values_K = levels_CL[positions_K // TOPK2_CHUNK, (codes_K // LARGE).long()]
     values_K = torch.where(codes_K % LARGE == NEGATIVE, -values_K, values_K)
     return torch.zeros(count, dtype=dtype, device=payload_M.device).index_copy_(0, positions_K, values_K.to(dtype))
-
-
-def _read_positions(indices_K: Tensor, counts_B: Tensor, count: int) -> Tensor:
-    if int(counts_B.sum()) != len(indices_K):
-        raise ProtocolError(f"the blocks' counts of short indices do not add up to {len(indices_K)}")
-    starts_B = torch.arange(len(counts_B), device=indices_K.device) * TOPK2_BLOCK
-    positions_K = indices_K + starts_B.repeat_interleave(counts_B)
-    if len(positions_K) and (int(positions_K[-1]) >= count or bool((positions_K.diff() <= 0).any())):
-        raise ProtocolError("short indices do not rise, or pass the end of the tensor")
-    return positions_K

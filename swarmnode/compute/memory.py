@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from swarmnode.counting import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -114,12 +115,3 @@ def describe_fit(sizes: UnitSizes, start: int, end: int, cache_tokens: int) -> s
     cache = cache_tokens * sum(sizes.cache_bytes_per_token[start:end])
     text = f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights"
     return f"{text} + {format_bytes(cache)} cache for {cache_tokens} tokens" if cache else text
-
-
-def format_bytes(count: float) -> str:
-    """As in 5.1 GB; powers of 1000."""
-    units: Sequence[str] = ("B", "kB", "MB", "GB", "TB")
-    index = 0
-    while count >= 1000 and index < len(units) - 1:
-        count, index = count / 1000, index + 1
-    return f"{count:.0f} {units[index]}" if index < 2 else f"{count:.1f} {units[index]}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmnode.compute.device import Device
-from swarmnode.compute.speed import Clock, best_s
+from swarmnode.compute.stopwatch import Clock, best_s
 
 Module = Callable[..., Tensor]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +10,13 @@ from torch import Tensor
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import WANT_LAST, WANT_NOTHING, StageRunner, StepInput
-from swarmnode.compute.stopwatch import synchronize
+from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.compute.training.lm import SpanSegment
 
 PROBE_SESSION = -1
-BUDGET_S = 0.2  # for each kind of work; a single pass may take longer
-MOST_PASSES = 8
 FEW_UNITS = 4
 PREFILL_POSITIONS = 64
 TRAINING_POSITIONS = 32
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -89,17 +84,3 @@ def _inputs(span: ModelSpan, unit: int, positions: int) -> Tensor:
     if unit == 0:
         return torch.zeros((1, positions), dtype=torch.int64)
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
-
-
-def best_s(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """The shortest of several passes; the first ones warm up caches, and others may have disturbed some."""
-    synchronize(device)  # what it does still is not of these passes
-    best_s, deadline_s = float("inf"), clock() + BUDGET_S
-    for _ in range(MOST_PASSES):
-        began_s = clock()
-        work()
-        synchronize(device)
-        best_s = min(best_s, clock() - began_s)
-        if clock() >= deadline_s:
-            break
-    return max(best_s, 1e-9)

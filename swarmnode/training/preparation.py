@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
+from swarmnode.compute.graph.arrays import array_batches
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.training.datasets.batches import Batches
-from swarmnode.compute.training.datasets.data import array_batches, token_batches
+from swarmnode.compute.training.datasets.corpus import token_batches
 from swarmnode.errors import UsageError
 from swarmnode.plan.sparsity import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.device_outputs import DeviceOutputs
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sampler import Sampler
 from tests.card.conftest import LAYERS

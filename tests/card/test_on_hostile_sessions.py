@@ -15,7 +15,8 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import encode
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.config import ServerConfig
 from swarmnode.ledger import MemoryLedger

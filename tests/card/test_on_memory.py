@@ -14,8 +14,8 @@ import torch
 from swarmnode.compute.device_fault import forget_traceback
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.cache import MAX_PADDING
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarmnode.codec.messages import Sampling
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sampling import sample
 from tests.card.conftest import LAYERS

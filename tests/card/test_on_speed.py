@@ -8,7 +8,7 @@ import torch
 
 from swarmnode.compute.device import Device, computes_in_bfloat16, probe_device
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.speed import measure_serving, measure_training
 from swarmnode.compute.stopwatch import Stopwatch

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.serving.trial import TRIAL_SESSION, try_span
 from swarmnode.errors import PrecisionError

@@ -14,9 +14,9 @@ from swarmnode.compress.codecs import encode
 from swarmnode.compress.values import decode_values, encode_values
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving import device_outputs
 from swarmnode.compute.serving.device_outputs import DeviceOutputs
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.compute.serving.sampling import sample

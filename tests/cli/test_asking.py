@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.compute import disk_rate, read_rate, speed
+from swarmnode.compute import disk_rate, read_rate, stopwatch
 from swarmnode.examination import machine as examination
 from swarmnode.examination.machine import judge_bandwidth, judge_versions
 from swarmnode.net.limits.address_group import Claimant
@@ -81,7 +81,7 @@ def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:
 def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_rate, "SIZE_BYTES", 1 << 20)
     monkeypatch.setattr(read_rate, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(speed, "BUDGET_S", 0.001)
+    monkeypatch.setattr(stopwatch, "BUDGET_S", 0.001)
     save_llama(tmp_path, 2, vocab_size=64, hidden_size=64, intermediate_size=512)
     done = invoke("bench", str(tmp_path), "--json", "--device", "cpu", home=tmp_path / "home")
     assert done.returncode == 0, done.stderr

@@ -10,13 +10,13 @@ from swarmnode.compute.memory import (
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
-    format_bytes,
     unit_sizes,
     units_that_fit,
     usable_bytes,
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError
 
 MB = 1_000_000

@@ -7,17 +7,16 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.speed import (
-    BUDGET_S,
     FEW_UNITS,
-    MOST_PASSES,
     PREFILL_POSITIONS,
     TRAINING_POSITIONS,
     measure_serving,
     measure_training,
 )
+from swarmnode.compute.stopwatch import BUDGET_S, MOST_PASSES
 from swarmnode.compute.throttle import Throttle
 from swarmnode.compute.training.lm import load_segment
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.speed import measure_serving
 from swarmnode.compute.stopwatch import Stopwatch

@@ -21,7 +21,7 @@ import pytest
 
 from swarmnode.cli.options.quantities import parse_span
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute import speed
+from swarmnode.compute import stopwatch
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.inline_executor import InlineExecutor
@@ -252,7 +252,7 @@ class VirtualSwarm:
         patch = self._ends.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(secrets, "token_bytes", chance.randbytes)
         patch.setattr(secrets, "randbelow", chance.randrange)
-        patch.setattr(speed, "MOST_PASSES", 1)  # by its own clock a device takes a tick for each
+        patch.setattr(stopwatch, "MOST_PASSES", 1)  # by its own clock a device takes a tick for each
         patch.setattr(part_loading, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
         patch.setattr(part_loading, "dummy_run_s", _no_dummy_run)
         return self

@@ -14,8 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import family_of
-from swarmnode.compute.model.selfcheck import check_family
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import ROLLBACK, Window, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError

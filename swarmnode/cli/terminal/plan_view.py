@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.terminal.console import ranges
 from swarmnode.cli.terminal.tables import new_table
-from swarmnode.compute.memory import format_bytes
+from swarmnode.counting import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.graph import Graph, GraphInput, Size
+from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.training.datasets.batches import ArrayBatches
 from swarmnode.errors import UsageError
 
 ARRAYS_SUFFIX = ".npz"
@@ -34,6 +36,42 @@ def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     except _DAMAGE as error:
         raise UsageError(f"{path} is not a file of plain numpy arrays, or a damaged one: {error}") from None
+
+
+def array_batches(path: Path, graph: Graph) -> ArrayBatches:
+    """The arrays of an .npz file that a graph's inputs name, one row a sample. Raises UsageError where they do not fit."""
+    arrays = read_arrays(path)
+    wanted = [item.argument for item in graph.inputs]
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        raise UsageError(
+            f"{path} has no array {missing[0]!r}: the model takes {', '.join(wanted)}, "
+            f"the file has {', '.join(sorted(arrays)) or 'none'}"
+        )
+    layout, argument_of = Layout(graph), {item.name: item.argument for item in graph.inputs}
+    return ArrayBatches(
+        {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs},
+        *([argument_of[value.ref.name] for value in values] for values in (layout.boundaries[0], layout.labels)),
+    )
+
+
+def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.ndarray:
+    """The array in the input's dtype."""
+    row = item.type.sizes(batch)[1:]
+    if array.ndim == 0 or array.shape[1:] != row:
+        raise UsageError(
+            f"{path}: {item.argument!r} has the shape {array.shape}, but the model takes samples of shape {row}: "
+            "the first dimension counts the samples"
+        )
+    try:
+        dtype = np.dtype(item.type.dtype)
+    except TypeError:
+        raise UsageError(
+            f"the model's input {item.argument!r} is {item.type.dtype}, which numpy does not have"
+        ) from None
+    if array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype):
+        raise UsageError(f"{path}: {item.argument!r} is of {array.dtype}, but the model takes {dtype}")
+    return array.astype(dtype)
 
 
 def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -58,8 +58,6 @@ broadcast_tensors meshgrid contiguous clone detach alias _to_copy to type_as lif
 permute_copy expand_copy select_copy t_copy transpose_copy squeeze_copy unsqueeze_copy detach_copy copy
 zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor arange
 linspace logspace eye fill zero tril_indices triu_indices
-dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like
-randperm normal uniform multinomial exponential
 cross_entropy_loss nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd mse_loss l1_loss smooth_l1_loss
 huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div margin_ranking_loss hinge_embedding_loss
 cosine_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss multilabel_margin_loss poisson_nll_loss
@@ -68,8 +66,8 @@ _RANDOM_NAMES = """
 dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like randperm
 normal uniform multinomial exponential
 """
-_ALLOWED = frozenset(_ALLOWED_NAMES.split())
 _RANDOM = frozenset(_RANDOM_NAMES.split())
+_ALLOWED = _RANDOM | set(_ALLOWED_NAMES.split())
 _RANDOM_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "lstm": 5, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
 """Operators that draw where they are told a dropout, and which argument tells it."""
 _COUNTED = frozenset({"dropout", "native_dropout", "scaled_dot_product_attention"})

@@ -137,7 +137,7 @@ def load_config(file: Path) -> Any:
     """The transformers config in `file`. Raises CheckpointError where it is missing, not one, or needs code of its own."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; a checkpoint needs its config")
-    values = _read_json(file)
+    values = read_json(file)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(values.get("model_type"))
@@ -210,7 +210,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 def read_weight_map(index_file: Path) -> dict[str, str]:
     """Tensor name -> shard file name."""
-    weight_map = _read_json(index_file).get("weight_map")
+    weight_map = read_json(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_file}: has no weight_map")
     for name, shard in weight_map.items():
@@ -256,7 +256,8 @@ def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) 
     return entry
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
     try:
         values = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

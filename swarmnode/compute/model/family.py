@@ -2,7 +2,7 @@
 
 Units of a causal language model with N layers: unit 0 is the embedding, units 1..N are layers 0..N-1, unit N+1 is the head
 (final norm and language model head). Nothing here knows a family by name: what a family looks like is learnt from its own
-code (`trace.py`), and whether a split gives the whole model's result is tried (`selfcheck.py`).
+code (`trace.py`), and whether a split gives the whole model's result is tried (`serving/loading.py`).
 """
 
 from __future__ import annotations
@@ -15,27 +15,23 @@ from typing import Any
 from swarmnode.compute.model.dequantize.settings import settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.rope import is_dynamic
-from swarmnode.compute.model.trace import trace_model
+from swarmnode.compute.model.trace import ModelTrace, trace_model
 from swarmnode.errors import CheckpointError
 
 SPLITTABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 @dataclass(frozen=True)
-class Family:
-    """How one model (class and config) is cut into units. Names are those of modules in `model_class`."""
+class Family(ModelTrace):
+    """How one model (class and config) is cut into units, by what a pass over it showed."""
 
     model_class: type[Any]
     config: Any
-    stack_name: str  # the list of layers, as in "model.layers"
-    layer_count: int
-    input_embedding: str  # the module that looks token ids up
-    front: frozenset[str]  # modules with weights that run before the layers: embeddings, position tables
-    back: frozenset[str]  # ... and after them: final norm, head
-    tied: bool  # the head's matrix is the embedding's
-    returns_tuple: bool  # the layers return a tuple
-    narrows: bool  # what follows the layers works on fewer positions than went in
-    cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers."""
+        return len(self.cache_shapes)
 
     @property
     def units(self) -> int:
@@ -81,20 +77,7 @@ def family_of(config: Any) -> Family:
     """How the model of this transformers config is cut. Raises CheckpointError with the reason where it cannot be."""
     model_class = _causal_class(config)
     _refuse_by_config(config, model_class)
-    trace = trace_model(model_class, config)
-    return Family(
-        model_class=model_class,
-        config=config,
-        stack_name=trace.stack_name,
-        layer_count=len(trace.cache_shapes),
-        input_embedding=trace.input_embedding,
-        front=trace.front,
-        back=trace.back,
-        tied=trace.tied,
-        returns_tuple=trace.returns_tuple,
-        narrows=trace.narrows,
-        cache_shapes=trace.cache_shapes,
-    )
+    return Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
 
 
 def _causal_class(config: Any) -> type[Any]:

@@ -9,7 +9,6 @@ import torch
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import family_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.selfcheck import check_family
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError
 
@@ -21,10 +20,9 @@ with lean():
 def write_fresh_model(config: Path, out: Path, seed: int) -> None:
     """Write config and float32 weights of the model that the config in folder `config` describes into the folder `out`.
 
-    The same seed draws the same weights. Raises CheckpointError where it is no config, or of a model that cannot be split.
+    The same seed draws the same weights. Raises CheckpointError where it is no config, or of a model that has no units.
     """
     family = family_of(load_config(config / CONFIG_FILE))
-    check_family(family)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with ONE_AT_A_TIME, torch.random.fork_rng():

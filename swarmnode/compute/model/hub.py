@@ -14,22 +14,9 @@ from typing import Any
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, TensorEntry, read_header
 from swarmnode.errors import CheckpointError
+from swarmnode.swarm.storage.content import TOKENIZER_NAMES
 
-SMALL_FILES = (CONFIG_FILE, "generation_config.json")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-)
-
+SMALL_FILES = TOKENIZER_NAMES | {CONFIG_FILE, "generation_config.json"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 LOGIN = "log in (`hf auth login`, or HF_TOKEN)"
 
@@ -72,9 +59,8 @@ class HubCheckpoint(Checkpoint):
             info = self._api.model_info(repository, revision=revision)
         self.revision = info.sha or revision
         self._files = {sibling.rfilename for sibling in info.siblings or ()}
-        for file in (*SMALL_FILES, *TOKENIZER_FILES):
-            if file in self._files:
-                self.path = self._fetch(file).parent
+        for file in sorted(SMALL_FILES & self._files):
+            self.path = self._fetch(file).parent
         if CONFIG_FILE not in self._files:
             gguf = next((file for file in sorted(self._files) if file.endswith(".gguf")), None)
             hint = f"; download one of its GGUF files, as {gguf}, and give its path" if gguf else ""

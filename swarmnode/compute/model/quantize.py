@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarmnode.compute.memory import format_bytes
 from swarmnode.compute.model.int8 import Int8Linear
+from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError
 
 METHODS = ("none", "int8", "nf4")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,21 +14,19 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.adapters.span_adapters import SpanAdapters
-from swarmnode.compute.model.assemble import assemble, outline
+from swarmnode.compute.model.assemble import assemble
 from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dismantle import dismantle
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.linear import speed_up_linears
-from swarmnode.compute.model.quantize import Quantization, quantize_layers
+from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
+from swarmnode.compute.model.tiny_model import position_limit
 from swarmnode.compute.packed import PackedLinear, Packings, packed_bytes
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
-Progress = Callable[[str, int, int], None]
-"""(what, done, total): called while something long goes on."""
 
 
 class ModelSpan:
@@ -73,8 +71,6 @@ class ModelSpan:
     @cached_property
     def position_limit(self) -> int | None:
         """How many positions a sequence may have; None where the family knows no end."""
-        from swarmnode.compute.model.selfcheck import position_limit  # which itself runs spans
-
         return position_limit(self.family)
 
     @property
@@ -195,59 +191,10 @@ class ModelSpan:
 
 
 @lean()
-def load_span(
-    checkpoint: Checkpoint,
-    start: int,
-    end: int,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str = "auto",
-    quantize: str = "none",
-    progress: Progress | None = None,
-    check: bool = True,
-) -> ModelSpan:
-    """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
-
-    Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
-    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process). The span's `packings` are
-    left to the caller: they may run beside passes.
-    """
-    family = checkpoint.family
-    model = load_model(checkpoint, start, end, dtype=dtype, check=check)
-    if progress is not None:
-        tensors = len(checkpoint.tensors_of(start, end))
-        progress("weights", tensors, tensors)
-    device = torch.device(device)
-    stack = model.get_submodule(family.stack_name)
-    quantization = (
-        quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None
-    )
-    model.to(device)
-    return ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
-
-
-@lean()
-def prepare_span(
-    checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str, dtype: torch.dtype
-) -> None:
-    """What loading a span takes besides its weights, while they are still on their way: to try the family on a tiny model, and to
-    time products. Raises CheckpointError."""
-    from swarmnode.compute.model.selfcheck import check_family  # which itself runs spans
-
-    check_family(checkpoint.family)
-    if torch.device(device).type == "cpu":
-        speed_up_linears(outline(checkpoint.family, start, end, dtype=dtype))
-
-
-@lean()
-def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, check: bool = True) -> Any:
+def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str) -> Any:
     """The family's class with units [start, end), on the CPU; weights are mapped from the files where their dtype stays."""
     family = checkpoint.family
     if not 0 <= start < end <= family.units:
         raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
-    if check:
-        from swarmnode.compute.model.selfcheck import check_family  # which itself runs spans
-
-        check_family(family)
     slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
     return assemble(family, slices, start, end, dtype=checkpoint.dtype if dtype == "auto" else dtype)

@@ -32,16 +32,16 @@ _WAYS = ((True, False), (False, False), (False, True))
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What one pass over the model showed; the fields are those of `Family`."""
+    """What one pass over the model showed. Names are those of modules in its class."""
 
-    stack_name: str
-    input_embedding: str
-    front: frozenset[str]
-    back: frozenset[str]
-    tied: bool
-    returns_tuple: bool
-    narrows: bool
-    cache_shapes: tuple[tuple[tuple[int, int], ...], ...]
+    stack_name: str  # the list of layers, as in "model.layers"
+    input_embedding: str  # the module that looks token ids up
+    front: frozenset[str]  # modules with weights that run before the layers: embeddings, position tables
+    back: frozenset[str]  # ... and after them: final norm, head
+    tied: bool  # the head's matrix is the embedding's
+    returns_tuple: bool  # the layers return a tuple
+    narrows: bool  # what follows the layers works on fewer positions than went in
+    cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
 
 
 ONE_AT_A_TIME = threading.RLock()  # models are built under switches of transformers that are the whole process's

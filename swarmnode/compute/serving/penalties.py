@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from swarmnode.codec.sampling import Sampling
 from swarmnode.compute.serving.token_history import TokenHistory
 
 
-class PenaltyParameters(Protocol):
-    """As `codec.sampling.Sampling`."""
-
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
-
-
-def adjust(logits_V: Tensor, parameters: PenaltyParameters, history: TokenHistory | None, position: int) -> None:
+def adjust(logits_V: Tensor, parameters: Sampling, history: TokenHistory | None, position: int) -> None:
     """Change logits_V (float32), from which the token at `position` is drawn: first by the repetition penalty (CTRL, arXiv
     1909.05858), then by frequency and presence penalty (OpenAI's API), then by the biases."""
     if history is not None:
@@ -43,7 +28,7 @@ def _penalise_repetition(logits_V: Tensor, penalty: float, history: TokenHistory
     logits_V[seen_N] = torch.where(values_N < 0, values_N * penalty, values_N / penalty)
 
 
-def _penalise_frequency(logits_V: Tensor, parameters: PenaltyParameters, history: TokenHistory, position: int) -> None:
+def _penalise_frequency(logits_V: Tensor, parameters: Sampling, history: TokenHistory, position: int) -> None:
     if not parameters.frequency_penalty and not parameters.presence_penalty:
         return
     ids_N, counts_N = history.drawn(position).unique(return_counts=True)

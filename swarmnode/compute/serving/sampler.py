@@ -7,43 +7,21 @@ drawn, or told of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swarmnode.codec.logprobs import TokenLogprob, pack_logprobs
-from swarmnode.codec.sampling import unpack_text
+from swarmnode.codec.sampling import Sampling, unpack_text
 from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.serving.device_outputs import DeviceOutputs
-from swarmnode.compute.serving.penalties import PenaltyParameters, adjust
-from swarmnode.compute.serving.sampling import Candidates, SamplingParameters, candidates, sample, sample_candidates
+from swarmnode.compute.serving.penalties import adjust
+from swarmnode.compute.serving.sampling import Candidates, candidates, sample, sample_candidates
 from swarmnode.compute.serving.token_history import TokenHistory
 
-
-class Parameters(SamplingParameters, PenaltyParameters, Protocol):
-    """As `codec.sampling.Sampling`."""
-
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def stop_ids(self) -> Sequence[int]: ...
-    @property
-    def counts_prompt(self) -> bool: ...
-    @property
-    def counts_tokens(self) -> bool: ...
-    @property
-    def logprobs(self) -> int | None: ...
-
-
-class TextMatcher(Protocol):
-    """As `compute.serving.grammar.GrammarMatcher`."""
-
-    def allowed(self, text: Sequence[int]) -> Tensor: ...
-
-    def ends(self, text: Sequence[int]) -> bool: ...
+if TYPE_CHECKING:
+    from swarmnode.compute.serving.grammar import GrammarMatcher  # brings llguidance along
 
 
 class Drawn(NamedTuple):
@@ -63,7 +41,7 @@ class Sampler:
     """Of a session of at most so many positions, whose text follows the `grammar`. Where tokens count, it must be told of those
     that are not drawn here."""
 
-    def __init__(self, parameters: Parameters, max_length: int, grammar: TextMatcher | None = None) -> None:
+    def __init__(self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None) -> None:
         self._parameters = parameters
         self._grammar = grammar
         counts = parameters.counts_tokens
@@ -130,7 +108,7 @@ class Sampler:
 
 
 def _launch(
-    logits_BV: Tensor, parameters: SamplingParameters, position: int, outputs: DeviceOutputs
+    logits_BV: Tensor, parameters: Sampling, position: int, outputs: DeviceOutputs
 ) -> Callable[[Sequence[Tensor]], Tensor]:
     """What draws ids_B from what was fetched. Of a card's logits only the largest are; all of them where these are too few."""
     if parameters.temperature <= 0:

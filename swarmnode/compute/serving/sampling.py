@@ -9,30 +9,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from swarmnode.codec.sampling import Sampling
+
 HEAD = 1024  # of the vocabulary, put in order first
 
 
-class SamplingParameters(Protocol):
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. As `codec.sampling.Sampling`."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-
-
-def sample(logits_BV: Tensor, parameters: SamplingParameters, position: int, *, rows: Sequence[int] = ()) -> Tensor:
+def sample(logits_BV: Tensor, parameters: Sampling, position: int, *, rows: Sequence[int] = ()) -> Tensor:
     """ids_B (int64) for the given position of each row. `rows` are the rows' numbers in their session (default 0..B-1)."""
     if parameters.temperature <= 0:
         return logits_BV.argmax(dim=-1).cpu()
@@ -60,7 +47,7 @@ class Candidates(NamedTuple):
     total_B: Tensor
 
 
-def candidates(logits_BV: Tensor, parameters: SamplingParameters) -> Candidates:
+def candidates(logits_BV: Tensor, parameters: Sampling) -> Candidates:
     """On the logits' device, which need not be waited for. One more than are looked among, so that a tie at the edge shows."""
     kept, count = _counts(logits_BV.shape[1], parameters)
     values_BC, ids_BC = torch.topk(logits_BV.float(), min(count + 1, logits_BV.shape[1]))
@@ -68,9 +55,7 @@ def candidates(logits_BV: Tensor, parameters: SamplingParameters) -> Candidates:
     return Candidates(values_BC, ids_BC, (all_BV.double() / parameters.temperature).logsumexp(1))
 
 
-def sample_candidates(
-    known: Candidates, vocabulary: int, parameters: SamplingParameters, position: int
-) -> Tensor | None:
+def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, position: int) -> Tensor | None:
     """ids_B as `sample` draws them, on the host; None where that takes all logits."""
     kept, count = _counts(vocabulary, parameters)
     ids = []
@@ -87,13 +72,13 @@ def sample_candidates(
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _counts(vocabulary: int, parameters: SamplingParameters) -> tuple[int, int]:
+def _counts(vocabulary: int, parameters: Sampling) -> tuple[int, int]:
     """How many of the most likely tokens may be drawn, and among how many one is looked for first."""
     kept = min(parameters.top_k or vocabulary, vocabulary)
     return kept, kept if parameters.top_k else min(kept, HEAD)
 
 
-def _draw(logits_V: Tensor, parameters: SamplingParameters, number: float) -> int:
+def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
     """The token whose stretch of the cumulated probabilities, most likely first, holds `number`.
 
     The largest few logits nearly always hold it, so the whole vocabulary is put in order only where they do not.
@@ -106,7 +91,7 @@ def _draw(logits_V: Tensor, parameters: SamplingParameters, number: float) -> in
     return token
 
 
-def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: SamplingParameters, number: float) -> int | None:
+def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, number: float) -> int | None:
     """The token, looked for among the `count` most likely of the `kept` ones; None where more are needed."""
     ordered_C, ids_C = _largest(logits_V, count)
     scaled_C = ordered_C.double() / parameters.temperature
@@ -115,7 +100,7 @@ def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: SamplingPar
 
 
 def _pick(
-    ordered_C: Tensor, ids_C: Tensor, total: Tensor, are_all: bool, parameters: SamplingParameters, number: float
+    ordered_C: Tensor, ids_C: Tensor, total: Tensor, are_all: bool, parameters: Sampling, number: float
 ) -> int | None:
     """The token among these, which are in order, whose stretch holds `number`; None where it lies behind them."""
     likelihood_C = (ordered_C.double() / parameters.temperature - total).exp()
@@ -133,7 +118,7 @@ def _pick(
     return int(ids_C[min(index, len(cumulated_C) - 1)])
 
 
-def _truncation(likelihood_C: Tensor, cumulated_C: Tensor, parameters: SamplingParameters) -> int:
+def _truncation(likelihood_C: Tensor, cumulated_C: Tensor, parameters: Sampling) -> int:
     """How many of the most likely tokens are kept: the smallest set that reaches top_p (nucleus sampling, arXiv 1904.09751), and
     of these who are at least min_p times as likely as the first (arXiv 2407.01082). More than these where others may be, too."""
     kept = len(likelihood_C) + 1

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint, load_config
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, load_config
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.training.snapshot import write_tensors
+from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import SMALL_NAMES
 
@@ -86,24 +86,7 @@ def check_names(tensors: Mapping[str, Tensor], small_files: Path) -> None:
 
 def write_shards(tensors: Mapping[str, Tensor], out: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write model.safetensors, or shards of at most `shard_bytes` (or one tensor) with an index. Raises OSError."""
-    shards: list[dict[str, Tensor]] = [{}]
-    used_bytes = 0
+    writer = ShardWriter(out, shard_bytes)
     for name, tensor in sorted(tensors.items()):
-        if shards[-1] and used_bytes + tensor.nbytes > shard_bytes:
-            shards.append({})
-            used_bytes = 0
-        shards[-1][name] = tensor
-        used_bytes += tensor.nbytes
-    if len(shards) == 1:
-        write_tensors(out / SINGLE_FILE, shards[0], {"format": "pt"})
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(out / file, shard, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        writer.add(name, tensor)
+    writer.close()

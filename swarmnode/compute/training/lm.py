@@ -18,6 +18,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.packed import let_go
+from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.training.dropout import CounterDropout, draws_dropout
 from swarmnode.compute.training.nothing_kept import NothingKept
 from swarmnode.compute.training.randomness import reseed
@@ -145,6 +146,7 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:
     """Load units [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
+    check_family(checkpoint.family)
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)
     mapped = checkpoint.dtype == torch.float32 and torch.device(device).type == "cpu"

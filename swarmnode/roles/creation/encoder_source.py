@@ -21,9 +21,8 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.encoder import EMBED, IDS, load_encoder, outline_encoder, positions_of
 from swarmnode.compute.model.pooling import Pooling, read_pooling
 from swarmnode.errors import CheckpointError
-from swarmnode.roles.creation.model_source import ModelSource
-from swarmnode.swarm.records.manifest import GRAPH, ModelInfo
-from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, checkpoint_files
+from swarmnode.swarm.records.manifest import ModelInfo
+from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES
 from swarmnode.swarm.storage.new_folder import new_folder
 
 EXAMPLE_TOKENS = 11
@@ -32,9 +31,9 @@ MOST_TRIED_TOKENS = 512
 TOLERANCE = 1e-4
 
 
-def from_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool = False) -> ModelSource:
-    """Written as a graph into the folder `out`, with config and tokenizer. Raises CheckpointError, UsageError where it cannot be a
-    graph, with operator and line."""
+def write_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool = False) -> ModelInfo:
+    """Write it as a graph into the folder `out`, with config and tokenizer. Raises CheckpointError, UsageError where it cannot be
+    a graph, with operator and line."""
     config, pooling = checkpoint.config, _pooling(checkpoint, task)
     module, missing = load_encoder(checkpoint, task, pooling)
     positions = _positions(module, config, pooling)
@@ -48,17 +47,11 @@ def from_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool = 
         for name in (CONFIG_NAME, *sorted(TOKENIZER_NAMES)):
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, partial / name)
-    return ModelSource(
-        folder=out,
-        files=tuple(checkpoint_files(out)),
-        kind=GRAPH,
-        model=ModelInfo(family=config.model_type, units=graph.units, hidden=0, positions=positions, task=task),
-        vocabulary=getattr(config, "vocab_size", None),
-    )
+    return ModelInfo(family=config.model_type, units=graph.units, hidden=0, positions=positions, task=task)
 
 
 def outline(checkpoint: Checkpoint, task: str) -> Graph:
-    """The graph that `from_encoder` would write, by the config alone. Raises CheckpointError, UsageError."""
+    """The graph that `write_encoder` would write, by the config alone. Raises CheckpointError, UsageError."""
     config, pooling = checkpoint.config, _pooling(checkpoint, task)
     module = outline_encoder(checkpoint, task, pooling)
     return _cut(_export(module, config, _positions(module, config, pooling)).graph, config)

@@ -38,18 +38,26 @@ class ModelSource:
     remarks: tuple[str, ...] = ()
     original: str = ""
 
+    @classmethod
+    def of_graph(
+        cls, folder: Path, model: ModelInfo, *, vocabulary: int | None = None, remarks: tuple[str, ...] = ()
+    ) -> ModelSource:
+        """A graph that was written into the folder, beside whatever else its swarm shares."""
+        return cls(folder, tuple(checkpoint_files(folder)), GRAPH, model, vocabulary, remarks)
+
 
 def from_model(
     model: str, out: Path, *, task: str | None = None, force: bool = False, progress: Progress | None = None
 ) -> ModelSource:
     """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as `from_checkpoint`,
     any other one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
-    from swarmnode.roles.creation.encoder_source import from_encoder
+    from swarmnode.roles.creation.encoder_source import write_encoder
 
     checkpoint = open_plain(model, out, force=force, progress=progress)
     task = task or _task_of(checkpoint)
     if task != GENERATE:
-        return from_encoder(checkpoint, task, out, force=force)
+        encoder = write_encoder(checkpoint, task, out, force=force)
+        return ModelSource.of_graph(out, encoder, vocabulary=getattr(checkpoint.config, "vocab_size", None))
     return _of_language_model(checkpoint, model, out)
 
 
@@ -84,8 +92,10 @@ def from_checkpoint(
 
 def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
     """A checkpoint with plain weights, which was asked for as `model`; in the folder `out` where it was made of that."""
-    from swarmnode.compute.model.selfcheck import position_limit
+    from swarmnode.compute.model.tiny_model import position_limit
+    from swarmnode.compute.serving.loading import check_family
 
+    check_family(checkpoint.family)
     positions = position_limit(checkpoint.family)
     if isinstance(checkpoint, HubCheckpoint):
         checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
@@ -118,13 +128,17 @@ def from_config(
 
     Raises UsageError where there is no config, CheckpointError where its family cannot be split, LocalError.
     """
+    from swarmnode.compute.model.family import family_of
     from swarmnode.compute.model.fresh import write_fresh_model
+    from swarmnode.compute.serving.loading import check_family
 
     folder = config.parent if config.name == CONFIG_NAME else config
     if not (folder / CONFIG_NAME).is_file():
         raise UsageError(f"{folder} has no {CONFIG_NAME}; give a folder with the config of a transformers model")
     tokenizer = [name for name in TOKENIZER_NAMES if (folder / name).is_file() and not byte_level]
-    check_vocabulary(getattr(load_config(folder / CONFIG_NAME), "vocab_size", None), tokenizer)
+    known = load_config(folder / CONFIG_NAME)
+    check_vocabulary(getattr(known, "vocab_size", None), tokenizer)
+    check_family(family_of(known))
     with new_folder(out, force=force) as partial:
         write_fresh_model(folder, partial, seed)
         for name in tokenizer:
@@ -155,13 +169,8 @@ def from_module(
         check_travel(Layout(cut.graph))
     with new_folder(out, force=force) as partial:
         write_graph(Exported(cut.graph, exported.weights), partial)
-    return ModelSource(
-        folder=out,
-        files=tuple(checkpoint_files(out)),
-        kind=GRAPH,
-        model=ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0),
-        remarks=cut.remarks,
-    )
+    model = ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0)
+    return ModelSource.of_graph(out, model, remarks=cut.remarks)
 
 
 def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:

@@ -14,7 +14,8 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
-from swarmnode.compute.speed import Clock, Speeds, best_s
+from swarmnode.compute.speed import Speeds
+from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings

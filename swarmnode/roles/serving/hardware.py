@@ -20,7 +20,6 @@ from swarmnode.compute.memory import (
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
-    format_bytes,
     graph_sizes,
     most_anywhere,
     training_sizes,
@@ -28,9 +27,10 @@ from swarmnode.compute.memory import (
     units_that_fit,
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import prepare_span
+from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
+from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.clock import MACHINE_CLOCK, Clock

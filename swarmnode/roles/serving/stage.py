@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.grammar import GrammarCompiler
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import PrecisionError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table

@@ -10,7 +10,7 @@ import torch
 from swarmnode.compute.adapters.adapter_file import adapter_in
 from swarmnode.compute.adapters.lora_config import MAX_CONFIG_BYTES, read_lora_config
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
 from tests.adapters import ALPHA, RANK, matrices, write_adapter
 

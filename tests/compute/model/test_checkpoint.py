@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
 
 

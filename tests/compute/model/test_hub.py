@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint, read_range
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

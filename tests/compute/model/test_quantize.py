@@ -11,7 +11,7 @@ from torch import nn
 from swarmnode.compute.memory import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.quantize import quantize_layers
-from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import LocalError
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.cache import OutOfCache
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput, finiteness
 from swarmnode.errors import ErrorCode, ProtocolError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
 from swarmnode.compute.model.dequantize.method import Method, method_of
 from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
 from swarmnode.compute.model.dequantize.settings import KEYS
-from swarmnode.compute.model.dequantize.shards import ShardWriter
+from swarmnode.compute.model.dequantize.shards import write_plain
 from swarmnode.compute.model.family import family_of
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import INDEX_NAME, SMALL_NAMES
+from swarmnode.swarm.storage.content import INDEX_NAME, SMALL_NAMES, Progress
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 PACKED_DTYPES = frozenset({"I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"})
@@ -62,7 +62,7 @@ class QuantisedCheckpoint:
         packed = sum(int(entries[name].elements * self._method.per_element) for name in self._packed)
         return packed * element_bytes + sum(entries[name].nbytes for name in self._plain_names())
 
-    def write(self, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    def write(self, out: Path, progress: Progress | None = None) -> None:
         """Config, tokenizer and plain weights into the empty folder `out`. Raises CheckpointError, OSError."""
         for name in SMALL_NAMES - {CONFIG_FILE, INDEX_NAME}:
             if (self._checkpoint.path / name).is_file():
@@ -70,12 +70,7 @@ class QuantisedCheckpoint:
         values = json.loads((self._checkpoint.path / CONFIG_FILE).read_bytes())
         kept = {key: value for key, value in values.items() if key not in KEYS}
         (out / CONFIG_FILE).write_text(json.dumps(kept, indent=2) + "\n")
-        writer, total = ShardWriter(out), self.plain_bytes
-        for name, tensor in self._tensors():
-            writer.add(name, tensor)
-            if progress is not None:
-                progress(min(writer.written_bytes, total), total)
-        writer.close()
+        write_plain(self._tensors(), out, self.plain_bytes, progress)
 
     def _plain_names(self) -> list[str]:
         return [name for name in self._checkpoint.entries if name not in self._packed and name not in self._beside]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config
-from swarmnode.compute.model.dequantize.shards import ShardWriter
+from swarmnode.compute.model.dequantize.shards import write_plain
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import TOKENIZER_NAMES, has_tokenizer
+from swarmnode.swarm.storage.content import TOKENIZER_NAMES, Progress, has_tokenizer
 
 SUFFIX = ".gguf"
 DTYPE = torch.bfloat16
@@ -75,27 +75,25 @@ class GgufCheckpoint:
         return sum(int(tensor.n_elements) for tensor in self._reader.tensors) * DTYPE.itemsize
 
     @lean()
-    def write(self, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    def write(self, out: Path, progress: Progress | None = None) -> None:
         """Config, tokenizer and weights in bfloat16 into the empty folder `out`. Raises CheckpointError, OSError."""
         family = self._write_config(out)
         self._write_tokenizer(out)
-        writer, total = ShardWriter(out), self.plain_bytes
-        model = build_on_meta(family.model_class, family.config)
-        lacking = _shapes(family, model)
         try:
-            for name, tensor in self._tensors(model):
-                if lacking.pop(name, None) != tensor.shape:
-                    raise CheckpointError(
-                        f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says"
-                    )
-                writer.add(name, tensor)
-                if progress is not None:
-                    progress(min(writer.written_bytes, total), total)
+            write_plain(self._all_tensors(family), out, self.plain_bytes, progress)
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
+
+    def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
+        """Those of the model. Raises CheckpointError where the file has others, or lacks some."""
+        model = build_on_meta(family.model_class, family.config)
+        lacking = _shapes(family, model)
+        for name, tensor in self._tensors(model):
+            if lacking.pop(name, None) != tensor.shape:
+                raise CheckpointError(f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says")
+            yield name, tensor
         if lacking:
             raise CheckpointError(f"{self.file}: lacks {len(lacking)} tensors of the model, as {next(iter(lacking))}")
-        writer.close()
 
     def _write_config(self, out: Path) -> Family:
         try:

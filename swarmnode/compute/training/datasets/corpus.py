@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from swarmnode.compute.training.datasets.batches import TokenBatches
 from swarmnode.errors import UsageError
 
 TEXT_SUFFIXES = frozenset({".txt", ".py", ".md", ".rst", ".jsonl"})
@@ -15,6 +16,21 @@ BYTE_SEPARATOR = 0  # text has no byte of this value
 BYTE_VOCABULARY = 256
 
 Encode = Callable[[str], list[int]]
+
+
+def token_batches(
+    path: Path, vocabulary: int, encode: Encode | None = None, separator: int | None = None
+) -> TokenBatches:
+    """The text in a file or folder for a model of that vocabulary. Without `encode` each byte is a token.
+
+    Raises UsageError where there is no text, or where it has tokens that the model does not know.
+    """
+    if encode is None and vocabulary < BYTE_VOCABULARY:
+        raise UsageError(
+            f"vocabulary mismatch: the swarm has no tokenizer, so each byte of the text is a token, and the model knows "
+            f"{vocabulary} tokens, not {BYTE_VOCABULARY}"
+        )
+    return TokenBatches(read_corpus(path, encode, separator), vocabulary)
 
 
 def read_corpus(path: Path, encode: Encode | None = None, separator: int | None = None) -> np.ndarray:

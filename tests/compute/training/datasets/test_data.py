@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.compute.graph.arrays import array_batches
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.graph import Graph
-from swarmnode.compute.training.datasets.data import array_batches, token_batches
+from swarmnode.compute.training.datasets.corpus import token_batches
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 

@@ -1,0 +1,86 @@
+"""Writes safetensors files, one tensor in memory at a time (safetensors' own `save_file` first copies all of them), and checkpoints
+of them, one shard in memory at a time.
+
+The format: https://github.com/huggingface/safetensors#format, which is length of the header (8 bytes), header (JSON), tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.checkpoint import INDEX_FILE, SINGLE_FILE
+
+SHARD_BYTES = 1 << 30
+HEADER_ALIGNMENT = 8
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, one tensor in memory at a time where they come from a device or a map. Raises OSError.
+
+    Equal tensors give equal bytes: the largest items first (so that all are aligned), then by name.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    position = 0
+    for name in names:
+        tensor = tensors[name]
+        offsets = [position, position + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        position = offsets[1]
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little"))
+        file.write(raw)
+        for name in names:
+            flat = tensors[name].detach().cpu().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+
+
+class ShardWriter:
+    """Into the empty folder `out`; each file has `shard_bytes` or one tensor, and the last what is left. Raises OSError."""
+
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._out, self._shard_bytes = out, shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self.written_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one more tensor, or keep it until its shard is full."""
+        if self._pending and sum(each.nbytes for each in self._pending.values()) + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self.written_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, and an index where there are several files."""
+        self._flush()
+        count = len(self._shards)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        names = [SINGLE_FILE] if count == 1 else names
+        for number, name in enumerate(names):
+            self._shard(number).rename(self._out / name)
+        if count > 1:
+            weight_map = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": self.written_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self._out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _flush(self) -> None:
+        write_tensors(self._shard(len(self._shards)), self._pending, {"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending = {}
+
+    def _shard(self, number: int) -> Path:
+        """A shard whose name waits for how many there are."""
+        return self._out / f"shard-{number}.safetensors"

@@ -1,0 +1,125 @@
+"""Loads spans of families that were tried: split into spans, a tiny random model must give the whole model's logits.
+
+Most families that this project has never met pass, because nothing here knows families. One that hands more than hidden states
+from layer to layer, or keeps state outside its KV cache, fails and is refused, rather than answer wrongly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.assemble import assemble, outline
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.quantize import quantize_layers
+from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.model.tiny_model import FamilyKey, family_key, tiny_model, tried
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.window import Window, sliding_layers
+from swarmnode.errors import CheckpointError
+
+PROMPT, LENGTH, PADDING = 5, 8, (0, 2)
+TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
+
+_passed: set[FamilyKey] = set()
+
+
+@lean()
+def load_span(
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    quantize: str = "none",
+    check: bool = True,
+) -> ModelSpan:
+    """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
+
+    Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
+    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process). The span's `packings` are
+    left to the caller: they may run beside passes.
+    """
+    family = checkpoint.family
+    if check:
+        check_family(family)
+    model = load_model(checkpoint, start, end, dtype=dtype)
+    device = torch.device(device)
+    stack = model.get_submodule(family.stack_name)
+    quantization = (
+        quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None
+    )
+    model.to(device)
+    return ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
+
+
+@lean()
+def prepare_span(
+    checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str, dtype: torch.dtype
+) -> None:
+    """What loading a span takes besides its weights, while they are still on their way: to try the family on a tiny model, and to
+    time products. Raises CheckpointError."""
+    check_family(checkpoint.family)
+    if torch.device(device).type == "cpu":
+        speed_up_linears(outline(checkpoint.family, start, end, dtype=dtype))
+
+
+@lean()
+def check_family(family: Family) -> None:
+    """Raises CheckpointError where a split tiny model of this class and config does not equal the whole one."""
+    key = family_key(family)
+    if key in _passed:
+        return
+    with tried(family) as tiny:
+        error = _largest_difference(tiny)
+    if not error < TOLERANCE:
+        name = family.model_class.__name__
+        raise CheckpointError(f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}")
+    _passed.add(key)
+
+
+@torch.inference_mode()
+def _largest_difference(family: Family) -> float:
+    """Of logits between spans with cohort caches and one pass of the whole model without a cache."""
+    whole = tiny_model(family)
+    ids_BT = torch.randint(2, family.config.vocab_size, (2, LENGTH))
+    mask_BT = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).to(torch.int64)
+    positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    expected_BTV = _whole_logits(whole, ids_BT, mask_BT, positions_BT)
+    logits_BTV = _split_logits(family, whole.state_dict(), ids_BT)
+    difference_BT = (logits_BTV - expected_BTV).abs().amax(dim=-1) * mask_BT
+    return float(difference_BT.max() / expected_BTV.std())
+
+
+def _whole_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    positions = {"position_ids": positions_BT} if "position_ids" in inspect.signature(model.forward).parameters else {}
+    logits_BTV: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
+    return logits_BTV
+
+
+def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
+    """Three spans; a prompt, then single positions. Sliding layers keep not one position that they do not see."""
+    cuts = sorted({0, 2, max(2, family.layer_count), family.units})
+    runners = []
+    for start, end in pairwise(cuts):
+        wanted = {n: t for n, t in tensors.items() if any(start <= u < end for u in family.units_of_tensor(n))}
+        span = ModelSpan(family, assemble(family, wanted, start, end, dtype=torch.float32), start, end)
+        windows = {layer: Window(size, slack=0, room=2) for layer, size in sliding_layers(family.config).items()}
+        runners.append(StageRunner(span, RunnerConfig(cache_bytes=1 << 26, windows=windows)))
+        runners[-1].open(0, rows=len(ids_BT), max_length=LENGTH, padding=PADDING)
+    outputs = []
+    for begin, end in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]:
+        x = ids_BT[:, begin:end]
+        for runner in runners:
+            (result,) = runner.run([StepInput(0, x, want=2)])
+            x = result.output
+        outputs.append(x)
+    return torch.cat(outputs, dim=1)
