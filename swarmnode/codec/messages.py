@@ -40,6 +40,7 @@ from swarmnode.codec.body import (
     SessionId,
     TokenId,
     Unit,
+    first_broken,
 )
 from swarmnode.codec.body import MAX_STOP_IDS as MAX_STOP_IDS
 from swarmnode.codec.body import VERSION as VERSION
@@ -168,9 +169,8 @@ class Open(Body, frozen=True):
             "a branch in RING mode, shorter than the session": self.branch is None
             or (self.mode == Mode.RING and self.branch.length < self.max_length),
         }
-        for rule, kept in rules.items():
-            if not kept:
-                raise ProtocolError(f"an OPEN needs {rule}")
+        if (broken := first_broken(rules)) is not None:
+            raise ProtocolError(f"an OPEN needs {broken}")
         if self.sampling is not None:
             self.sampling.check()
 

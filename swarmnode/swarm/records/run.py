@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from swarmnode.codec.body import MAX_RUN_BYTES
+from swarmnode.codec.body import MAX_RUN_BYTES, first_broken
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.config import COMPRESSIONS
@@ -146,9 +146,8 @@ def check_run(run: Run) -> None:
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }
-    for rule, kept in rules.items():
-        if not kept:
-            raise UsageError(f"the training needs {rule}")
+    if (broken := first_broken(rules)) is not None:
+        raise UsageError(f"the training needs {broken}")
 
 
 def differences(own: Run, other: Run) -> list[str]:

@@ -6,11 +6,12 @@ Each kind has a domain that goes before the body under the signature, so that no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
+from swarmnode.codec.body import first_broken
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
@@ -161,8 +162,3 @@ class PeerSigned(SignedRecord[Content]):
         if not verify(author, self._domain + signed.body, signed.signature):
             raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)
         return content
-
-
-def first_broken(rules: Mapping[str, bool]) -> str | None:
-    """Return the first rule that is not kept, or None."""
-    return next((rule for rule, kept in rules.items() if not kept), None)
