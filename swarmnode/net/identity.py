@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmnode.errors import LocalError
-from swarmnode.files.durable import replace_durably, sync
+from swarmnode.files.durable import write_private
 from swarmnode.net.interfaces import PeerId
 
 SEED_BYTES = 32  # any are a private key (RFC 8032, section 5.1.5)
@@ -74,16 +74,7 @@ class Identity:
 
     def save(self, path: Path) -> None:
         """Write the key file, readable by its owner alone, all or nothing. Raises LocalError."""
-        temporary = path.with_name(f".{path.name}.new")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(self.to_bytes())
-            sync(temporary)
-            replace_durably(temporary, path)
-        except OSError as error:
-            raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+        write_private(path, self.to_bytes(), make_folder=True)
 
     def sign(self, data: bytes) -> bytes:
         """The 64-byte Ed25519 signature."""

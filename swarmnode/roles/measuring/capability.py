@@ -20,10 +20,9 @@ import torch
 from msgspec import UNSET
 
 from swarmnode.compute.speed import Speeds
-from swarmnode.errors import LocalError
 from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
 from swarmnode.swarm.records.sections import WorkSpeeds
-from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
 from swarmnode.version import __version__
 
 log = logging.getLogger(__name__)
@@ -115,10 +114,7 @@ class SpeedCache:
         self._entries[conditions.key] = _Entry(self._now(), speeds)
         newest = sorted(self._entries.items(), key=lambda item: -item[1].measured_at)[:MAX_ENTRIES]
         self._entries = dict(newest)
-        try:
-            write_kept(self.path, self._entries)
-        except LocalError as error:
-            log.warning("measured speeds are not kept: %s", error)
+        try_to_keep(self.path, self._entries, "measured speeds are")
 
     def _read(self) -> dict[str, _Entry]:
         return read_kept(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
