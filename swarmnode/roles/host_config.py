@@ -50,7 +50,7 @@ def network_config(
     swarm: Swarm, config: HostConfig, identity: Path, access_control: AccessControl | None, *, needs: Role, clock: Clock
 ) -> NetworkConfig:
     """How a peer of this swarm is on its network."""
-    membership, vouch = access_control and access_control.membership, access_control and access_control.vouch
+    membership = None if access_control is None else access_control.membership
     return NetworkConfig(
         identity_path=identity,
         host_maddrs=config.host_maddrs or (default_listen_address(swarm),),
@@ -60,7 +60,7 @@ def network_config(
         client_mode=config.looks_on,
         nat_port_map=config.nat_port_map,
         direct=config.direct,
-        record_validator=record_validator(swarm.id, verify, clock.unix, membership=membership, vouch=vouch),
+        record_validator=record_validator(swarm.id, verify, clock.unix, membership=membership),
         gate=access_control or OPEN_GATE,
     )
 
