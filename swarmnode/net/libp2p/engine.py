@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import DirectConnections
-from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
+from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.libp2p import hole_punching
 from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
@@ -27,7 +27,7 @@ from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
-from swarmnode.net.supervisor import Supervisor
+from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.net.transport_stream import TransportStream
 
@@ -44,24 +44,11 @@ NOT_ADMITTED = "not admitted"
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How this peer is on the network. Addresses are multiaddrs without /p2p/; the identity file must exist."""
+class EngineConfig(NetworkConfig):
+    """How this peer is on the network, and what libp2p need not find out by itself."""
 
-    identity_path: Path
-    host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    announce_maddrs: tuple[str, ...] = ()
-    relays: tuple[str, ...] = ()  # static relays (with /p2p/) to be reached through, for a peer behind NAT
-    public: bool = (
-        False  # a bootstrap peer: others reach it, whatever libp2p's own tests say; it relays and tests others
-    )
-    hidden: bool = False  # nobody gets in directly: libp2p need not find that out (`net/addressing/reachability.py`)
-    client_mode: bool = False  # uses the DHT without being a part of it
-    nat_port_map: bool = False
-    direct: bool = True  # streams go over TCP connections of their own where that is possible
-    record_validator: RecordValidator | None = None
+    hidden: bool = False  # nobody gets in directly (`net/addressing/reachability.py`)
     dht_timeout_s: float = 2.0
-    gate: Gate = OPEN_GATE
-    supervisor: Supervisor = field(default_factory=Supervisor)
 
     def flags(self) -> list[str]:
         """p2pd's command line."""

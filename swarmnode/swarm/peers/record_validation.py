@@ -7,6 +7,7 @@ which says under which keys its records belong, who signed them, and how soon th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import RecordValidator, key_digest
@@ -15,7 +16,7 @@ from swarmnode.swarm.peers.notices import REVOCATIONS, USE, notice_keys, use_sub
 from swarmnode.swarm.peers.report_rules import LIFE_S as REPORT_LIFE_S
 from swarmnode.swarm.peers.report_rules import REPORT, report_key, report_subkey
 from swarmnode.swarm.peers.shards import homes, places_of
-from swarmnode.swarm.records.announcement import MAX_LIFE_S, MAX_SKEW_S, Vouch, announcement_reader
+from swarmnode.swarm.records.announcement import MAX_LIFE_S, MAX_SKEW_S, Announcement, Vouch, announcement_reader
 from swarmnode.swarm.records.certificate import open_certificate
 from swarmnode.swarm.records.membership import Membership
 from swarmnode.swarm.records.report import open_report
@@ -26,13 +27,18 @@ Now = Callable[[], float]
 
 
 def record_validator(
-    swarm: bytes, verify: Verify, now: Now, *, membership: Membership | None = None, vouch: Vouch | None = None
+    swarm: bytes, verify: Verify, now: Now, *, membership: Membership | None = None
 ) -> RecordValidator:
-    """Return the validator of a swarm's table; `membership` and `vouch` are those of a swarm with an owner."""
-    notices = {} if membership is None else notice_rules(membership, now)
-    return by_subkey(
-        {**notices, REPORT: report_rule(swarm, verify, now), b"": announcement_rule(swarm, verify, now, vouch)}
-    )
+    """Return the validator of a swarm's table; `membership` is that of a swarm with an owner."""
+    reports = {REPORT: report_rule(swarm, verify, now)}
+    if membership is None:
+        return by_subkey({**reports, b"": announcement_rule(swarm, verify, now)})
+    vouched = announcement_rule(swarm, verify, now, partial(_vouch, membership, now))
+    return by_subkey({**reports, **notice_rules(membership, now), b"": vouched})
+
+
+def _vouch(membership: Membership, now: Now, announcement: Announcement, certificate: bytes) -> None:
+    membership.vouch(announcement, certificate, now())
 
 
 def by_subkey(rules: Mapping[bytes, RecordValidator]) -> RecordValidator:
