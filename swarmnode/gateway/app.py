@@ -60,14 +60,9 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     return app
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _swarm_failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, SwarmnodeError)
-    return api_error(error).response()
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | SwarmnodeError)
+    return (error if isinstance(error, ApiError) else api_error(error)).response()
 
 
 async def _not_valid(request: Request, error: Exception) -> Response:
@@ -111,8 +106,8 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[int | type[Exception], Any] = {
-    ApiError: _told,
-    SwarmnodeError: _swarm_failed,
+    ApiError: _failed,
+    SwarmnodeError: _failed,
     RequestValidationError: _not_valid,
     HTTPException: _http_failed,
     ClientGone: _nobody_there,

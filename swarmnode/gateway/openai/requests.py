@@ -11,6 +11,18 @@ from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, Too
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, Message, templated
 
+Texts = str | list[int] | list[str] | list[list[int]]
+"""A text, token ids, or several of one of these"""
+
+
+def each_of(given: Texts) -> list[str] | list[list[int]]:
+    """Return each of the texts or rows of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(one, int) for one in given):
+        return [cast("list[int]", given)]
+    return cast("list[str] | list[list[int]]", given)
+
 
 class CompletionFields(SamplingFields):
     """What chats and completions have in common."""
@@ -96,7 +108,7 @@ class ChatRequest(CompletionFields):
 class CompletionRequest(CompletionFields):
     """POST /v1/completions: a text, token ids, or several of one of these."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Texts
     echo: bool = False
     suffix: str | None = None
     logprobs: Logprobs | None = None
@@ -109,11 +121,7 @@ class CompletionRequest(CompletionFields):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """Each of them."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if all(isinstance(one, int) for one in self.prompt):
-            return [cast("list[int]", self.prompt)]
-        return cast("list[str] | list[list[int]]", self.prompt)
+        return each_of(self.prompt)
 
 
 class TokenizeRequest(BaseModel):

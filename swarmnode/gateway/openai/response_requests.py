@@ -8,10 +8,11 @@ from pydantic import BaseModel, Field
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.response_format import ResponseFormat
-from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields
+from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.conversation import (
+    ASSISTANT,
     MAX_MESSAGES,
     ContentPart,
     arguments_of,
@@ -20,8 +21,6 @@ from swarmnode.gateway.openai.conversation import (
     template_role,
     text_of,
 )
-
-ASSISTANT = "assistant"
 
 
 class InputItem(BaseModel):
@@ -86,19 +85,13 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def tool_use(self) -> ToolUse:
-        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self._functions()]
+        for tool in self.tools or ():
+            check_type(tool.type, ("function",) if tool.name else (), "functions with a name are")
+        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedResponseTool):
             return ToolUse.choose(tools, REQUIRED, self.tool_choice.name, parallel=parallel)
         return ToolUse.choose(tools, self.tool_choice or AUTO, parallel=parallel)
-
-    def _functions(self) -> list[ResponseTool]:
-        for tool in self.tools or ():
-            if tool.type != "function" or not tool.name:
-                raise ApiError(
-                    400, f"a tool of type {tool.type!r} is not known here: functions with a name are", parameter="tools"
-                )
-        return self.tools or []
 
     def followed_grammar(self) -> Grammar | None:
         if (call := self.tool_use.grammar()) is not None:
