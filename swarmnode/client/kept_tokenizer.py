@@ -28,13 +28,8 @@ log = logging.getLogger(__name__)
 FOLDER = "tokenizers"
 MAX_BYTES = 1 << 28  # 256,000 tokens take some 30 MB
 MOST_KEPT = 8  # swarms
-ENTRANCES = (
-    "__call__",
-    "_encode_plus",
-    "decode",
-    "_decode",
-    "convert_tokens_to_ids",
-)  # of transformers' class, to its pipeline
+# Of transformers' class, to its pipeline.
+ENTRANCES = ("__call__", "_encode_plus", "decode", "_decode", "convert_tokens_to_ids")
 
 BPE_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # older versions always do
 

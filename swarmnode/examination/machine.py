@@ -17,7 +17,7 @@ from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.disk_rate import measure_disk
 from swarmnode.compute.read_rate import measure_read_rate
 from swarmnode.errors import LocalError
-from swarmnode.files.permissions import may_write
+from swarmnode.files.permissions import existing, may_write
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
@@ -129,7 +129,7 @@ def _memory() -> Finding:
 
 
 def _disk(home: Path) -> Finding:
-    place = _existing(home)
+    place = existing(home)
     free_bytes = shutil.disk_usage(place).free
     remedy = "free some space (`swarmnode weights prune`), or choose another disk with --home"
     return _enough("disk", free_bytes >= DISK_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", remedy)
@@ -137,7 +137,7 @@ def _disk(home: Path) -> Finding:
 
 def _disk_speed(home: Path) -> Finding:
     """With a file of some megabytes, which is taken away again."""
-    place = _existing(home)
+    place = existing(home)
     try:
         written, read = measure_disk(place)
     except LocalError as error:
@@ -147,15 +147,10 @@ def _disk_speed(home: Path) -> Finding:
     return _enough("disk speed", min(written, read) >= DISK_LEAST_BYTES_PER_S, seen, remedy)
 
 
-def _existing(home: Path) -> Path:
-    """The folder, or the one in which it would be made."""
-    return next(folder for folder in (home, *home.parents) if folder.exists())
-
-
 def _home(home: Path) -> Finding:
     """Whether it can be written, without leaving anything there."""
 
-    place = _existing(home)
+    place = existing(home)
     if may_write(place):
         return Finding("home", "good", str(home))
     return Finding("home", "bad", f"{place} cannot be written", "choose another folder with --home or SWARMNODE_HOME")

@@ -34,15 +34,8 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     from elsewhere."""
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
-    for each in (
-        chat_completions,
-        completions,
-        responses,
-        messages,
-        encoders,
-        models,
-        monitoring,
-    ):  # tried in this order
+    # Tried in this order.
+    for each in (chat_completions, completions, responses, messages, encoders, models, monitoring):
         app.include_router(each.router)
     if page is not None:
         app.state.page = page

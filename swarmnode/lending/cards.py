@@ -34,9 +34,8 @@ class Cards:
 
     def joules(self) -> float | None:
         """Drawn by all cards together since the driver was loaded; None where no card counts it (before Volta)."""
-        counted = self._figures(
-            lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-        )  # millijoules
+        # The driver counts millijoules.
+        counted = self._figures(lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
         return sum(counted) if counted else None
 
     def others_bytes(self) -> int | None:
@@ -57,9 +56,8 @@ class Cards:
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(self._handles[card], self._told_us.get(card, 0))
         except nvml.NVMLError as error:
-            return (
-                0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
-            )  # nobody has computed since, or it cannot tell
+            # Nobody has computed since, or it cannot tell.
+            return 0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
         self._told_us[card] = max((sample.timeStamp for sample in samples), default=self._told_us.get(card, 0))
         by_program: defaultdict[int, list[int]] = defaultdict(list)
         for sample in samples:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from swarmnode.files.permissions import existing
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Metric, Reading, Readings, Source
 from swarmnode.version import __version__
@@ -39,9 +40,7 @@ def build() -> Reading:
 
 def disk(folder: Path) -> Readings:
     """Of the disk on which `folder` is, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(existing(folder))
     yield Reading(table.DISK_FREE, usage.free)
     yield Reading(table.DISK_SIZE, usage.total)
 

@@ -41,9 +41,8 @@ class HostConfig:
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_download_bps: float | None = None
-    max_cache_bytes: int | None = (
-        None  # of fetched weights of all swarms, and states kept for others; None: most of what is free
-    )
+    # Of fetched weights of all swarms, and states kept for others; None: most of what is free.
+    max_cache_bytes: int | None = None
 
 
 def network_config(

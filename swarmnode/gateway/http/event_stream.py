@@ -70,9 +70,8 @@ class EventStream(Response):
     def __init__(
         self, first: bytes, events: AsyncGenerator[bytes, None], client: ClientWatch, write_timeout_s: float
     ) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )  # proxies shall not wait either
+        # Proxies shall not wait either.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events

@@ -14,10 +14,8 @@ from swarmnode.swarm.records.sections import Hearsay
 
 PEERS_KEPT = 256
 FRESH_S = 600.0  # older experience says little: the peer's own word opens the door again
-RISE, FALL = (
-    0.2,
-    0.5,
-)  # weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do
+# Weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do.
+RISE, FALL = 0.2, 0.5
 
 
 @dataclass(slots=True)

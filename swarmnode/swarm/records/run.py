@@ -35,9 +35,8 @@ class Averaging(msgspec.Struct, frozen=True):
     outer_momentum: float = 0.5  # Nesterov
     by_line: bool = False  # who has a slow line sends less: a stronger codec, or by top-k fewer elements
     robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
-    alternating: bool = (
-        False  # of a rank's two factors one in a step and the other in the next: ACP-SGD (arXiv 2306.08881)
-    )
+    # Of a rank's two factors one in a step and the other in the next: ACP-SGD (arXiv 2306.08881).
+    alternating: bool = False
 
 
 class Compression(msgspec.Struct, frozen=True):
