@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from swarmnode.gateway.anthropic.conversation import MessageParam, templated_blocks
 from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, NONE, REQUIRED, ToolUse, function_tool
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, ContentPart, text_of
 
 CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": REQUIRED, "none": NONE}
@@ -59,7 +59,7 @@ class MessagesRequest(SamplingFields):
         tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
         choice = self.tool_choice or ToolChoice(type="auto")
         if choice.type not in CHOICES or (choice.type == "tool") != (choice.name is not None):
-            raise ApiError(400, "tool_choice is auto, any, none, or tool with a name", parameter="tool_choice")
+            raise bad_request("tool_choice is auto, any, none, or tool with a name", "tool_choice")
         parallel = not choice.disable_parallel_tool_use
         return ToolUse.choose(tools, CHOICES[choice.type], choice.name, parallel=parallel)
 

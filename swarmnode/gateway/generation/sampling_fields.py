@@ -20,7 +20,7 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.gateway.generation.response_format import ResponseFormat
 from swarmnode.gateway.generation.tool_use import ToolUse
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -37,9 +37,7 @@ MAX_STOP_CHARS = 1024
 def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """The same. Raises ApiError where there are too many, or too long ones."""
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise ApiError(
-            400, f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters are possible", parameter="stop"
-        )
+        raise bad_request(f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters are possible", "stop")
     return tuple(stops)
 
 
@@ -52,7 +50,7 @@ class StreamOptions(BaseModel):
 def check_type(type_: str | None, known: Sequence[str | None], what: str) -> None:
     """Raise ApiError for a tool that is of no known type; `what` says which ones are known."""
     if type_ not in known:
-        raise ApiError(400, f"a tool of type {type_!r} is not known here: {what}", parameter="tools")
+        raise bad_request(f"a tool of type {type_!r} is not known here: {what}", "tools")
 
 
 class SamplingFields(BaseModel):

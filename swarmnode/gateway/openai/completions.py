@@ -12,7 +12,7 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import TextLogprobs
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import DONE, TextEvents
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
@@ -26,7 +26,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     """How a text goes on."""
     for field in ("suffix", "echo"):
         if getattr(asked, field):
-            raise ApiError(400, f"{field} is not possible: a model here only goes on with a text", parameter=field)
+            raise bad_request(f"{field} is not possible: a model here only goes on with a text", field)
     model = gateway_of(request).model(asked.model)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
     tells_ids = asked.return_token_ids or await model.loader.tokenizer() is None

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from swarmnode.gateway.generation.sampling_fields import Logprobs, NewTokens, SamplingFields
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, Message, templated
 
 Texts = str | list[int] | list[str] | list[list[int]]
@@ -77,9 +77,7 @@ class ChatRequest(CompletionFields):
     @property
     def told_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(
-                400, "top_logprobs are told with logprobs only: say logprobs: true", parameter="top_logprobs"
-            )
+            raise bad_request("top_logprobs are told with logprobs only: say logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

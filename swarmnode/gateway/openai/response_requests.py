@@ -10,7 +10,7 @@ from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.response_format import ResponseFormat
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse, function_tool
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import (
     ASSISTANT,
     MAX_MESSAGES,
@@ -112,15 +112,15 @@ class ResponsesRequest(SamplingFields):
             "prompt": self.prompt,
         }
         for field in (name for name, told in kept.items() if told is not None):
-            raise ApiError(400, f"{field}: answers and prompts are not kept here: send all of it", parameter=field)
+            raise bad_request(f"{field}: answers and prompts are not kept here: send all of it", field)
         if self.background:
             sentence = "background: answers are not kept here, so none can be fetched later: wait for it, or stream it"
-            raise ApiError(400, sentence, parameter="background")
+            raise bad_request(sentence, "background")
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
         if not 0 < len(self.input) <= MAX_MESSAGES:
-            raise ApiError(400, f"an input is a text, or 1 to {MAX_MESSAGES} items", parameter="input")
+            raise bad_request(f"an input is a text, or 1 to {MAX_MESSAGES} items", "input")
         for item in self.input:
             _add(item, turns)
         check_results(turns)
@@ -137,7 +137,7 @@ def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
     elif item.type == "reasoning":
         _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _thought(item)
     elif item.type != "message" or not item.role:
-        raise ApiError(400, f"an item of type {item.type!r} is not known here, or has no role", parameter="input")
+        raise bad_request(f"an item of type {item.type!r} is not known here, or has no role", "input")
     elif item.role == ASSISTANT:
         _answer(turns, without=("content", "tool_calls"))["content"] = text_of(item.content)
     else:
