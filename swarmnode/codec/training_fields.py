@@ -70,7 +70,7 @@ def check_values(values: tuple[TensorInfo, ...]) -> None:
 def check_rules(frame: str, rules: Mapping[str, bool]) -> None:
     """Raises ProtocolError for the first rule that is not kept."""
     if (broken := first_broken(rules)) is not None:
-        raise ProtocolError(f"a {frame} needs {broken}")
+        raise ProtocolError(f"{'an' if frame[0] in 'AEIO' else 'a'} {frame} needs {broken}")
 
 
 def check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:
