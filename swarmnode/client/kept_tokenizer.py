@@ -59,25 +59,11 @@ class KeptTokenizer(Tokenizer):
         self._kept = kept
         self._pipeline = Pipeline.from_str(kept.pipeline)
         self._pipeline.encode_special_tokens = kept.splits_special_tokens
+        self.chat_template, self.template_settings = kept.chat_template, kept.template_settings
+        self.separator, self.has_response_template = kept.separator, kept.has_response_template
 
     def __repr__(self) -> str:
         return f"<KeptTokenizer of {self._pipeline.get_vocab_size()} tokens>"
-
-    @property
-    def chat_template(self) -> Any:
-        return self._kept.chat_template
-
-    @property
-    def template_settings(self) -> frozenset[str]:
-        return self._kept.template_settings
-
-    @property
-    def separator(self) -> int | None:
-        return self._kept.separator
-
-    @property
-    def has_response_template(self) -> bool:
-        return self._kept.has_response_template
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)

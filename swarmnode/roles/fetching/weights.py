@@ -213,7 +213,7 @@ class Weights:
         """Peers first; the hub last."""
         sources = self.seeders(self._units)
         if self._manifest.model.hub_id is not None:
-            sources.append(HubSource(self._manifest.model, self._manifest.chunk_bytes))
+            sources.append(HubSource(self._manifest.model))
         return sources
 
     def drop(self, source: Source, reason: str) -> None:
