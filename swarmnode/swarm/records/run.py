@@ -1,6 +1,7 @@
-"""A run: everything that decides what a training computes. Equal runs on equal data draw the same loss curve, whoever takes part.
+"""The training configuration, called a run: everything that decides what a training computes.
 
-The run's id is the SHA-256 of its encoding. The first trainer brings the run; who comes with another one is refused.
+Equal runs on equal data draw the same loss curve, whoever takes part. The run's id is the SHA-256 of its encoding. The first
+trainer brings the run; who comes with another one is refused.
 """
 
 from __future__ import annotations
