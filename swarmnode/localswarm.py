@@ -15,15 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Protocol
 
 from swarmnode.errors import LocalError
 from swarmnode.net.libp2p.parent import die_with_parent
 
-START_TIMEOUT_S = (
-    240.0  # a process that ends is noticed at once; one that is slow, on a machine that does other things, is not
-)
+# A process that ends is noticed at once; one that is slow, on a machine that does other things, is not.
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 LOG = "log.txt"  # in a member's home
 if sys.platform == "win32":  # it has neither, and no p2pd
@@ -149,9 +147,7 @@ class LocalSwarm:
     def __enter__(self) -> LocalSwarm:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:

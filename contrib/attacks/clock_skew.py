@@ -11,8 +11,8 @@ from attack import Outcome, main
 from swarmnode.errors import ProtocolError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import key_digest
-from swarmnode.swarm.peers.announcement_rules import announcement_validator
 from swarmnode.swarm.peers.peer_table import PeerTable
+from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import MAX_LIFE_S, VERSION, Announcement, State, sign_announcement
 from swarmnode.swarm.records.receipt import Receipt, sign_receipt
@@ -60,7 +60,7 @@ def _announcement(author: Identity, issued_at: float, **changes: object) -> Anno
 def _announced(off_s: float, *, kept_s: float = LIFE_S) -> bool:
     """Whether the table would hold it, and for so long."""
     author = Identity.generate()
-    valid = announcement_validator(SWARM, verify, lambda: NOW)
+    valid = record_validator(SWARM, verify, lambda: NOW)
     raw = sign_announcement(_announcement(author, NOW + off_s), author.sign)
     ends_at = NOW + off_s + kept_s
     return ends_at > NOW and valid(key_digest(SAMPLE.key(SWARM)), author.peer_id.encode(), raw, ends_at)
@@ -74,7 +74,7 @@ def _brings_back() -> bool:
         table.observe(said)
     table.update(NOW + 2)
     raw = sign_announcement(before, author.sign)
-    valid = announcement_validator(SWARM, verify, lambda: NOW + DAY_S)
+    valid = record_validator(SWARM, verify, lambda: NOW + DAY_S)
     longer = valid(key_digest(SAMPLE.key(SWARM)), author.peer_id.encode(), raw, NOW + DAY_S + LIFE_S)
     return author.peer_id in table.live or longer
 

@@ -14,7 +14,7 @@ from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID, dht_pb2
 from swarmnode.net.libp2p.table_calls import STORE
 from swarmnode.net.table.ids import id_bytes, key_id
-from swarmnode.swarm.peers.announcement_rules import announcement_validator
+from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, sign_announcement
 
@@ -36,7 +36,7 @@ async def attack() -> Outcome:
 
         async def join(name: str) -> tuple[Engine, Identity]:
             identity = Identity.load_or_create(folder / name)
-            valid = announcement_validator(SWARM, verify, time.time)
+            valid = record_validator(SWARM, verify, time.time)
             engine = await Engine.start(EngineConfig(folder / name, record_validator=valid))
             ends.push_async_callback(engine.close)
             return engine, identity

@@ -11,7 +11,7 @@ from swarmnode.net.interfaces import key_digest
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.table.ids import key_id
 from swarmnode.net.table.record_store import RecordStore
-from swarmnode.swarm.peers.announcement_rules import announcement_validator
+from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, sign_announcement
 
@@ -28,7 +28,7 @@ def record(identity: Identity, now: float) -> bytes:
 
 async def attack() -> Outcome:
     now, store = time.time(), RecordStore()
-    valid = announcement_validator(SWARM, verify, time.time)
+    valid = record_validator(SWARM, verify, time.time)
 
     def put(key: bytes, identity: Identity, group: str) -> bool:
         subkey, value = identity.peer_id.encode(), record(identity, now)

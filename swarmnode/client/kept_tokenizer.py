@@ -28,13 +28,8 @@ log = logging.getLogger(__name__)
 FOLDER = "tokenizers"
 MAX_BYTES = 1 << 28  # 256,000 tokens take some 30 MB
 MOST_KEPT = 8  # swarms
-ENTRANCES = (
-    "__call__",
-    "_encode_plus",
-    "decode",
-    "_decode",
-    "convert_tokens_to_ids",
-)  # of transformers' class, to its pipeline
+# Of transformers' class, to its pipeline.
+ENTRANCES = ("__call__", "_encode_plus", "decode", "_decode", "convert_tokens_to_ids")
 
 BPE_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # older versions always do
 
@@ -64,25 +59,11 @@ class KeptTokenizer(Tokenizer):
         self._kept = kept
         self._pipeline = Pipeline.from_str(kept.pipeline)
         self._pipeline.encode_special_tokens = kept.splits_special_tokens
+        self.chat_template, self.template_settings = kept.chat_template, kept.template_settings
+        self.separator, self.has_response_template = kept.separator, kept.has_response_template
 
     def __repr__(self) -> str:
         return f"<KeptTokenizer of {self._pipeline.get_vocab_size()} tokens>"
-
-    @property
-    def chat_template(self) -> Any:
-        return self._kept.chat_template
-
-    @property
-    def template_settings(self) -> frozenset[str]:
-        return self._kept.template_settings
-
-    @property
-    def separator(self) -> int | None:
-        return self._kept.separator
-
-    @property
-    def has_response_template(self) -> bool:
-        return self._kept.has_response_template
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)

@@ -6,6 +6,7 @@ from typing import Any
 
 from swarmnode.client.owner_client import OwnerClient
 from swarmnode.codec.trace_messages import Trace
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.roles.host import Host
@@ -42,6 +43,10 @@ class SwarmObserver:
     def swarm(self) -> Swarm:
         """As this machine knows it."""
         return self._host.swarm
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of the swarm as it is seen from here."""
+        return self._host.readings()
 
     def as_owner(self) -> OwnerClient:
         """What the swarm's owner asks and tells by the same connection, which ends with this client. Raises UsageError where the

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from swarmnode.client.joining import joining
 from swarmnode.errors import UsageError
 from swarmnode.net.identity import is_peer_id
 from swarmnode.net.interfaces import PeerId
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.roles.host import Host, HostConfig, state_name
+from swarmnode.roles.host import Host, state_name
 from swarmnode.roles.membership.owner import newest_list, revoke
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Member
@@ -20,7 +21,6 @@ from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
 
-JOIN_S = 15.0
 MIN_END_CHARS = 6
 
 
@@ -38,19 +38,12 @@ class OwnerClient:
         return f"<OwnerClient {self._host!r}>"
 
     @classmethod
-    async def join(
-        cls, swarm: Swarm, home: Path, *, patience_s: float = JOIN_S, platform: Platform = MACHINE
-    ) -> OwnerClient:
+    async def join(cls, swarm: Swarm, home: Path, *, platform: Platform = MACHINE) -> OwnerClient:
         """Join as a client, and learn what the swarm knows of its members. Raises NetworkDown, NotAdmitted, UsageError."""
         _check_owned(swarm)
-        host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
-        self = cls(host)
-        try:
-            await host.wait_joined(patience_s)
+        async with joining(swarm, home, platform=platform) as host:
+            self = cls(host)
             await self.refresh()
-        except BaseException:
-            await host.close()
-            raise
         return self
 
     async def refresh(self) -> None:

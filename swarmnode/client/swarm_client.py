@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from swarmnode.client.joining import joining
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, labels_of
@@ -30,7 +31,7 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
-from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.meters import ClientMeter, cause_of
 from swarmnode.roles.serving.audits.auditor import Auditor
 from swarmnode.roles.serving.audits.reports import Reports
@@ -102,13 +103,8 @@ class SwarmClient(SwarmObserver):
 
             home = Path(platformdirs.user_data_dir("swarmnode"))
         started_s = platform.clock.monotonic()
-        host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
-        try:
-            await host.wait_joined(min(patience_s, 15.0))
+        async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
             await host.manifest(patience_s=patience_s - (platform.clock.monotonic() - started_s))
-        except BaseException:
-            await host.close()
-            raise
         return cls(host, ClientConfig(patience_s=patience_s, audit_share=audit_share), trust)
 
     async def __aenter__(self) -> SwarmClient:

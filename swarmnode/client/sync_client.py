@@ -12,7 +12,6 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.client.swarm_client import SwarmClient
@@ -81,9 +80,7 @@ class SyncSwarm:
     def __enter__(self) -> SyncSwarm:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -59,7 +59,7 @@ class Tokenizer:
         _utf8(text)
         return self._ids(text, special_tokens=True)
 
-    @property
+    @functools.cached_property
     def chat_template(self) -> Any:
         """How a conversation is written, or several ways by their names; None where it does not say."""
         return self.own.chat_template
@@ -99,7 +99,7 @@ class Tokenizer:
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the checkpoint's chat template cannot be used: {error}") from error
 
-    @property
+    @functools.cached_property
     def template_settings(self) -> frozenset[str]:
         """What transformers lets a caller set about a conversation, and is therefore no variable of a template."""
         return frozenset(inspect.signature(self.own.apply_chat_template).parameters)
@@ -108,7 +108,7 @@ class Tokenizer:
         """Token ids of a text of any length, without special tokens."""
         return self._ids(text, special_tokens=False)
 
-    @property
+    @functools.cached_property
     def separator(self) -> int | None:
         """The token between two documents: the end of text, where there is one."""
         token: int | None = self.own.eos_token_id
@@ -119,7 +119,7 @@ class Tokenizer:
         """Whether its model thinks before it answers, as the chat template says."""
         return THINK_END in str(self.chat_template)
 
-    @property
+    @functools.cached_property
     def has_response_template(self) -> bool:
         """Whether the checkpoint says how its answers are written."""
         return getattr(self.own, "response_template", None) is not None

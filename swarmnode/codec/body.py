@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -66,3 +67,8 @@ class HopSpec(Body, frozen=True):
     peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
     start: Unit
     end: Unit
+
+
+def first_broken(rules: Mapping[str, bool]) -> str | None:
+    """Return the first rule that is not kept, or None."""
+    return next((rule for rule, kept in rules.items() if not kept), None)

@@ -23,9 +23,8 @@ class Infer(Body, frozen=True):
     end: Unit
     values: Values
     within_s: Duration = 0.0  # after which nobody waits for it any more; 0: as long as it takes
-    work: Annotated[bytes, Meta(max_length=SESSION_ID_BYTES)] = (
-        b""  # under which it will be signed for; empty: it will not be
-    )
+    # Under which it will be signed for; empty: it will not be.
+    work: Annotated[bytes, Meta(max_length=SESSION_ID_BYTES)] = b""
 
     def check(self) -> None:
         check_rules("INFER", {"units": self.start < self.end, "work": len(self.work) in (0, SESSION_ID_BYTES)})

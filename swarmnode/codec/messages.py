@@ -10,7 +10,6 @@ The bound of a single field stands in its type, where msgspec checks it while de
 from __future__ import annotations
 
 from enum import IntEnum
-from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -57,6 +56,7 @@ from swarmnode.codec.spot_check_messages import SPOT_CHECK_BODIES
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.trace_messages import TRACE_BODIES
+from swarmnode.codec.training_fields import check_route, check_rules
 from swarmnode.codec.training_messages import TRAINING_BODIES
 from swarmnode.errors import ProtocolError
 
@@ -153,10 +153,8 @@ class Open(Body, frozen=True):
     branch: Branch | None = None  # as which other session this one begins, where it is new to a hop
 
     def check(self) -> None:
+        check_route("OPEN", self.route, self.index)
         rules = {
-            "an index inside the route": self.index < len(self.route),
-            "spans that are not empty": all(hop.start < hop.end for hop in self.route),
-            "spans that follow one another": all(left.end == right.start for left, right in pairwise(self.route)),
             "a mode of this version": self.mode in Mode._value2member_map_,
             "codecs of this version": {self.codec, *(one.codec for one in self.codecs)}
             <= Codec._value2member_map_.keys(),
@@ -168,9 +166,7 @@ class Open(Body, frozen=True):
             "a branch in RING mode, shorter than the session": self.branch is None
             or (self.mode == Mode.RING and self.branch.length < self.max_length),
         }
-        for rule, kept in rules.items():
-            if not kept:
-                raise ProtocolError(f"an OPEN needs {rule}")
+        check_rules("OPEN", rules)
         if self.sampling is not None:
             self.sampling.check()
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_PEER_CHARS, MAX_ROUTE_HOPS, MAX_RUN_BYTES, MAX_UNITS, HopSpec
+from swarmnode.codec.body import MAX_PEER_CHARS, MAX_ROUTE_HOPS, MAX_RUN_BYTES, MAX_UNITS, HopSpec, first_broken
 from swarmnode.codec.tensors import TensorInfo, check_tensor, element_count
 from swarmnode.errors import ErrorCode, ProtocolError
 
@@ -69,9 +69,8 @@ def check_values(values: tuple[TensorInfo, ...]) -> None:
 
 def check_rules(frame: str, rules: Mapping[str, bool]) -> None:
     """Raises ProtocolError for the first rule that is not kept."""
-    for rule, kept in rules.items():
-        if not kept:
-            raise ProtocolError(f"a {frame} needs {rule}")
+    if (broken := first_broken(rules)) is not None:
+        raise ProtocolError(f"{'an' if frame[0] in 'AEIO' else 'a'} {frame} needs {broken}")
 
 
 def check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:

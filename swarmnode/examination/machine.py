@@ -17,7 +17,8 @@ from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.disk_rate import measure_disk
 from swarmnode.compute.read_rate import measure_read_rate
 from swarmnode.errors import LocalError
-from swarmnode.files.permissions import may_write
+from swarmnode.files.permissions import existing, may_write
+from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
@@ -91,12 +92,12 @@ def judge_bandwidth(seen: Bandwidth) -> list[Finding]:
         remedy = "peers answer a test once in ten minutes, and none while they are busy: try again later"
         return [Finding("bandwidth", "doubtful", "no peer has answered a test", remedy)]
     rates = f"{seen.up_bps / 1e6:.3g} Mbit/s up, {seen.down_bps / 1e6:.3g} down, with {seen.peers} peer{'s'[: seen.peers > 1]}"
-    if seen.up_bps < UP_LEAST_BPS:
-        remedy = (
-            "prompts will wait for this line: hold the first or the last units, or lend to a training that compresses"
-        )
-        return [Finding("bandwidth", "doubtful", rates, remedy)]
-    return [Finding("bandwidth", "good", rates)]
+    remedy = "prompts will wait for this line: hold the first or the last units, or lend to a training that compresses"
+    return [_enough("bandwidth", seen.up_bps >= UP_LEAST_BPS, rates, remedy)]
+
+
+def _enough(what: str, good: bool, seen: str, remedy: str) -> Finding:
+    return Finding(what, "good", seen) if good else Finding(what, "doubtful", seen, remedy)
 
 
 def _python() -> Finding:
@@ -109,7 +110,7 @@ def _torch() -> Finding:
 
     device, version = probe_device(), metadata.version("torch")
     seen = f"torch {version}, {device}, reads {measure_read_rate(device) / 1e9:.0f} GB/s"
-    if device.kind == "cpu" and _has_card():
+    if device.kind == "cpu" and nvidia_cards()[1]:
         remedy = "this torch cannot use the card: install a build with CUDA (https://pytorch.org/get-started), or update the driver"
         return Finding("device", "bad", f"{seen}; an NVIDIA card is here", remedy)
     if device.kind == "cuda":
@@ -121,56 +122,35 @@ def _torch() -> Finding:
     return Finding("device", "good", f"{seen}, {usable_cores()} cores")
 
 
-def _has_card() -> bool:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return bool(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return False
-
-
 def _memory() -> Finding:
     free_bytes = probe_device("cpu").free_bytes
-    seen = f"{free_bytes / 1e9:.1f} GB free"
-    if free_bytes < MEMORY_LEAST_BYTES:
-        return Finding("memory", "doubtful", seen, "close other programs: little of a model fits")
-    return Finding("memory", "good", seen)
+    remedy = "close other programs: little of a model fits"
+    return _enough("memory", free_bytes >= MEMORY_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free", remedy)
 
 
 def _disk(home: Path) -> Finding:
-    place = _existing(home)
+    place = existing(home)
     free_bytes = shutil.disk_usage(place).free
-    seen = f"{free_bytes / 1e9:.1f} GB free at {place}"
-    if free_bytes < DISK_LEAST_BYTES:
-        remedy = "free some space (`swarmnode weights prune`), or choose another disk with --home"
-        return Finding("disk", "doubtful", seen, remedy)
-    return Finding("disk", "good", seen)
+    remedy = "free some space (`swarmnode weights prune`), or choose another disk with --home"
+    return _enough("disk", free_bytes >= DISK_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", remedy)
 
 
 def _disk_speed(home: Path) -> Finding:
     """With a file of some megabytes, which is taken away again."""
-    place = _existing(home)
+    place = existing(home)
     try:
         written, read = measure_disk(place)
     except LocalError as error:
         return Finding("disk speed", "bad", str(error), "choose another folder with --home or SWARMNODE_HOME")
     seen = f"writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
-    if min(written, read) < DISK_LEAST_BYTES_PER_S:
-        return Finding("disk speed", "doubtful", seen, "weights load slowly from it: choose another disk with --home")
-    return Finding("disk speed", "good", seen)
-
-
-def _existing(home: Path) -> Path:
-    """The folder, or the one in which it would be made."""
-    return next(folder for folder in (home, *home.parents) if folder.exists())
+    remedy = "weights load slowly from it: choose another disk with --home"
+    return _enough("disk speed", min(written, read) >= DISK_LEAST_BYTES_PER_S, seen, remedy)
 
 
 def _home(home: Path) -> Finding:
     """Whether it can be written, without leaving anything there."""
 
-    place = _existing(home)
+    place = existing(home)
     if may_write(place):
         return Finding("home", "good", str(home))
     return Finding("home", "bad", f"{place} cannot be written", "choose another folder with --home or SWARMNODE_HOME")
@@ -182,9 +162,8 @@ def _files() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FILES_LEAST:
-        return Finding("open files", "doubtful", f"{soft} at most", f"ulimit -n {min(hard, 4 * FILES_LEAST)}")
-    return Finding("open files", "good", f"{soft} at most")
+    enough = soft == resource.RLIM_INFINITY or soft >= FILES_LEAST
+    return _enough("open files", enough, f"{soft} at most", f"ulimit -n {min(hard, 4 * FILES_LEAST)}")
 
 
 def _daemon() -> Finding:

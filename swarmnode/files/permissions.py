@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one around it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def may_write(path: Path) -> bool:
     """Whether the file may be written, or files be put into the folder."""
     mode = os.W_OK | os.X_OK if path.is_dir() else os.W_OK

@@ -18,7 +18,7 @@ from swarmnode.gateway import monitoring
 from swarmnode.gateway.access.guard import Guard
 from swarmnode.gateway.anthropic import messages
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.http.api_error import ApiError, api_error
+from swarmnode.gateway.http.api_error import ApiError, api_error, bad_request
 from swarmnode.gateway.http.client_watch import ClientGone
 from swarmnode.gateway.openai import chat_completions, completions, encoders, models, responses
 from swarmnode.gateway.page import machine, members, static_files, swarms
@@ -34,15 +34,8 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     from elsewhere."""
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
-    for each in (
-        chat_completions,
-        completions,
-        responses,
-        messages,
-        encoders,
-        models,
-        monitoring,
-    ):  # tried in this order
+    # Tried in this order.
+    for each in (chat_completions, completions, responses, messages, encoders, models, monitoring):
         app.include_router(each.router)
     if page is not None:
         app.state.page = page
@@ -60,14 +53,9 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     return app
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _swarm_failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, SwarmnodeError)
-    return api_error(error).response()
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | SwarmnodeError)
+    return (error if isinstance(error, ApiError) else api_error(error)).response()
 
 
 async def _not_valid(request: Request, error: Exception) -> Response:
@@ -75,15 +63,15 @@ async def _not_valid(request: Request, error: Exception) -> Response:
     found: dict[str, list[str]] = {}  # what could be there instead, by field
     for each in error.errors():
         if each["type"] == "json_invalid":
-            return ApiError(
-                400, f"the body is not JSON: {each['ctx']['error']} at character {each['loc'][-1]}"
+            return bad_request(
+                f"the body is not JSON: {each['ctx']['error']} at character {each['loc'][-1]}"
             ).response()
         found.setdefault(_field(each["loc"]), []).append(each["msg"])
     where, wanted = next(iter(found.items()))
     text = "; or: ".join(dict.fromkeys(wanted))
     if not where and "json" not in request.headers.get("content-type", ""):
         text = "it is not read as JSON without Content-Type: application/json"
-    return ApiError(400, f"{where or 'the body'}: {text}", parameter=where or None).response()
+    return bad_request(f"{where or 'the body'}: {text}", where or None).response()
 
 
 def _field(place: Sequence[int | str]) -> str:
@@ -111,8 +99,8 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[int | type[Exception], Any] = {
-    ApiError: _told,
-    SwarmnodeError: _swarm_failed,
+    ApiError: _failed,
+    SwarmnodeError: _failed,
     RequestValidationError: _not_valid,
     HTTPException: _http_failed,
     ClientGone: _nobody_there,

@@ -22,7 +22,7 @@ from swarmnode.gateway.generation.response_parser import CommonParser, ResponseP
 from swarmnode.gateway.generation.sampling_fields import SamplingFields
 from swarmnode.gateway.generation.template_parser import TemplateParser
 from swarmnode.gateway.generation.tool_use import ToolUse
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.gateway.tokenizer_loader import TokenizerLoader
 from swarmnode.roles.serving.client.generation import GenerateOptions
@@ -81,7 +81,7 @@ class ServedModel:
         tokenizer = await self.loader.tokenizer()
         if tokenizer is None:
             self.client.check_language_model()
-            raise ApiError(400, NO_TOKENIZER)
+            raise bad_request(NO_TOKENIZER)
         return tokenizer
 
     async def encode(self, text: str) -> list[int]:
@@ -100,15 +100,14 @@ class ServedModel:
         self.client.check_language_model()
         tokenizer = await self.tokenizer()
         if isinstance(tokenizer, ByteTokenizer) or not tokenizer.has_chat_template:
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"{self.name} has no chat template, so it does not know how a conversation is written: use /v1/completions",
                 code="no_chat_template",
             )
         try:
             return await asyncio.to_thread(tokenizer.encode_messages, messages, tools.offered, variables)
         except CheckpointError as error:  # templates say so of roles and orders that they do not know
-            raise ApiError(400, str(error), parameter="messages") from error
+            raise bad_request(str(error), "messages") from error
 
     # -- generating
 
@@ -116,14 +115,12 @@ class ServedModel:
         """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
         cannot do, before anything is sent to a peer."""
         if len(prompts) * asked.texts > self._config.max_choices:
-            raise ApiError(
-                400,
-                f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)",
-                parameter="n",
+            raise bad_request(
+                f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)", "n"
             )
         tokenizer, stop_ids, stops = await self.loader.tokenizer(), await self.client.stop_ids(), asked.stops
         if tokenizer is None and stops:
-            raise ApiError(400, NO_TOKENIZER, parameter="stop")
+            raise bad_request(NO_TOKENIZER, "stop")
         grammar = asked.followed_grammar()
         choices: list[ChoiceStream] = []
         for prompt in prompts:

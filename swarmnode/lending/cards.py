@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,23 +10,15 @@ from typing import Any
 
 import psutil
 
-log = logging.getLogger(__name__)
+from swarmnode.metrics.machine import nvidia_cards
 
 
 class Cards:
     """All cards; none where there is no driver. What it does not tell (power, on many laptops) is None. May block for a while."""
 
     def __init__(self) -> None:
-        import pynvml
-
-        self._nvml: Any = pynvml
-        self._handles: list[Any] = []
+        self._nvml, self._handles = nvidia_cards()
         self._told_us: dict[int, int] = {}  # by card: the driver's time of the last sample that it told
-        try:
-            pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError as error:
-            log.info("no NVIDIA driver to ask: %s", error)
 
     def __repr__(self) -> str:
         return f"<Cards: {len(self._handles)}>"
@@ -43,9 +34,8 @@ class Cards:
 
     def joules(self) -> float | None:
         """Drawn by all cards together since the driver was loaded; None where no card counts it (before Volta)."""
-        counted = self._figures(
-            lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-        )  # millijoules
+        # The driver counts millijoules.
+        counted = self._figures(lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
         return sum(counted) if counted else None
 
     def others_bytes(self) -> int | None:
@@ -66,9 +56,8 @@ class Cards:
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(self._handles[card], self._told_us.get(card, 0))
         except nvml.NVMLError as error:
-            return (
-                0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
-            )  # nobody has computed since, or it cannot tell
+            # Nobody has computed since, or it cannot tell.
+            return 0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
         self._told_us[card] = max((sample.timeStamp for sample in samples), default=self._told_us.get(card, 0))
         by_program: defaultdict[int, list[int]] = defaultdict(list)
         for sample in samples:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from swarmnode.errors import LocalError
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.swarm.storage.kept_file import read_kept, write_kept
-
-log = logging.getLogger(__name__)
+from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
 
 FILE = "energy.json"
 MAX_FILE_BYTES = 4096
@@ -92,10 +88,7 @@ class EnergyMeter:
         went_on = 0 <= now - kept.at <= RUNNING_S and counter_j >= kept.counter_j
         drawn_j, day = (counter_j - kept.counter_j if went_on else 0.0), _day(now)
         today_j = drawn_j + (kept.today_j if day == kept.day else 0.0)
-        try:
-            write_kept(self._path, _Kept(day, today_j, kept.total_j + drawn_j, counter_j, now))
-        except LocalError as error:
-            log.warning("what the cards draw is not kept: %s", error)
+        try_to_keep(self._path, _Kept(day, today_j, kept.total_j + drawn_j, counter_j, now), "what the cards draw is")
 
 
 def energy_used(home: Path, now: Callable[[], float] = time.time) -> Energy | None:

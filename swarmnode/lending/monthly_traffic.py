@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from swarmnode.errors import LocalError
-from swarmnode.swarm.storage.kept_file import read_kept, write_kept
-
-log = logging.getLogger(__name__)
+from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
 
 FILE = "month.json"
 MAX_FILE_BYTES = 4096
@@ -66,10 +62,7 @@ class MonthlyTraffic:
         self._unkept_bytes = 0
         for month in sorted(self._kept.bytes.keys() - {self._month})[: 1 - MONTHS]:
             del self._kept.bytes[month]
-        try:
-            write_kept(self._path, self._kept)
-        except LocalError as error:
-            log.warning("the month's traffic is not kept: %s", error)
+        try_to_keep(self._path, self._kept, "the month's traffic is")
 
 
 def month_of(day: datetime.date, first_day: int) -> str:

@@ -1,4 +1,4 @@
-"""What a machine's other users and programs do: load, keyboard and mouse, power, memory pressure.
+"""What a machine's other users and programs do: load, idle time (`idle_detection.py`), power, memory pressure.
 
 Linux tells all of it; elsewhere it is what psutil knows."""
 
@@ -7,19 +7,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from swarmnode.lending.cards import Cards
+from swarmnode.lending.idle_detection import ANSWER_S, IdleDetection, Rarely
 from swarmnode.lending.rules import Rules, Surroundings
 
 PRESSURE = Path("/proc/pressure/memory")
-TERMINALS = ("/dev/pts/[0-9]*", "/dev/tty[0-9]*")
-IDLE_LOOK_S = 10.0  # logind and NetworkManager are asked no more often
-LOGIND_TIMEOUT_S = 2.0
 METERED = {"1": True, "2": False, "3": True, "4": False}  # NMMetered: yes, no, and its guesses
 
 
@@ -29,11 +26,9 @@ class Lookout:
     def __init__(self) -> None:
         self._own = psutil.Process()
         self._busy = _BusyTime(self._own)
-        self._idle_since: float | None = None
-        self._asked_s = -IDLE_LOOK_S
+        self._idle = IdleDetection()
         self._cards: Cards | None = None  # asked for once somebody wants to know
-        self._metered: bool | None = None
-        self._metered_s = -IDLE_LOOK_S
+        self._metered = Rarely(is_metered)
 
     def __repr__(self) -> str:
         return f"<Lookout of process {self._own.pid}>"
@@ -42,12 +37,12 @@ class Lookout:
         """What is seen now."""
         return Surroundings(
             when=datetime.datetime.now(),  # hours are those of the wall
-            idle_s=self._idle_s() if rules.only_idle_s is not None else None,
+            idle_s=self._idle.idle_s() if rules.only_idle_s is not None else None,
             others_load=self._busy.of_others() if rules.max_others_load is not None else None,
             programs=_programs() if rules.exclusive else frozenset(),
             on_mains=_on_mains() if rules.on_mains else None,
             memory_pressure=memory_pressure() if rules.max_memory_pressure is not None else None,
-            metered=self._is_metered() if rules.unmetered else None,
+            metered=self._metered() if rules.unmetered else None,
             others_gpu_bytes=self._asked_cards().others_bytes() if rules.max_others_gpu_bytes is not None else None,
             others_gpu_load=self._asked_cards().others_load() if rules.max_others_gpu_load is not None else None,
         )
@@ -55,19 +50,6 @@ class Lookout:
     def _asked_cards(self) -> Cards:
         self._cards = self._cards or Cards()
         return self._cards
-
-    def _is_metered(self) -> bool | None:
-        now_s = time.monotonic()
-        if now_s - self._metered_s >= IDLE_LOOK_S:
-            self._metered_s, self._metered = now_s, is_metered()
-        return self._metered
-
-    def _idle_s(self) -> float | None:
-        now_s = time.monotonic()
-        if now_s - self._asked_s >= IDLE_LOOK_S:
-            self._asked_s, self._idle_since = now_s, logind_idle_since()
-        touched = [time_s for time_s in (self._idle_since, _last_typed()) if time_s is not None]
-        return max(0.0, time.time() - max(touched)) if touched else None
 
 
 class _BusyTime:
@@ -119,33 +101,11 @@ def memory_pressure(path: Path = PRESSURE) -> float | None:
     return None
 
 
-def logind_idle_since(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> float | None:
-    """Unix time of the last use as the desktop tells logind: now while it is in use, None where there is neither."""
-    command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        told = run(command, capture_output=True, text=True, timeout=LOGIND_TIMEOUT_S, check=True).stdout
-        values = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
-        if "IdleHint" not in values or not values.get("IdleSinceHint", ""):
-            return None
-        return int(values["IdleSinceHint"]) / 1e6 if values["IdleHint"] == "yes" else time.time()
-    return None
-
-
 def is_metered(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> bool | None:
     """Whether NetworkManager takes the connection for one that is paid by what it carries; None where nobody knows."""
     name = "org.freedesktop.NetworkManager"
     command = ["busctl", "get-property", name, "/org/freedesktop/NetworkManager", name, "Metered"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = run(command, capture_output=True, text=True, timeout=LOGIND_TIMEOUT_S, check=True).stdout
+        told = run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
         return METERED.get(told.removeprefix("u ").strip())
     return None
-
-
-def _last_typed() -> float | None:
-    """Unix time when somebody last typed at a terminal, also over ssh."""
-    times = []
-    for pattern in TERMINALS:
-        for path in Path("/").glob(pattern.lstrip("/")):
-            with contextlib.suppress(OSError):
-                times.append(path.stat().st_atime)
-    return max(times, default=None)

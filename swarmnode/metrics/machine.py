@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from swarmnode.files.permissions import existing
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Metric, Reading, Readings, Source
 from swarmnode.version import __version__
 
+log = logging.getLogger(__name__)
+
 
 def machine(home: Path) -> Source:
     """Reads the machine; `home` is where the process keeps its state."""
-    cards = _cards()
+    nvml, handles = nvidia_cards()
+    cards = [Card(nvml, handle, index) for index, handle in enumerate(handles)]
 
     def read() -> Readings:
         yield build()
@@ -34,9 +40,7 @@ def build() -> Reading:
 
 def disk(folder: Path) -> Readings:
     """Of the disk on which `folder` is, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(existing(folder))
     yield Reading(table.DISK_FREE, usage.free)
     yield Reading(table.DISK_SIZE, usage.total)
 
@@ -44,12 +48,10 @@ def disk(folder: Path) -> Readings:
 class Card:
     """One NVIDIA card. What its driver does not tell (power, on many laptops) is left out."""
 
-    def __init__(self, index: int) -> None:
-        import pynvml
-
-        self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        model = pynvml.nvmlDeviceGetName(self._handle)
+    def __init__(self, nvml: Any, handle: Any, index: int) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        model = nvml.nvmlDeviceGetName(handle)
         self._labels = (str(index), model.decode() if isinstance(model, bytes) else model)
 
     def __repr__(self) -> str:
@@ -72,12 +74,13 @@ class Card:
                 continue
 
 
-def _cards() -> list[Card]:
-    """All cards of this machine; none where there is no driver."""
+def nvidia_cards() -> tuple[Any, list[Any]]:
+    """Return NVML, and its handle of each NVIDIA card of this machine: of none if there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return [Card(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
+        return pynvml, [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        log.info("no NVIDIA driver to ask: %s", error)
+        return pynvml, []

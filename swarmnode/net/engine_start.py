@@ -15,19 +15,5 @@ async def start_engine(config: NetworkConfig) -> Engine:
     """Come up on the real network. Raises LocalError where a port is in use or p2pd does not start, UsageError."""
     relays = tuple(await answering(config.relays, timeout_s=RELAY_TIMEOUT_S))
     mapped = bool(config.announce_maddrs) or config.nat_port_map
-    return await Engine.start(
-        EngineConfig(
-            identity_path=config.identity_path,
-            host_maddrs=config.host_maddrs,
-            announce_maddrs=config.announce_maddrs,
-            relays=relays,
-            public=config.public,
-            hidden=not mapped and any(map(is_public, relays)) and is_hidden(config.host_maddrs, own_interfaces()),
-            client_mode=config.client_mode,
-            nat_port_map=config.nat_port_map,
-            direct=config.direct,
-            record_validator=config.record_validator,
-            gate=config.gate,
-            supervisor=config.supervisor,
-        )
-    )
+    hidden = not mapped and any(map(is_public, relays)) and is_hidden(config.host_maddrs, own_interfaces())
+    return await Engine.start(EngineConfig(**{**vars(config), "relays": relays, "hidden": hidden}))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import secrets
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmnode.errors import LocalError
-from swarmnode.files.durable import replace_durably, sync
+from swarmnode.files.durable import write_private
 from swarmnode.net.interfaces import PeerId
 
 SEED_BYTES = 32  # any are a private key (RFC 8032, section 5.1.5)
@@ -27,22 +28,39 @@ _PUBLIC_HEAD = bytes([0x08, 0x01, 0x12, 0x20])
 _MULTIHASH_HEAD = bytes([0x00, 0x24])  # identity hash of 36 bytes
 
 
-class Identity:
-    """A private key and the peer id that follows from it."""
+Key = TypeVar("Key", bound="SigningKey")
+
+
+class SigningKey:
+    """An Ed25519 private key, and the public one that follows from it."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
-        self._seed = seed
-        self._public = self._key.public_key().public_bytes_raw()
-        self.peer_id: PeerId = base58.b58encode(_MULTIHASH_HEAD + _PUBLIC_HEAD + self._public).decode()
+        self.seed = seed
+        self.public = self._key.public_key().public_bytes_raw()
+
+    def __repr__(self) -> str:
+        return f"<SigningKey {self.public.hex()[:16]}>"
+
+    @classmethod
+    def generate(cls: type[Key]) -> Key:
+        """Draw a new one."""
+        return cls(secrets.token_bytes(SEED_BYTES))
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the 64-byte signature."""
+        return self._key.sign(data)
+
+
+class Identity(SigningKey):
+    """A private key and the peer id that follows from it."""
+
+    def __init__(self, seed: bytes) -> None:
+        super().__init__(seed)
+        self.peer_id: PeerId = base58.b58encode(_MULTIHASH_HEAD + _PUBLIC_HEAD + self.public).decode()
 
     def __repr__(self) -> str:
         return f"<Identity {self.peer_id}>"
-
-    @classmethod
-    def generate(cls) -> Identity:
-        """A new one."""
-        return cls(secrets.token_bytes(SEED_BYTES))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Identity:
@@ -56,7 +74,7 @@ class Identity:
 
     def to_bytes(self) -> bytes:
         """As libp2p's private key message; a secret."""
-        return _PRIVATE_HEAD + self._seed + self._public
+        return _PRIVATE_HEAD + self.seed + self.public
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
@@ -74,20 +92,7 @@ class Identity:
 
     def save(self, path: Path) -> None:
         """Write the key file, readable by its owner alone, all or nothing. Raises LocalError."""
-        temporary = path.with_name(f".{path.name}.new")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(self.to_bytes())
-            sync(temporary)
-            replace_durably(temporary, path)
-        except OSError as error:
-            raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
-
-    def sign(self, data: bytes) -> bytes:
-        """The 64-byte Ed25519 signature."""
-        return self._key.sign(data)
+        write_private(path, self.to_bytes(), make_folder=True)
 
 
 @lru_cache(maxsize=4096)

@@ -7,14 +7,14 @@ from typing import IO
 
 from swarmnode.errors import LocalError
 from swarmnode.files.file_lock import lock_alone
-from swarmnode.files.permissions import may_write
+from swarmnode.files.permissions import existing, may_write
 
 MAX_SLOTS = 64
 
 
 def check_home(home: Path) -> None:
     """Raises LocalError where a node could not keep its state there. Leaves nothing behind."""
-    place = next(path for path in (home, *home.parents) if path.exists())
+    place = existing(home)
     if not place.is_dir() or not may_write(place):
         raise LocalError(
             f"cannot keep state in {home}: {place} is no folder that can be written; choose another --home"

@@ -23,6 +23,7 @@ class TransportStream(CountedStream):
         self._transport: asyncio.Transport | None = None
         self._ended = False  # nothing more will be read
         self._lost: BaseException | None = None
+        self._paused_reading = False
         self._writable: asyncio.Future[None] | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
 
@@ -54,6 +55,16 @@ class TransportStream(CountedStream):
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
+
+    def _pause_reading(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+            self._paused_reading = True
+
+    def _read_on(self) -> None:
+        if self._paused_reading and self._transport is not None:
+            self._paused_reading = False
+            self._transport.resume_reading()
 
     # -- the owner's side
 

@@ -13,9 +13,7 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.gate import OPEN_GATE
 from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
-from swarmnode.swarm.peers.announcement_rules import announcement_validator
-from swarmnode.swarm.peers.notices import notice_validator
-from swarmnode.swarm.peers.report_rules import report_validator
+from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -43,18 +41,15 @@ class HostConfig:
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_download_bps: float | None = None
-    max_cache_bytes: int | None = (
-        None  # of fetched weights of all swarms, and states kept for others; None: most of what is free
-    )
+    # Of fetched weights of all swarms, and states kept for others; None: most of what is free.
+    max_cache_bytes: int | None = None
 
 
 def network_config(
     swarm: Swarm, config: HostConfig, identity: Path, access_control: AccessControl | None, *, needs: Role, clock: Clock
 ) -> NetworkConfig:
     """How a peer of this swarm is on its network."""
-    vouch = None if access_control is None else access_control.vouch
-    announcements = announcement_validator(swarm.id, verify, clock.unix, vouch=vouch)
-    keeps = report_validator(swarm.id, verify, announcements, clock.unix)
+    membership = None if access_control is None else access_control.membership
     return NetworkConfig(
         identity_path=identity,
         host_maddrs=config.host_maddrs or (default_listen_address(swarm),),
@@ -64,9 +59,7 @@ def network_config(
         client_mode=config.looks_on,
         nat_port_map=config.nat_port_map,
         direct=config.direct,
-        record_validator=keeps
-        if access_control is None
-        else notice_validator(access_control.membership, keeps, clock.unix),
+        record_validator=record_validator(swarm.id, verify, clock.unix, membership=membership),
         gate=access_control or OPEN_GATE,
     )
 

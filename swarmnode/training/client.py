@@ -10,24 +10,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from swarmnode.client.joining import joining
+from swarmnode.client.observer import SwarmObserver
 from swarmnode.codec.training_messages import Lease
 from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import PeerError, ProtocolError, UsageError
-from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.fetching.weights import Weights
-from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.host import Host
 from swarmnode.roles.training.checkpoints.export import export
 from swarmnode.roles.training.checkpoints.states import state_board, survey
 from swarmnode.roles.training.coordinator.election import ready_peers
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL
 from swarmnode.swarm.records.grant import Role
-from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.records.run import Run, decode_run, differences
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -36,46 +36,25 @@ from swarmnode.training.preparation import check_trains, prepare
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 15.0
 
-
-class TrainingClient:
+class TrainingClient(SwarmObserver):
     """Made by `join`, ended by `close`."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
+        super().__init__(host)
         self._weights = Weights(host)
         self._receipts = ReceiptIssuer(host)
-
-    def __repr__(self) -> str:
-        return f"<TrainingClient {self._host!r}>"
 
     @classmethod
     async def join(
         cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0, platform: Platform = MACHINE
     ) -> TrainingClient:
         """Find the swarm. Raises NetworkDown where nobody answers, UsageError where it does not train."""
-        host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
-        try:
-            await host.wait_joined(min(patience_s, JOIN_S))
+        async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
             await host.manifest(patience_s=patience_s)
             self = cls(host)
             check_trains(self.manifest)
-        except BaseException:
-            await host.close()
-            raise
         return self
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who we are in the swarm."""
-        return self._host.peer_id
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the swarm works on."""
-        assert self._host.swarm.manifest is not None
-        return self._host.swarm.manifest
 
     async def founded(self) -> Path:
         """The folder with all files that the swarm was founded with."""
@@ -112,10 +91,6 @@ class TrainingClient:
     async def export(self, out: Path, *, force: bool, patience_s: float, progress: Progress | None = None) -> int:
         """Write the trained model as a checkpoint; see `roles/training/checkpoints/export.py`."""
         return await export(self._host, out, progress, force=force, patience_s=patience_s)
-
-    def readings(self) -> Readings:
-        """What Prometheus may know of the swarm as it is seen from here."""
-        return self._host.readings()
 
     async def close(self) -> None:
         """Leave the swarm."""

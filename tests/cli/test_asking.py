@@ -32,7 +32,7 @@ def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_what_is_bad_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "TRY_S", 0.2)
-    monkeypatch.setattr(examination, "_has_card", lambda: True)
+    monkeypatch.setattr(examination, "nvidia_cards", lambda: (None, ["a card"]))
     done = invoke("doctor", FRIENDS, home=tmp_path)
     assert done.returncode == 1 and "bootstrap peer" in done.stdout and "-> " in done.stdout
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch
-from swarmnode.gateway.http.event_stream import TextEvent
+from swarmnode.gateway.http.event_stream import TextEvents
 from swarmnode.gateway.openai.replies import TextChoice
 from tests.net.virtual import in_virtual_time
 
@@ -39,6 +39,6 @@ async def test_work_that_loses_its_cancellation_ends_when_the_client_goes() -> N
 
 @given(st.text())
 def test_a_filled_event_says_what_a_written_one_does(text: str) -> None:
-    told = TextEvent(lambda text: TextChoice(index=0, text=text)).fill(text)
+    told = TextEvents(lambda index, text: TextChoice(index=index, text=text)).fill(0, text)
     assert told.endswith(b"\n\n") and told.count(b"\n") == 2
     assert TextChoice.model_validate_json(told.removeprefix(b"data: ")) == TextChoice(index=0, text=text)

@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.net.deadlines import Backoff, Deadline, Expectation
+from tests.watch import Watch
 
 RULE = Deadline(floor_s=1.0, ceiling_s=20.0, slack=4.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_a_deadline_is_some_times_what_the_answer_should_take() -> None:
@@ -54,7 +47,7 @@ def test_an_expectation_learns_mean_and_deviation() -> None:
 
 
 def test_the_pause_grows_to_its_ceiling_and_success_forgives() -> None:
-    backoff = Backoff(Clock(), first_s=0.5, ceiling_s=3.0)
+    backoff = Backoff(Watch(100.0), first_s=0.5, ceiling_s=3.0)
     assert [backoff.failed("ann") for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert backoff.pause_s("ann") == 3.0 and backoff.pause_s("bob") == 0.0
     backoff.succeeded("ann")
@@ -62,7 +55,7 @@ def test_the_pause_grows_to_its_ceiling_and_success_forgives() -> None:
 
 
 def test_a_pause_ends_by_the_clock_and_is_one_peers_own() -> None:
-    clock = Clock()
+    clock = Watch(100.0)
     backoff = Backoff(clock, first_s=0.5)
     backoff.failed("ann")
     backoff.failed("bob", at_least_s=4.0)  # it said itself when to come again
@@ -72,7 +65,7 @@ def test_a_pause_ends_by_the_clock_and_is_one_peers_own() -> None:
 
 
 def test_failures_of_long_ago_are_forgotten() -> None:
-    clock = Clock()
+    clock = Watch(100.0)
     backoff = Backoff(clock, first_s=0.5, forget_s=60.0)
     for _ in range(4):
         backoff.failed("ann")

@@ -71,7 +71,8 @@ class FairQueue:
         else:
             turn.cancel()
             self._waiting[key].remove(turn)
-            self._forget(key)
+            if not self._waiting[key]:
+                del self._waiting[key]
 
     def _leave(self, key: ApiKey) -> None:
         self._running[key] -= 1
@@ -92,7 +93,3 @@ class FairQueue:
 
     def _may_run(self, key: ApiKey) -> bool:
         return bool(self._waiting[key]) and self._running[key] < (key.limits.concurrent or self._places)
-
-    def _forget(self, key: ApiKey) -> None:
-        if not self._waiting[key]:
-            del self._waiting[key]

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from swarmnode.gateway.anthropic.conversation import MessageParam, templated_blocks
-from swarmnode.gateway.generation.sampling_fields import SamplingFields, checked_stops
+from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, NONE, REQUIRED, ToolUse, function_tool
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, ContentPart, text_of
 
 CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": REQUIRED, "none": NONE}
@@ -54,20 +54,14 @@ class MessagesRequest(SamplingFields):
 
     @property
     def tool_use(self) -> ToolUse:
-        tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self._custom()]
+        for tool in self.tools or ():
+            check_type(tool.type, (None, "custom"), "custom ones are")
+        tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
         choice = self.tool_choice or ToolChoice(type="auto")
         if choice.type not in CHOICES or (choice.type == "tool") != (choice.name is not None):
-            raise ApiError(400, "tool_choice is auto, any, none, or tool with a name", parameter="tool_choice")
+            raise bad_request("tool_choice is auto, any, none, or tool with a name", "tool_choice")
         parallel = not choice.disable_parallel_tool_use
         return ToolUse.choose(tools, CHOICES[choice.type], choice.name, parallel=parallel)
-
-    def _custom(self) -> list[CustomTool]:
-        for tool in self.tools or ():
-            if tool.type not in (None, "custom"):
-                raise ApiError(
-                    400, f"a tool of type {tool.type!r} is not known here: custom ones are", parameter="tools"
-                )
-        return self.tools or []
 
     @property
     def template_variables(self) -> dict[str, Any]:

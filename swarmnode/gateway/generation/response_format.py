@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from swarmnode.codec.sampling import Grammar, GrammarKind
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -36,11 +36,7 @@ class ResponseFormat(BaseModel):
             return json_grammar(ANY_OBJECT)
         schema = self.definition if self.json_schema is None else self.json_schema.definition
         if self.type != "json_schema" or schema is None:
-            raise ApiError(
-                400,
-                "a response format is text, json_object, or json_schema with a schema",
-                parameter="response_format",
-            )
+            raise bad_request("a response format is text, json_object, or json_schema with a schema", "response_format")
         return json_grammar(schema)
 
 
@@ -59,7 +55,7 @@ def tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> Grammar:
         for word, defined in definitions.items():  # references begin at the root
             own = parameters.pop(word, {})
             if any(defined.get(name, schema) != schema for name, schema in own.items()):
-                raise ApiError(400, f"two tools define one name in their {word}", parameter="tools")
+                raise bad_request(f"two tools define one name in their {word}", "tools")
             defined.update(own)
         fields = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})

@@ -20,7 +20,7 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.gateway.generation.response_format import ResponseFormat
 from swarmnode.gateway.generation.tool_use import ToolUse
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -28,6 +28,8 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 NewTokens = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+AS_OPTIONS = ("temperature", "top_p", "min_p", *PENALTIES, "logit_bias")  # they are called so in GenerateOptions, too
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 
@@ -35,9 +37,7 @@ MAX_STOP_CHARS = 1024
 def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """The same. Raises ApiError where there are too many, or too long ones."""
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise ApiError(
-            400, f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters are possible", parameter="stop"
-        )
+        raise bad_request(f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters are possible", "stop")
     return tuple(stops)
 
 
@@ -45,6 +45,12 @@ class StreamOptions(BaseModel):
     """`include_usage`: a last event tells how many tokens it was."""
 
     include_usage: bool = False
+
+
+def check_type(type_: str | None, known: Sequence[str | None], what: str) -> None:
+    """Raise ApiError for a tool that is of no known type; `what` says which ones are known."""
+    if type_ not in known:
+        raise bad_request(f"a tool of type {type_!r} is not known here: {what}", "tools")
 
 
 class SamplingFields(BaseModel):
@@ -109,16 +115,6 @@ class SamplingFields(BaseModel):
     def drawing(self, choice: int, grammar: Grammar | None) -> dict[str, Any]:
         """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": max(0, self.top_k or 0),
-            "min_p": self.min_p or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            "logit_bias": self.logit_bias or {},
-            "logprobs": self.told_logprobs,
-            "grammar": grammar,
-            "seed": seed,
-        }
+        said = {name: value for name in AS_OPTIONS if (value := getattr(self, name)) is not None}
+        beside = {"top_k": max(0, self.top_k or 0), "logprobs": self.told_logprobs, "grammar": grammar, "seed": seed}
+        return {"temperature": 1.0, **said, **beside}

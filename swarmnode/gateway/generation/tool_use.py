@@ -8,7 +8,7 @@ from typing import Any
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.response_format import tool_call_grammar
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 
 MAX_TOOLS = 256
 NONE, AUTO, REQUIRED = "none", "auto", "required"
@@ -30,9 +30,7 @@ class ToolUse:
         """What `tool_choice` says of these tools: none, auto, required, or the `name` of one. Raises ApiError."""
         forced = [tool for tool in tools if name in (None, name_of(tool))] if choice == REQUIRED else []
         if choice not in (NONE, AUTO, REQUIRED) or (choice == REQUIRED and not forced):
-            raise ApiError(
-                400, "tool_choice is none, auto, required, or the name of one of the tools", parameter="tool_choice"
-            )
+            raise bad_request("tool_choice is none, auto, required, or the name of one of the tools", "tool_choice")
         return cls([] if choice == NONE else tools, forced, parallel)
 
     @property

@@ -60,6 +60,11 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, headers)
 
 
+def bad_request(message: str, parameter: str | None = None, *, code: str | None = None) -> ApiError:
+    """Return the error for a request that cannot be answered as it is, for `parameter` of it."""
+    return ApiError(400, message, code=code, parameter=parameter)
+
+
 def too_many(message: str, retry_s: float) -> ApiError:
     """For who asks more than there is room for now."""
     return ApiError(429, message, kind="requests", code="rate_limit_exceeded", retry_s=retry_s)
@@ -69,18 +74,18 @@ def api_error(error: SwarmnodeError) -> ApiError:
     """An error of the swarm or of this machine, by whose fault it is."""
     text = str(error)
     if isinstance(error, ContextTooLong):
-        return ApiError(400, text, code="context_length_exceeded", parameter="messages")
+        return bad_request(text, "messages", code="context_length_exceeded")
     if isinstance(error, UsageError):
-        return ApiError(400, text)
+        return bad_request(text)
     if isinstance(error, Busy):
         return too_many(text, error.retry_s)
     if isinstance(error, NoRoute | NetworkDown):
         return ApiError(503, text, kind="server_error", code="no_route", retry_s=RETRY_S)
     if isinstance(error, PeerRefused) and error.code is ErrorCode.TOO_LARGE:
         text = "no machine of the swarm has memory for so many tokens: shorten the prompt, or ask for fewer new ones"
-        return ApiError(400, text, code="context_length_exceeded")
+        return bad_request(text, code="context_length_exceeded")
     if isinstance(error, PeerRefused) and error.code is ErrorCode.INVALID_REQUEST:
-        return ApiError(400, text)
+        return bad_request(text)
     if isinstance(error, PeerError):
         return ApiError(502, text, kind="server_error", code=error.code.name.lower())
     return ApiError(500, text, kind="server_error")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import TypeVar
 
 from starlette.types import Receive
@@ -27,9 +26,7 @@ class ClientWatch:
     def __enter__(self) -> ClientWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

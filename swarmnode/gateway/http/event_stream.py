@@ -31,21 +31,25 @@ class NamedEvent(BaseModel, extra="allow"):
         return cls.model_validate({"type": type, **told})
 
 
-class TextEvent:
-    """An event that is the same each time but for one text. It is written once and then filled: by pydantic a token takes half of
-    all the time that the gateway has for it."""
+class TextEvents:
+    """Events of the choices of an answer that are the same each time but for one text. Each is written once and then filled: by
+    pydantic a token takes half of all the time that the gateway has for it."""
 
-    def __init__(self, write: Callable[[str], BaseModel]) -> None:
-        """`write` makes the event of a text."""
-        place = secrets.token_hex(16)
-        self._before, self._after = event(write(place)).decode().split(f'"{place}"')
+    def __init__(self, write: Callable[[int, str], BaseModel]) -> None:
+        """`write` makes the event of a choice, by its index, and a text."""
+        self._write = write
+        self._around: dict[int, list[str]] = {}  # by choice, what is before and behind the text
 
     def __repr__(self) -> str:
-        return f"<TextEvent {self._before!r}>"
+        return f"<TextEvents of {len(self._around)} choices>"
 
-    def fill(self, text: str) -> bytes:
-        """The event with this text."""
-        return f"{self._before}{json.dumps(text, ensure_ascii=False)}{self._after}".encode()
+    def fill(self, index: int, text: str) -> bytes:
+        """Return the event of a choice with this text."""
+        if index not in self._around:
+            place = secrets.token_hex(16)
+            self._around[index] = event(self._write(index, place)).decode().split(f'"{place}"')
+        before, after = self._around[index]
+        return f"{before}{json.dumps(text, ensure_ascii=False)}{after}".encode()
 
 
 def event(data: BaseModel | str | bytes, *, name: str | None = None) -> bytes:
@@ -66,9 +70,8 @@ class EventStream(Response):
     def __init__(
         self, first: bytes, events: AsyncGenerator[bytes, None], client: ClientWatch, write_timeout_s: float
     ) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )  # proxies shall not wait either
+        # Proxies shall not wait either.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 
 class TimeLimit:
@@ -26,9 +25,7 @@ class TimeLimit:
         assert self._task is not None
         self._is_over = self._task.cancel()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
         if self._is_over and kind is asyncio.CancelledError:
             raise asyncio.TimeoutError from None

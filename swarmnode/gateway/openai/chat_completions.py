@@ -13,7 +13,7 @@ from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import ChatLogprobs
 from swarmnode.gateway.generation.tool_calls import ToolCall
 from swarmnode.gateway.http.body_route import BodyRoute
-from swarmnode.gateway.http.event_stream import DONE, TextEvent
+from swarmnode.gateway.http.event_stream import DONE, TextEvents
 from swarmnode.gateway.openai.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
 from swarmnode.gateway.openai.requests import ChatRequest
 
@@ -35,7 +35,7 @@ class _ChatStyle:
         self._answer = answer
         self._tells_usage = tells_usage
         self._begun: set[int] = set()  # choices that have said whose words they are
-        self._texts: dict[int, TextEvent] = {}  # of each choice
+        self._texts = TextEvents(lambda index, text: self._chunk(index, ChatMessage(content=text)))
 
     def whole(self, texts: Sequence[Text]) -> ChatReply:
         choices = [
@@ -57,9 +57,7 @@ class _ChatStyle:
     def events(self, piece: Piece) -> list[ChatReply | bytes]:
         index = piece.choice.index
         if piece.is_text and index in self._begun:
-            if index not in self._texts:
-                self._texts[index] = TextEvent(lambda text: self._chunk(index, ChatMessage(content=text)))
-            return [self._texts[index].fill(piece.text)]
+            return [self._texts.fill(index, piece.text)]
         chunks = []
         if index not in self._begun:
             self._begun.add(index)

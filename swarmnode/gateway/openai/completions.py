@@ -12,9 +12,9 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import TextLogprobs
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute
-from swarmnode.gateway.http.event_stream import DONE, TextEvent
+from swarmnode.gateway.http.event_stream import DONE, TextEvents
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
 from swarmnode.gateway.openai.requests import CompletionRequest
 
@@ -26,7 +26,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     """How a text goes on."""
     for field in ("suffix", "echo"):
         if getattr(asked, field):
-            raise ApiError(400, f"{field} is not possible: a model here only goes on with a text", parameter=field)
+            raise bad_request(f"{field} is not possible: a model here only goes on with a text", field)
     model = gateway_of(request).model(asked.model)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
     tells_ids = asked.return_token_ids or await model.loader.tokenizer() is None
@@ -40,7 +40,7 @@ class _CompletionStyle:
         self._answer = answer
         self._tells_usage = asked.tells_usage
         self._tells_ids = tells_ids
-        self._texts: dict[int, TextEvent] = {}  # of each choice
+        self._texts = TextEvents(lambda index, text: self._told([TextChoice(index=index, text=text)]))
         self._offsets: Counter[int] = Counter()  # of each choice, where its next token begins
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:
@@ -51,9 +51,7 @@ class _CompletionStyle:
         index = piece.choice.index
         if not piece.is_text or self._tells_ids:
             return [self._told([self._choice(index, piece)])]
-        if index not in self._texts:
-            self._texts[index] = TextEvent(lambda text: self._told([TextChoice(index=index, text=text)]))
-        return [self._texts[index].fill(piece.text)]
+        return [self._texts.fill(index, piece.text)]
 
     def _choice(self, index: int, said: Text | Piece) -> TextChoice:
         logprobs = TextLogprobs.of(said.logprobs, self._offsets[index])

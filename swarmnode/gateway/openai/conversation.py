@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import ApiError, bad_request
 
 ASSISTANT = "assistant"
 MAX_MESSAGES = 4096
@@ -34,15 +34,13 @@ def _text_in(part: ContentPart) -> str:
     if part.type not in TEXT_PARTS:
         raise not_text(part.type)
     if part.text is None:
-        raise ApiError(400, f"a part of type {part.type!r} has no text", parameter="messages")
+        raise bad_request(f"a part of type {part.type!r} has no text", "messages")
     return part.text
 
 
 def not_text(kind: str) -> ApiError:
     """For a part of this type, be it a picture, a sound or a file."""
-    return ApiError(
-        400, f"this model reads text only: a part of type {kind!r} says nothing to it", parameter="messages"
-    )
+    return bad_request(f"this model reads text only: a part of type {kind!r} says nothing to it", "messages")
 
 
 def template_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def arguments_of(name: str, text: str) -> Any:
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):
-        raise ApiError(400, f"the arguments of a call of {name} are not JSON", parameter="messages") from None
+        raise bad_request(f"the arguments of a call of {name} are not JSON", "messages") from None
 
 
 def check_results(messages: Iterable[Mapping[str, Any]]) -> None:
@@ -65,7 +63,7 @@ def check_results(messages: Iterable[Mapping[str, Any]]) -> None:
         called.update(call["id"] for call in message.get("tool_calls", ()))
         answered = message.get("tool_call_id")
         if answered is not None and answered not in called:
-            raise ApiError(400, f"no call before it has the id {answered!r} of this result", parameter="messages")
+            raise bad_request(f"no call before it has the id {answered!r} of this result", "messages")
 
 
 class CalledFunction(BaseModel):
@@ -101,7 +99,7 @@ class Message(BaseModel):
         """As chat templates expect it, in which content is one text. Raises ApiError where there is anything but text, or nothing
         although no calls say what the model did."""
         if self.content is None and self.role != ASSISTANT:
-            raise ApiError(400, f"a message of the role {self.role!r} needs content", parameter="messages")
+            raise bad_request(f"a message of the role {self.role!r} needs content", "messages")
         told: dict[str, Any] = {"role": template_role(self.role), "content": text_of(self.content)}
         if self.tool_calls:
             told["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import BaseModel, Field
+
+from swarmnode.gateway.openai.requests import Texts, each_of
 
 MAX_TEXTS = 2048  # OpenAI's own bound
 
@@ -13,16 +15,12 @@ class EncoderRequest(BaseModel):
     """A text, token ids, or several of one of these."""
 
     model: str = ""
-    input: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    input: Texts = Field(min_length=1)
 
     @property
     def texts(self) -> list[str] | list[list[int]]:
         """Each of them."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if all(isinstance(one, int) for one in self.input):
-            return [cast("list[int]", self.input)]
-        return cast("list[str] | list[list[int]]", self.input)
+        return each_of(self.input)
 
 
 class EmbeddingRequest(EncoderRequest):

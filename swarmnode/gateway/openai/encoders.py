@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import gateway_of, key_of
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.openai.encoder_replies import (
     Classification,
@@ -37,8 +37,7 @@ async def embeddings(asked: EmbeddingRequest, request: Request) -> EmbeddingRepl
     model = gateway_of(request).model(asked.model)
     encoder = await _encoder(model, EMBED)
     if asked.dimensions not in (None, encoder.size):
-        sentence = f"{model.name} makes vectors of {encoder.size} numbers, and no others"
-        raise ApiError(400, sentence, parameter="dimensions")
+        raise bad_request(f"{model.name} makes vectors of {encoder.size} numbers, and no others", "dimensions")
     vectors, usage = await _vectors(model, encoder, asked, request)
     data = [
         Embedding(index=index, embedding=_encoded(vector) if asked.encoding_format == "base64" else vector.tolist())
@@ -70,7 +69,7 @@ async def _encoder(model: ServedModel, task: str) -> RemoteEncoder:
     try:
         return await model.client.encoder(task)
     except UsageError as error:
-        raise ApiError(400, str(error), parameter="model", code="model_not_supported") from None
+        raise bad_request(str(error), "model", code="model_not_supported") from None
 
 
 async def _vectors(
@@ -78,13 +77,13 @@ async def _vectors(
 ) -> tuple[list[np.ndarray], EncoderUsage]:
     """Of every text, once all are known to be possible."""
     if len(asked.texts) > MAX_TEXTS:
-        raise ApiError(400, f"at most {MAX_TEXTS} texts at once are possible", parameter="input")
+        raise bad_request(f"at most {MAX_TEXTS} texts at once are possible", "input")
     try:
         rows = [await encoder.ids(text) for text in asked.texts]
     except ContextTooLong as error:
-        raise ApiError(400, str(error), code="context_length_exceeded", parameter="input") from None
+        raise bad_request(str(error), "input", code="context_length_exceeded") from None
     except UsageError as error:
-        raise ApiError(400, str(error), parameter="input") from None
+        raise bad_request(str(error), "input") from None
 
     async def computed() -> list[np.ndarray]:
         async with model.place(key_of(request)):

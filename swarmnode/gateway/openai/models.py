@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request
 
 from swarmnode.gateway.gateway import gateway_of
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import templated
 from swarmnode.gateway.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -32,7 +32,7 @@ async def tokenize(asked: TokenizeRequest, request: Request) -> TokenizeReply:
     """The token ids that the model would be given."""
     model = gateway_of(request).model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "give either a prompt or messages", parameter="prompt")
+        raise bad_request("give either a prompt or messages", "prompt")
     if asked.prompt is not None:
         tokens = await model.encode(asked.prompt)
     else:

@@ -8,8 +8,20 @@ from pydantic import BaseModel, Field
 
 from swarmnode.gateway.generation.sampling_fields import Logprobs, NewTokens, SamplingFields
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, Message, templated
+
+Texts = str | list[int] | list[str] | list[list[int]]
+"""A text, token ids, or several of one of these"""
+
+
+def each_of(given: Texts) -> list[str] | list[list[int]]:
+    """Return each of the texts or rows of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(one, int) for one in given):
+        return [cast("list[int]", given)]
+    return cast("list[str] | list[list[int]]", given)
 
 
 class CompletionFields(SamplingFields):
@@ -65,9 +77,7 @@ class ChatRequest(CompletionFields):
     @property
     def told_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(
-                400, "top_logprobs are told with logprobs only: say logprobs: true", parameter="top_logprobs"
-            )
+            raise bad_request("top_logprobs are told with logprobs only: say logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -96,7 +106,7 @@ class ChatRequest(CompletionFields):
 class CompletionRequest(CompletionFields):
     """POST /v1/completions: a text, token ids, or several of one of these."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Texts
     echo: bool = False
     suffix: str | None = None
     logprobs: Logprobs | None = None
@@ -109,11 +119,7 @@ class CompletionRequest(CompletionFields):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """Each of them."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if all(isinstance(one, int) for one in self.prompt):
-            return [cast("list[int]", self.prompt)]
-        return cast("list[str] | list[list[int]]", self.prompt)
+        return each_of(self.prompt)
 
 
 class TokenizeRequest(BaseModel):

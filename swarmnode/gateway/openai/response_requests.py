@@ -8,10 +8,11 @@ from pydantic import BaseModel, Field
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.response_format import ResponseFormat
-from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields
+from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse, function_tool
-from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import (
+    ASSISTANT,
     MAX_MESSAGES,
     ContentPart,
     arguments_of,
@@ -20,8 +21,6 @@ from swarmnode.gateway.openai.conversation import (
     template_role,
     text_of,
 )
-
-ASSISTANT = "assistant"
 
 
 class InputItem(BaseModel):
@@ -86,19 +85,13 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def tool_use(self) -> ToolUse:
-        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self._functions()]
+        for tool in self.tools or ():
+            check_type(tool.type, ("function",) if tool.name else (), "functions with a name are")
+        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedResponseTool):
             return ToolUse.choose(tools, REQUIRED, self.tool_choice.name, parallel=parallel)
         return ToolUse.choose(tools, self.tool_choice or AUTO, parallel=parallel)
-
-    def _functions(self) -> list[ResponseTool]:
-        for tool in self.tools or ():
-            if tool.type != "function" or not tool.name:
-                raise ApiError(
-                    400, f"a tool of type {tool.type!r} is not known here: functions with a name are", parameter="tools"
-                )
-        return self.tools or []
 
     def followed_grammar(self) -> Grammar | None:
         if (call := self.tool_use.grammar()) is not None:
@@ -119,15 +112,15 @@ class ResponsesRequest(SamplingFields):
             "prompt": self.prompt,
         }
         for field in (name for name, told in kept.items() if told is not None):
-            raise ApiError(400, f"{field}: answers and prompts are not kept here: send all of it", parameter=field)
+            raise bad_request(f"{field}: answers and prompts are not kept here: send all of it", field)
         if self.background:
             sentence = "background: answers are not kept here, so none can be fetched later: wait for it, or stream it"
-            raise ApiError(400, sentence, parameter="background")
+            raise bad_request(sentence, "background")
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
         if not 0 < len(self.input) <= MAX_MESSAGES:
-            raise ApiError(400, f"an input is a text, or 1 to {MAX_MESSAGES} items", parameter="input")
+            raise bad_request(f"an input is a text, or 1 to {MAX_MESSAGES} items", "input")
         for item in self.input:
             _add(item, turns)
         check_results(turns)
@@ -144,7 +137,7 @@ def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
     elif item.type == "reasoning":
         _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _thought(item)
     elif item.type != "message" or not item.role:
-        raise ApiError(400, f"an item of type {item.type!r} is not known here, or has no role", parameter="input")
+        raise bad_request(f"an item of type {item.type!r} is not known here, or has no role", "input")
     elif item.role == ASSISTANT:
         _answer(turns, without=("content", "tool_calls"))["content"] = text_of(item.content)
     else:

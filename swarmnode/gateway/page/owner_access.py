@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from swarmnode.files.durable import write_private
 from swarmnode.gateway.access.guard import LOOPBACK_NAMES
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.user_file import read_user_file
 
 FILE = "page-token"
@@ -71,6 +71,5 @@ def _token_in(path: Path) -> str:
     if kept is not None and len(token := kept.decode(errors="replace").strip()) >= TOKEN_BYTES:
         return token
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_private(path, token.encode())
+    write_private(path, token.encode(), make_folder=True)
     return token

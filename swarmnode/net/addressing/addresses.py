@@ -14,9 +14,8 @@ from multiaddr.exceptions import Error as MultiaddrError
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.net.interfaces import PeerId
 
-_OF_NOBODY = tuple(
-    map(ipaddress.ip_network, ("0.0.0.0/8", "240.0.0.0/4"))
-)  # this network; reserved, and to all of a network
+# This network; reserved, and to all of a network.
+_OF_NOBODY = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "240.0.0.0/4")))
 
 
 def check(address: str, *, needs_peer: bool = False) -> str:

@@ -27,7 +27,6 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
         self._unsealed_bytes = 0
         self._unread: deque[memoryview] = deque()
         self._unread_bytes = 0
-        self._paused_reading = False
         self._reader: asyncio.Future[None] | None = None
         self._closing = False  # by us: nothing is written any more, and what comes is thrown away
         self._linger: asyncio.TimerHandle | None = None
@@ -58,9 +57,8 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
             elif not (self._ended or self._closing):
                 self._unread.append(memoryview(content))
                 self._unread_bytes += len(content)
-        if self._unread_bytes >= MAX_UNREAD_BYTES and self._transport is not None:
-            self._transport.pause_reading()
-            self._paused_reading = True
+        if self._unread_bytes >= MAX_UNREAD_BYTES:
+            self._pause_reading()
         self._wake_reader()
 
     def eof_received(self) -> bool:
@@ -115,11 +113,6 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
     @property
     def receive_bytes(self) -> int:
         return READ_BYTES + self._unread_bytes
-
-    def _read_on(self) -> None:
-        if self._paused_reading and self._transport is not None:
-            self._paused_reading = False
-            self._transport.resume_reading()
 
     # -- writing
 

@@ -9,6 +9,7 @@ from swarmnode.errors import NetworkDown
 from swarmnode.net.addressing.addresses import is_relayed
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import address_group
+from swarmnode.net.limits.recent import Recent
 
 MAX_KNOWN = 8192
 
@@ -21,7 +22,7 @@ class AddressGroups:
 
     def __init__(self, connected: Connected) -> None:
         self._connected = connected
-        self._known: dict[PeerId, str] = {}
+        self._known: Recent[PeerId, str] = Recent(MAX_KNOWN)
         self._asking: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -46,7 +47,4 @@ class AddressGroups:
             return
         for peer, addresses in connected.items():
             direct = [address for address in addresses if not is_relayed(address)]
-            self._known.pop(peer, None)
             self._known[peer] = address_group((direct or list(addresses) or [""])[0]) or peer
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,17 @@ from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import DirectConnections
-from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
+from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.libp2p import hole_punching
 from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
+from swarmnode.net.limits.recent import Recent
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
-from swarmnode.net.supervisor import Supervisor
+from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.net.transport_stream import TransportStream
 
@@ -44,24 +45,11 @@ NOT_ADMITTED = "not admitted"
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How this peer is on the network. Addresses are multiaddrs without /p2p/; the identity file must exist."""
+class EngineConfig(NetworkConfig):
+    """How this peer is on the network, and what libp2p need not find out by itself."""
 
-    identity_path: Path
-    host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    announce_maddrs: tuple[str, ...] = ()
-    relays: tuple[str, ...] = ()  # static relays (with /p2p/) to be reached through, for a peer behind NAT
-    public: bool = (
-        False  # a bootstrap peer: others reach it, whatever libp2p's own tests say; it relays and tests others
-    )
-    hidden: bool = False  # nobody gets in directly: libp2p need not find that out (`net/addressing/reachability.py`)
-    client_mode: bool = False  # uses the DHT without being a part of it
-    nat_port_map: bool = False
-    direct: bool = True  # streams go over TCP connections of their own where that is possible
-    record_validator: RecordValidator | None = None
+    hidden: bool = False  # nobody gets in directly (`net/addressing/reachability.py`)
     dht_timeout_s: float = 2.0
-    gate: Gate = OPEN_GATE
-    supervisor: Supervisor = field(default_factory=Supervisor)
 
     def flags(self) -> list[str]:
         """p2pd's command line."""
@@ -107,8 +95,10 @@ class Engine(Network):
         self._control: P2pdControl | None = None
         self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
         self._handlers: dict[str, StreamHandler] = {}
-        self._known: dict[PeerId, str] = {}  # addresses that led into the DHT, to come back by after a restart
-        self._dialled: dict[PeerId, None] = {}  # by us: whoever else is connected came by itself
+        self._known: Recent[PeerId, str] = Recent(
+            MAX_KNOWN_PEERS
+        )  # addresses that led into the DHT, to come back by after a restart
+        self._dialled: Recent[PeerId, None] = Recent(MAX_DIALLED)  # by us: whoever else is connected came by itself
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
         self._dialling = Tasks("dialling", on_crash=None)  # whoever is alone dials again
         self._streams = Tasks("streams", on_crash=config.supervisor.ends_conversation)
@@ -201,7 +191,7 @@ class Engine(Network):
     # -- streams
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
-        self._note_dialled(peer)
+        self._dialled[peer] = None
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
         if self.config.direct:
@@ -244,12 +234,6 @@ class Engine(Network):
         dialled = self._dialled.keys() | self._dht.neighbours()
         return [address for peer, addresses in connected.items() if peer not in dialled for address in addresses]
 
-    def _note_dialled(self, peer: PeerId) -> None:
-        self._dialled.pop(peer, None)
-        self._dialled[peer] = None
-        if len(self._dialled) > MAX_DIALLED:
-            self._dialled.pop(next(iter(self._dialled)))
-
     async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
         self._running()
         # Each attempt goes on in the background after the first success: the more peers we know, the better.
@@ -266,7 +250,7 @@ class Engine(Network):
 
     async def _meet(self, peer: PeerId, address: str) -> bool:
         """Dial one address and, where a peer of the DHT answers, enter the DHT by it."""
-        self._note_dialled(peer)
+        self._dialled[peer] = None
         try:
             await self._running().connect(peer, address, timeout_s=DIAL_TIMEOUT_S)
             if not await self._dht.meet(peer):
@@ -274,10 +258,7 @@ class Engine(Network):
         except (NetworkDown, PeerLost) as error:
             log.debug("%s", error)
             return False
-        self._known.pop(peer, None)
         self._known[peer] = address
-        while len(self._known) > MAX_KNOWN_PEERS:
-            self._known.pop(next(iter(self._known)))
         self._dialling.spawn(self._dht.explore(), "explore the DHT")
         return True
 

@@ -29,7 +29,6 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
         self._staged_bytes = 0
         self._target: memoryview | None = None  # the buffer of the reader who waits
         self._reader: asyncio.Future[int] | None = None
-        self._paused_reading = False
 
     def __repr__(self) -> str:
         return f"<SocketStream {self.protocol} to {self.peer} {self._state}, {self._staged_bytes} bytes unread>"
@@ -46,9 +45,8 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
         self._staged_bytes += nbytes
         if not self._preamble.done():
             self._parse_preamble()
-        if self._staged_bytes == STAGING_BYTES and self._transport is not None:
-            self._transport.pause_reading()
-            self._paused_reading = True
+        if self._staged_bytes == STAGING_BYTES:
+            self._pause_reading()
 
     def eof_received(self) -> bool:
         self._ended = True
@@ -109,9 +107,7 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
         buffer[:count] = self._staging[:count]
         self._staged_bytes -= count
         self._staging[: self._staged_bytes] = self._staging[count : count + self._staged_bytes]
-        if self._paused_reading and self._transport is not None:
-            self._paused_reading = False
-            self._transport.resume_reading()
+        self._read_on()
         return count
 
     @property

@@ -21,6 +21,7 @@ from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
 from swarmnode.net.libp2p.peer_names import hivemind_id, peer_bytes, peer_name
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_pace import FairPace, Pace
+from swarmnode.net.limits.recent import Recent
 from swarmnode.net.table.ids import ID_BITS, id_bytes, node_id
 from swarmnode.net.table.lookup import MAX_FIND_KEYS, FoundThere
 from swarmnode.net.table.record_store import MAX_SUBKEYS, RecordStore
@@ -65,8 +66,8 @@ class TableCalls:
         self._timeout_s = timeout_s
         self._calls = FairPace(*CALLS)
         self._answers_bytes = FairPace(*ANSWERS_BYTES)
-        self._failed: dict[PeerId, tuple[float, float]] = {}  # until when, and how long it was
-        self._handed_over: dict[PeerId, None] = {}
+        self._failed: Recent[PeerId, tuple[float, float]] = Recent(MAX_REMEMBERED)  # until when, and how long it was
+        self._handed_over: Recent[PeerId, None] = Recent(MAX_REMEMBERED)
         self._tasks = Tasks("table calls", on_crash=None)
         self._closed = False
         own = b"" if client_mode else id_bytes(node_id(p2p.peer_id.to_base58()))
@@ -151,11 +152,9 @@ class TableCalls:
         return answer
 
     def _note_failure(self, peer: PeerId) -> None:
-        _, lasted_s = self._failed.pop(peer, (0.0, FAILED_S / 2))
+        _, lasted_s = self._failed.get(peer, (0.0, FAILED_S / 2))
         lasted_s = min(MAX_FAILED_S, 2 * lasted_s)
         self._failed[peer] = (time.monotonic() + lasted_s, lasted_s)
-        if len(self._failed) > MAX_REMEMBERED:
-            del self._failed[next(iter(self._failed))]
 
     # -- who is there
 
@@ -170,8 +169,6 @@ class TableCalls:
             self._tasks.spawn(self.ping(doubtful), f"ask whether {doubtful} lives")
         if new and not self._client_mode and peer not in self._handed_over:
             self._handed_over[peer] = None
-            if len(self._handed_over) > MAX_REMEMBERED:
-                del self._handed_over[next(iter(self._handed_over))]
             self._tasks.spawn(self._hand_over(peer), f"hand over to {peer}")
 
     async def _hand_over(self, peer: PeerId) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.limits.recent import Recent
 
 MAX_BUCKETS = 8192
 
@@ -27,9 +28,7 @@ class FairPace:
         self._peer = peer
         self._group = group
         self._clock = clock
-        self._free_at_s: dict[
-            Hashable, float
-        ] = {}  # when all that was taken has been paid for; least recently used first
+        self._free_at_s: Recent[Hashable, float] = Recent(MAX_BUCKETS)  # when all that was taken has been paid for
 
     def __repr__(self) -> str:
         return f"<FairPace of {self._peer} for a peer, {self._group} for a group, {len(self._free_at_s)} known>"
@@ -42,15 +41,9 @@ class FairPace:
         wait_s = max(0.0, max(free_at_s.values()) - self._clock())
         if wait_s <= within_s:
             for whose, at_s in free_at_s.items():
-                self._note(whose, at_s)
+                self._free_at_s[whose] = at_s
         return wait_s
 
     def _free_after_s(self, whose: Hashable, amount: float, pace: Pace) -> float:
         rested_s = self._clock() - pace.at_once / pace.per_s
         return max(self._free_at_s.get(whose, rested_s), rested_s) + amount / pace.per_s
-
-    def _note(self, whose: Hashable, free_at_s: float) -> None:
-        self._free_at_s.pop(whose, None)
-        self._free_at_s[whose] = free_at_s
-        if len(self._free_at_s) > MAX_BUCKETS:
-            del self._free_at_s[next(iter(self._free_at_s))]

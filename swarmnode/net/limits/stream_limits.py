@@ -10,11 +10,8 @@ from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_pace import FairPace, Pace
 from swarmnode.net.limits.fair_share import FairShare
 
-HALF_OPEN, HALF_OPEN_OF_PEER, HALF_OPEN_OF_GROUP = (
-    512,
-    32,
-    128,
-)  # not greeted yet; who does not greet is dropped after seconds
+# Not greeted yet; who does not greet is dropped after seconds.
+HALF_OPEN, HALF_OPEN_OF_PEER, HALF_OPEN_OF_GROUP = 512, 32, 128
 OPEN, OPEN_OF_PEER, OPEN_OF_GROUP = 2048, 64, 512
 NEW_OF_PEER, NEW_OF_GROUP = Pace(32, 128), Pace(128, 512)  # streams
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.recent import Recent
 from swarmnode.net.measuring.throughput_meter import Arrivals
 
 SAMPLES_KEPT = 5  # of round trips: their median counts, for a single one may have queued behind a payload
@@ -55,7 +56,7 @@ class LinkStatistics:
         self.at_home = at_home
         self._guess = guess
         self._clock = clock
-        self._peers: dict[PeerId, PathMeasurement] = {}
+        self._peers: Recent[PeerId, PathMeasurement] = Recent(PEERS_KEPT)
 
     def __repr__(self) -> str:
         up, down = (f"{rate / 1e6:.3g}" if rate else "?" for rate in (self.up_bps, self.down_bps))
@@ -148,8 +149,5 @@ class LinkStatistics:
         return ranked[len(ranked) // 4] if ranked else 0.0
 
     def _of(self, peer: PeerId) -> PathMeasurement:
-        path_measurement = self._peers.pop(peer, None) or PathMeasurement()
-        self._peers[peer] = path_measurement
-        if len(self._peers) > PEERS_KEPT:
-            del self._peers[next(iter(self._peers))]
+        path_measurement = self._peers[peer] = self._peers.get(peer) or PathMeasurement()
         return path_measurement

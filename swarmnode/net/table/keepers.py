@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.recent import Recent
 
 REPLICAS = 5
 REMEMBERED_S = 500.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
@@ -20,7 +21,7 @@ class Keepers:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[int, tuple[float, Sequence[PeerId]]] = {}
+        self._known: Recent[int, tuple[float, Sequence[PeerId]]] = Recent(MAX_KEYS)
 
     def __repr__(self) -> str:
         return f"<Keepers of {len(self._known)} keys>"
@@ -34,8 +35,6 @@ class Keepers:
             self._known.pop(key, None)
             if len(keepers) == REPLICAS:
                 self._known[key] = (now_s + REMEMBERED_S, keepers)
-            if len(self._known) > MAX_KEYS:
-                del self._known[next(iter(self._known))]
         return keepers
 
     def forget(self, key: int) -> None:

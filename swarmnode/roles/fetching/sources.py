@@ -14,7 +14,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refu
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.swarm.records import manifest as manifests
-from swarmnode.swarm.storage.content import HASH_BYTES, FileContent
+from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent
 
 SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
 HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
@@ -42,8 +42,8 @@ class Source(ABC):
 def largest_answer_bytes(manifest: manifests.Manifest) -> int:
     """The largest payload that a source may send: a chunk, or the hash list of the largest file."""
     adapters = (adapter.weights for adapter in manifest.adapters or ())
-    longest = max(file.chunks(manifest.chunk_bytes) for file in (*manifest.files, *adapters))
-    return max(manifest.chunk_bytes, longest * HASH_BYTES)
+    longest = max(file.chunks() for file in (*manifest.files, *adapters))
+    return max(CHUNK_BYTES, longest * HASH_BYTES)
 
 
 async def ask(
@@ -139,11 +139,10 @@ class HubSource(Source):
 
     last_resort = True
 
-    def __init__(self, model: manifests.ModelInfo, chunk_bytes: int) -> None:
+    def __init__(self, model: manifests.ModelInfo) -> None:
         assert model.hub_id is not None
         self.name = model.hub_id
         self._revision = model.revision
-        self._chunk_bytes = chunk_bytes
 
     def __repr__(self) -> str:
         return f"<HubSource {self.name}>"
@@ -151,13 +150,13 @@ class HubSource(Source):
     async def _read(self, file: FileContent, number: int) -> bytes:
         from swarmnode.compute.model.hub import read_range
 
-        first, size = number * self._chunk_bytes, file.chunk_size(number, self._chunk_bytes)
+        first, size = number * CHUNK_BYTES, file.chunk_size(number)
         return await asyncio.to_thread(read_range, self.name, file.name, first, size, revision=self._revision)
 
     async def hashes(self, file: FileContent) -> Buffer:
         """The hub knows no hashes of chunks: the whole file passes by once."""
         hashes = bytearray()
-        for number in range(file.chunks(self._chunk_bytes)):
+        for number in range(file.chunks()):
             hashes += hashlib.sha256(await self._read(file, number)).digest()
         return hashes
 

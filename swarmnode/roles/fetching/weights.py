@@ -80,9 +80,8 @@ class Weights:
         weights = [file for file in self._manifest.files if is_weights(file.name)]
         await self._bring({file: range(min(1, file.chunks())) for file in weights}, verify=False)
         if self._hint is None and hint is not None:
-            return (
-                await self._read_outline()
-            )  # the folder was given up in the middle: what it gave before does not count
+            # The folder was given up in the middle: what it gave before does not count.
+            return await self._read_outline()
         headers = {file: header_chunks(self._folder() / file.name, file) for file in weights}
         folder = await self._bring(headers, verify=False)
         try:
@@ -214,7 +213,7 @@ class Weights:
         """Peers first; the hub last."""
         sources = self.seeders(self._units)
         if self._manifest.model.hub_id is not None:
-            sources.append(HubSource(self._manifest.model, self._manifest.chunk_bytes))
+            sources.append(HubSource(self._manifest.model))
         return sources
 
     def drop(self, source: Source, reason: str) -> None:

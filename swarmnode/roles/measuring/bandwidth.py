@@ -30,12 +30,8 @@ PROBE_PROTOCOL = "/swarmnode/probe/1"
 CHANNEL = 1
 MAX_ANSWERED = 4096
 KIB = 1024
-SIZES = (
-    160 * KIB,
-    352 * KIB,
-)  # a gauge needs 64 KiB of a frame beyond its first read, of 96 KiB at most; 512 KiB in all
-
-
+# A gauge needs 64 KiB of a frame beyond its first read, of 96 KiB at most; 512 KiB in all.
+SIZES = (160 * KIB, 352 * KIB)
 TEST_BYTES = sum(SIZES)  # that a test with one peer sends at most, and takes
 
 
@@ -78,7 +74,7 @@ class Quota:
         while self._answered and self._is_past(next(iter(self._answered)), now_s):
             del self._answered[next(iter(self._answered))]
         since_s, spent_bytes = self._answered.get(peer, (now_s, 0))
-        if spent_bytes + size_bytes > sum(SIZES):
+        if spent_bytes + size_bytes > TEST_BYTES:
             return self._pause_s - (now_s - since_s)
         self._answered[peer] = (since_s, spent_bytes + size_bytes)
         return 0.0

@@ -20,10 +20,9 @@ import torch
 from msgspec import UNSET
 
 from swarmnode.compute.speed import Speeds
-from swarmnode.errors import LocalError
 from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
 from swarmnode.swarm.records.sections import WorkSpeeds
-from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
 from swarmnode.version import __version__
 
 log = logging.getLogger(__name__)
@@ -115,10 +114,7 @@ class SpeedCache:
         self._entries[conditions.key] = _Entry(self._now(), speeds)
         newest = sorted(self._entries.items(), key=lambda item: -item[1].measured_at)[:MAX_ENTRIES]
         self._entries = dict(newest)
-        try:
-            write_kept(self.path, self._entries)
-        except LocalError as error:
-            log.warning("measured speeds are not kept: %s", error)
+        try_to_keep(self.path, self._entries, "measured speeds are")
 
     def _read(self) -> dict[str, _Entry]:
         return read_kept(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
@@ -224,19 +220,21 @@ class Capability:
         return speeds_section(self.speeds)
 
 
+def _by_field(figure: Callable[[str], float]) -> Speeds:
+    return Speeds(**{field: figure(field) for field in Speeds.__dataclass_fields__})
+
+
 def in_sequence(parts: Iterable[tuple[int, Speeds]]) -> Speeds:
     """Of (units, their speeds) that lie on devices one behind another: a position takes the time of all; 0 where one was not
     measured."""
     held = list(parts)
-    units = sum(count for count, _ in held)
-    fields = Speeds.__dataclass_fields__
-    by_field = {field: [(count, getattr(speeds, field)) for count, speeds in held] for field in fields}
-    return Speeds(
-        **{
-            field: units / sum(count / speed for count, speed in pairs) if all(speed for _, speed in pairs) else 0.0
-            for field, pairs in by_field.items()
-        }
-    )
+
+    def one_behind_another(field: str) -> float:
+        pairs = [(count, float(getattr(speeds, field))) for count, speeds in held]
+        measured = all(speed for _, speed in pairs)
+        return sum(count for count, _ in pairs) / sum(count / speed for count, speed in pairs) if measured else 0.0
+
+    return _by_field(one_behind_another)
 
 
 def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
@@ -252,14 +250,12 @@ def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
             sum(count for count, _ in replica) / max(count / speed for count, speed in replica) for replica in speeds
         )
 
-    return Speeds(**{field: together(field) for field in Speeds.__dataclass_fields__})
+    return _by_field(together)
 
 
 def mean_speeds(several: Sequence[Speeds]) -> Speeds:
     """Of devices that do the same."""
-    return Speeds(
-        **{field: fmean(getattr(speeds, field) for speeds in several) for field in Speeds.__dataclass_fields__}
-    )
+    return _by_field(lambda field: fmean(getattr(speeds, field) for speeds in several))
 
 
 def serving_section(replicas: Sequence[Sequence[tuple[int, Speeds]]]) -> WorkSpeeds:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 from swarmnode.codec.measuring_messages import MAX_UNIT_US
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.recent import Recent
 from swarmnode.swarm.records.announcement import MAX_UNIT_TIMES, peer_digest
 from swarmnode.swarm.records.sections import Hearsay
 
 PEERS_KEPT = 256
 FRESH_S = 600.0  # older experience says little: the peer's own word opens the door again
-RISE, FALL = (
-    0.2,
-    0.5,
-)  # weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do
+# Weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do.
+RISE, FALL = 0.2, 0.5
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class ObservedLatency:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[PeerId, _Seen] = {}
+        self._seen: Recent[PeerId, _Seen] = Recent(PEERS_KEPT)
 
     def __repr__(self) -> str:
         return f"<ObservedLatency with {len(self._seen)} peers>"
@@ -38,13 +37,11 @@ class ObservedLatency:
     def saw(self, peer: PeerId, unit_s: float) -> None:
         """One measurement. Who has not been seen for longest is forgotten first."""
         now_s = self._clock()
-        seen = self._seen.pop(peer, None)
+        seen = self._seen.get(peer)
         if seen is None or now_s - seen.at_s > FRESH_S:
             seen = _Seen(unit_s, now_s)
         weight = RISE if unit_s > seen.unit_s else FALL
         self._seen[peer] = _Seen(seen.unit_s + weight * (unit_s - seen.unit_s), now_s)
-        if len(self._seen) > PEERS_KEPT:
-            del self._seen[next(iter(self._seen))]
 
     def unit_s(self, peer: PeerId) -> float | None:
         """What a unit takes on the peer, in seconds; None where nothing fresh is known."""

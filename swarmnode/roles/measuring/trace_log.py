@@ -7,9 +7,9 @@ it comes, in some two microseconds. Everything is a duration on this machine's o
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 
 from swarmnode.codec.trace_messages import MAX_BATCH, MAX_CAME_US, MAX_TRACE_STEPS, MAX_TRACE_US, Trace, TraceStep
+from swarmnode.net.limits.recent import Recent
 
 SESSIONS = 64
 STEP = struct.Struct("<IIQIIIH")  # as TraceStep's fields
@@ -65,8 +65,7 @@ class TraceLog:
     """The traces of the sessions that ended last at this hop, by their trace ids."""
 
     def __init__(self, *, max_sessions: int = SESSIONS) -> None:
-        self._max_sessions = max_sessions
-        self._traces: OrderedDict[bytes, SessionTrace] = OrderedDict()
+        self._traces: Recent[bytes, SessionTrace] = Recent(max_sessions)
 
     def __repr__(self) -> str:
         return f"<TraceLog of {len(self._traces)} sessions>"
@@ -74,9 +73,6 @@ class TraceLog:
     def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
         """A session has ended; the one that ended first may be forgotten for it."""
         self._traces[trace_id] = trace
-        self._traces.move_to_end(trace_id)
-        if len(self._traces) > self._max_sessions:
-            self._traces.popitem(last=False)
 
     def get(self, trace_id: bytes) -> SessionTrace | None:
         """None where nothing is known of the session, or not any more."""

@@ -18,7 +18,7 @@ import msgspec
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Hello, Revocations
-from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
+from swarmnode.errors import ErrorCode, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import Network, PeerId, Stream
 from swarmnode.net.links.gate import Gate, GuardedLink
 from swarmnode.net.links.link import Link, LinkConfig
@@ -92,7 +92,7 @@ class AccessControl(Gate):
     async def close(self) -> None:
         """Stop watching. Links are for those to close who opened them."""
         await self._tasks.close()
-        await self._save()
+        await asyncio.to_thread(self._file.save, self.membership)
 
     # -- links
 
@@ -221,7 +221,7 @@ class AccessControl(Gate):
             self._look.clear()
             await self.exchange()
             self._cut()
-            await self._save()
+            await asyncio.to_thread(self._file.save, self.membership)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._look.wait(), self._look_s)
 
@@ -239,13 +239,6 @@ class AccessControl(Gate):
                 await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             log.debug("cannot exchange notices: %s", error or "no answer")
-
-    async def _save(self) -> None:
-        """A full disk costs only what is remembered between runs."""
-        try:
-            await asyncio.to_thread(self._file.save, self.membership)
-        except LocalError as error:
-            log.warning("%s", error)
 
     async def publish(self, revocations: bytes, peers: Iterable[PeerId]) -> int:
         """Follow the owner's next list, and hand it to these peers and to the table; how many peers were told.

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from swarmnode.errors import LocalError, ProtocolError, SwarmnodeError
+from swarmnode.errors import ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import Enough, Network, PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers import shards
@@ -343,10 +343,5 @@ class Directory:
         await self._save()
 
     async def _save(self) -> None:
-        """Write the known peers' file; a full disk costs only this help."""
-        if self.known_peers is None:
-            return
-        try:
+        if self.known_peers is not None:
             await asyncio.to_thread(self.known_peers.save)
-        except LocalError as error:
-            logger.warning("%s", error)

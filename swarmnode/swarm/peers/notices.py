@@ -6,13 +6,12 @@ used an invite that only so many may use. Whoever finds one missing, or about to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from swarmnode.errors import ProtocolError
-from swarmnode.net.interfaces import Record, RecordValidator, key_digest
-from swarmnode.swarm.records.announcement import MAX_SKEW_S
-from swarmnode.swarm.records.certificate import Member, open_certificate
+from swarmnode.net.interfaces import Record
+from swarmnode.swarm.records.certificate import Member
 from swarmnode.swarm.records.membership import Membership
 
 LIFE_S = 120.0
@@ -40,7 +39,7 @@ def own_notices(membership: Membership) -> Iterator[Notice]:
     if membership.revocations_bytes:
         yield Notice(revocations_key, REVOCATIONS, membership.revocations_bytes)
     for use in membership.uses:
-        yield Notice(uses_key, _subkey(use.member), use.member.certificate)
+        yield Notice(uses_key, use_subkey(use.member), use.member.certificate)
 
 
 def take_in(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]], now: float) -> bool:
@@ -70,31 +69,6 @@ def _is_kept(notice: Notice, found: Mapping[bytes, Mapping[bytes, Record]], now:
     return notice.subkey != REVOCATIONS or record.value == notice.value  # any certificate of a user says that it is one
 
 
-def notice_validator(
-    membership: Membership, announcements: RecordValidator, clock: Callable[[], float]
-) -> RecordValidator:
-    """What a table of members keeps: announcements, and notices that are what they should be and end soon."""
-
-    revocations_key, uses_key = map(key_digest, notice_keys(membership.swarm))
-
-    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        is_list, is_use = subkey == REVOCATIONS, subkey.startswith(USE)
-        if not is_list and not is_use:
-            return announcements(key, subkey, value, expires_at)
-        now = clock()
-        if key != (revocations_key if is_list else uses_key) or expires_at > now + LIFE_S + MAX_SKEW_S:
-            return False
-        try:
-            if is_list:
-                membership.take_list(value)
-                return value == membership.revocations_bytes
-            member = open_certificate(value, membership.swarm, membership.owner)
-            return subkey == _subkey(member) and membership.note_use(value, now)
-        except ProtocolError:
-            return False
-
-    return valid
-
-
-def _subkey(member: Member) -> bytes:
+def use_subkey(member: Member) -> bytes:
+    """Return where in the table the certificate of a member by a limited invite lies."""
     return USE + member.invite + b":" + member.peer.encode()

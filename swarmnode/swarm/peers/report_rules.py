@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from swarmnode.errors import ProtocolError
-from swarmnode.net.interfaces import PeerId, Record, RecordValidator, key_digest
-from swarmnode.swarm.records.announcement import MAX_SKEW_S, Verify, peer_digest
+from swarmnode.net.interfaces import PeerId, Record
+from swarmnode.swarm.records.announcement import Verify, peer_digest
 from swarmnode.swarm.records.report import Report, open_report
 from swarmnode.swarm.records.statement import Statement
 
@@ -32,22 +32,3 @@ def reports_in(records: Iterable[Record], swarm: bytes, verify: Verify) -> Itera
             yield open_report(record.value, swarm, verify)
         except ProtocolError:
             continue  # whoever stored it is not our concern: the table's validator refuses it
-
-
-def report_validator(
-    swarm: bytes, verify: Verify, others: RecordValidator, clock: Callable[[], float]
-) -> RecordValidator:
-    """What a table keeps that also holds reports."""
-    reports = key_digest(report_key(swarm))
-
-    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        if not subkey.startswith(REPORT):
-            return others(key, subkey, value, expires_at)
-        try:
-            report, _ = open_report(value, swarm, verify)
-        except ProtocolError:
-            return False
-        in_time = report.at <= clock() + MAX_SKEW_S and expires_at <= report.at + LIFE_S
-        return key == reports and subkey == report_subkey(report.author, report.accused) and in_time
-
-    return valid

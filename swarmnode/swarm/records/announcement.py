@@ -12,12 +12,14 @@ import hashlib
 from collections.abc import Callable
 from enum import IntEnum
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta, field
 
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.signed import PeerSigned, Signed, first_broken
+from swarmnode.swarm.records.signed import PeerSigned, Signable, Signed
 from swarmnode.swarm.records.signed import Sign as Sign
 from swarmnode.swarm.records.signed import Verify as Verify
 
@@ -47,6 +49,14 @@ MAX_LIFE_S = 600.0
 MAX_SKEW_S = 10.0
 
 
+Figure = Annotated[float, Meta(ge=0, lt=1e18)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+PeerDigest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+CodecNumber = Annotated[int, Meta(ge=0, le=MAX_CODEC)]
+Measured = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
 class State(IntEnum):
     """Where a peer is in its life. A reader treats a state that it does not know as OFFLINE."""
 
@@ -58,7 +68,7 @@ class State(IntEnum):
     PAUSED = 5  # holds nothing at the moment, and will come back
 
 
-class Announcement(msgspec.Struct, array_like=True, frozen=True):
+class Announcement(Signable, frozen=True):
     """What a peer says of itself. Newer versions append fields; missing trailing fields take their defaults.
 
     `addresses` are multiaddrs without the /p2p/ part, which is `peer`. `rtt_us` maps `peer_digest` of a few other peers
@@ -67,42 +77,56 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     steps of 0.1 ms, then the error in percent; empty where there is none yet.
     """
 
-    version: int
+    version: Annotated[int, Meta(ge=VERSION)]
     swarm: bytes
-    peer: PeerId
-    sequence: int  # grows with every record of this peer, over restarts too
+    peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+    sequence: Count  # grows with every record of this peer, over restarts too
     issued_at: float  # unix time, seconds
     expires_at: float
-    started_at: float  # when this run of the peer began
+    started_at: Figure  # when this run of the peer began
     state: int = State.JOINING
     span: tuple[int, int] = (0, 0)  # units [i, j) that the peer computes
     seeds: tuple[int, int] = (0, 0)  # units [i, j) whose weights it can give to others
-    name: str = ""
-    device: str = ""
-    decode_units_per_s: float = 0.0  # one position of one session through one unit
-    prefill_units_per_s: float = 0.0  # the same inside long prompt chunks
-    cache_tokens_free: int = 0
-    memory_bytes: int = 0
-    up_bps: float = 0.0
-    down_bps: float = 0.0
-    sessions: int = 0
-    codecs: tuple[int, ...] = (0,)
-    addresses: tuple[str, ...] = ()
-    rtt_us: dict[bytes, int] = {}
-    training_step: int = 0  # of a swarm in training: the step that the peer is at
-    sends: dict[
-        bytes, int
-    ] = {}  # codecs of what it sends to other stages, by the digest of the peer, where it is not NONE
-    training_units_per_s: float = 0.0  # one position through one unit, forward and backward
-    coordinate: tuple[int, ...] = ()
-    reachability: int = Reachability.UNKNOWN
-    unit_us: dict[bytes, int] = {}  # of a few peers, by digest: how long a unit took them while this peer used them
-    number_format: str = ""  # in which it computes: bfloat16, bfloat16-nf4
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = ""
+    device: Annotated[str, Meta(max_length=MAX_DEVICE_CHARS)] = ""
+    decode_units_per_s: Figure = 0.0  # one position of one session through one unit
+    prefill_units_per_s: Figure = 0.0  # the same inside long prompt chunks
+    cache_tokens_free: Count = 0
+    memory_bytes: Count = 0
+    up_bps: Figure = 0.0
+    down_bps: Figure = 0.0
+    sessions: Count = 0
+    codecs: Annotated[tuple[int, ...], Meta(max_length=MAX_CODECS)] = (0,)
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
+    rtt_us: Annotated[dict[PeerDigest, Measured], Meta(max_length=MAX_RTTS)] = field(default_factory=dict)
+    training_step: Count = 0  # of a swarm in training: the step that the peer is at
+    sends: Annotated[dict[PeerDigest, CodecNumber], Meta(max_length=MAX_RTTS)] = field(default_factory=dict)
+    """Codecs of the values for other stages, by the digest of the receiving peer; without those that are NONE."""
+    training_units_per_s: Figure = 0.0  # one position through one unit, forward and backward
+    coordinate: tuple[Annotated[int, Meta(ge=-MAX_COORDINATE, le=MAX_COORDINATE)], ...] = ()
+    reachability: Count = Reachability.UNKNOWN
+    unit_us: Annotated[dict[PeerDigest, Measured], Meta(max_length=MAX_UNIT_TIMES)] = field(default_factory=dict)
+    """Time per unit of a few peers, by digest, measured while this peer used them."""
+    number_format: Annotated[str, Meta(max_length=MAX_FORMAT_CHARS)] = ""  # of its computing: bfloat16, bfloat16-nf4
     left: tuple[int, int] = (0, 0)  # units that it held until now, and under whose keys it says so once more
-    backup_bytes: int = 0  # disk space that it offers for training states of others
-    parallel_speedup: float = 1.0  # as many times the decode speed of one session do several have together
-    path_kbps: dict[bytes, int] = {}  # how fast its large frames came in at a few peers, by digest, kbit/s
-    step_load: tuple[int, int, int] = (0, 0, 0)  # of the run that it trains: a `StepLoad`
+    backup_bytes: Count = 0  # disk space that it offers for training states of others
+    parallel_speedup: Annotated[float, Meta(ge=1, le=MAX_PARALLEL_SPEEDUP)] = 1.0
+    """Decode speed of several sessions together, in multiples of that of one."""
+    path_kbps: Annotated[dict[PeerDigest, Measured], Meta(max_length=MAX_PATHS)] = field(default_factory=dict)
+    """Rate at which large frames of this peer came in at a few peers, by digest, in kbit/s."""
+    step_load: tuple[Measured, Measured, Measured] = (0, 0, 0)  # of the run that it trains: a `StepLoad`
+
+    def rules(self) -> dict[str, bool]:
+        texts = (self.peer, self.name, self.device, self.number_format, *self.addresses)
+        return {
+            "control characters": all(text.isprintable() for text in texts),
+            "number format": self.number_format.isascii(),
+            "spans": all(0 <= start <= end <= MAX_UNITS for start, end in (self.span, self.seeds, self.left)),
+            "times": 0 < self.expires_at - self.issued_at <= MAX_LIFE_S,
+            "addresses": all(address.startswith("/") for address in self.addresses),
+            "coordinate": len(self.coordinate) in (0, COORDINATE_NUMBERS)
+            and all(number >= 0 for number in self.coordinate[-2:]),  # height and error
+        }
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -145,10 +169,8 @@ def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes
 
     Raises ValueError where the announcement breaks a rule of its own, which is a bug of the caller.
     """
-    broken = first_broken(_rules(announcement))
-    if broken is not None:
-        raise ValueError(f"announcement not valid: {broken}")
-    signed = _KIND.sign(announcement, sign)
+    _KIND.check(announcement)
+    signed = _KIND.enveloped(announcement, sign)
     record = msgspec.msgpack.encode(signed)
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"announcement of {len(record)} bytes; the bound is {MAX_RECORD_BYTES}")
@@ -161,12 +183,12 @@ def fit(announcement: Announcement) -> Announcement:
     Round trips, of which the coordinate tells the most; then how fast links are, and what they travel as; how fast others were;
     then the last addresses. What is left then always fits, every field at its limit.
     """
-    for field in ("rtt_us", "path_kbps", "sends", "unit_us", "addresses"):
-        entries = getattr(announcement, field)
+    for name in ("rtt_us", "path_kbps", "sends", "unit_us", "addresses"):
+        entries = getattr(announcement, name)
         while entries and len(msgspec.msgpack.encode(announcement)) > MAX_BODY_BYTES:
             rest = list(entries.items() if isinstance(entries, dict) else entries)[:-1]
             entries = type(entries)(rest)
-            announcement = msgspec.structs.replace(announcement, **{field: entries})
+            announcement = msgspec.structs.replace(announcement, **{name: entries})
     return announcement
 
 
@@ -177,10 +199,10 @@ def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announc
 
 @lru_cache(maxsize=REMEMBERED_RECORDS)
 def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int) -> tuple[Announcement, bytes]:
-    signed = _KIND.decode(record, _record_decoder, max_bytes)
+    signed = _KIND.read(record, _record_decoder, max_bytes)
     if len(record) - len(signed.certificate) > MAX_RECORD_BYTES:
         raise _KIND.too_large(record)
-    return _KIND.open(signed, swarm_id, verify), signed.certificate
+    return _KIND.verified(signed, swarm_id, verify), signed.certificate
 
 
 def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = None) -> Callable[[bytes], Announcement]:
@@ -196,71 +218,4 @@ def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = N
     return read
 
 
-def _rules(announcement: Announcement) -> dict[str, bool]:
-    """What each field must keep to, and whether it does."""
-    numbers = (
-        announcement.decode_units_per_s,
-        announcement.prefill_units_per_s,
-        announcement.training_units_per_s,
-        announcement.up_bps,
-        announcement.down_bps,
-        announcement.started_at,
-    )
-    counts = (
-        announcement.sequence,
-        announcement.cache_tokens_free,
-        announcement.memory_bytes,
-        announcement.sessions,
-        announcement.training_step,
-        announcement.reachability,
-        announcement.backup_bytes,
-    )
-    texts = (
-        announcement.peer,
-        announcement.name,
-        announcement.device,
-        announcement.number_format,
-        *announcement.addresses,
-    )
-    return {
-        "version": announcement.version >= VERSION,
-        "peer": 0 < len(announcement.peer) <= MAX_PEER_CHARS,
-        "name": len(announcement.name) <= MAX_NAME_CHARS,
-        "device": len(announcement.device) <= MAX_DEVICE_CHARS,
-        "number format": len(announcement.number_format) <= MAX_FORMAT_CHARS and announcement.number_format.isascii(),
-        "control characters": all(text.isprintable() for text in texts),
-        "span": all(map(_is_span, (announcement.span, announcement.seeds, announcement.left))),
-        "numbers": all(0 <= number < 1e18 for number in numbers) and all(0 <= count < 1 << 63 for count in counts),
-        "parallel speedup": 1 <= announcement.parallel_speedup <= MAX_PARALLEL_SPEEDUP,
-        "times": 0 < announcement.expires_at - announcement.issued_at <= MAX_LIFE_S,
-        "addresses": len(announcement.addresses) <= MAX_ADDRESSES
-        and all(address.startswith("/") and len(address) <= MAX_ADDRESS_CHARS for address in announcement.addresses),
-        "codecs": len(announcement.codecs) <= MAX_CODECS,
-        "sends": len(announcement.sends) <= MAX_RTTS
-        and all(
-            len(digest) == DIGEST_BYTES and 0 <= codec <= MAX_CODEC for digest, codec in announcement.sends.items()
-        ),
-        "coordinate": len(announcement.coordinate) in (0, COORDINATE_NUMBERS)
-        and all(abs(number) <= MAX_COORDINATE for number in announcement.coordinate)
-        and all(number >= 0 for number in announcement.coordinate[-2:]),  # height and error
-        "rtts": _are_measured(announcement.rtt_us, MAX_RTTS),
-        "unit times": _are_measured(announcement.unit_us, MAX_UNIT_TIMES),
-        "paths": _are_measured(announcement.path_kbps, MAX_PATHS),
-        "step load": all(0 <= number < 1 << 32 for number in announcement.step_load),
-    }
-
-
-def _are_measured(values: dict[bytes, int], most: int) -> bool:
-    """Of a few other peers, by digest."""
-    return len(values) <= most and all(
-        len(digest) == DIGEST_BYTES and 0 <= value < 1 << 32 for digest, value in values.items()
-    )
-
-
-def _is_span(span: tuple[int, int]) -> bool:
-    return 0 <= span[0] <= span[1] <= MAX_UNITS
-
-
-_KIND = PeerSigned(
-    "announcement", Announcement, domain=DOMAIN, rules=_rules, author=lambda announcement: announcement.peer
-)
+_KIND = PeerSigned("announcement", Announcement, domain=DOMAIN, max_bytes=MAX_RECORD_BYTES, author="peer")

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from swarmnode.codec.body import MAX_PROOF_BYTES
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import MAX_CERTIFICATE_BYTES
-from swarmnode.swarm.records.grant import MAX_GRANT_BYTES, MAX_PEER_CHARS, Role, open_grant
+from swarmnode.swarm.records.grant import MAX_GRANT_BYTES, MAX_PEER_CHARS, Role, UnixTime, open_grant
 from swarmnode.swarm.records.signing_key import SigningKey, is_signed
 
 DOMAIN = b"swarmnode admission 1\n"
@@ -29,8 +31,8 @@ class Certificate(msgspec.Struct, array_like=True, frozen=True):
     """`grant` as the owner signed it; `signature` of the invite's key over (swarm, peer, admitted_at)."""
 
     grant: bytes
-    peer: PeerId
-    admitted_at: int  # unix time, seconds
+    peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+    admitted_at: UnixTime  # in seconds
     signature: bytes
 
 
@@ -80,8 +82,6 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
         raise ProtocolError(f"bad certificate: {error}") from None
     grant = open_grant(certificate.grant, swarm, owner)
     peer, admitted_at = certificate.peer, certificate.admitted_at
-    if not 0 < len(peer) <= MAX_PEER_CHARS or not 0 <= admitted_at < 1 << 40:
-        raise ProtocolError("bad certificate: peer or time")
     if grant.peer not in ("", peer):
         raise ProtocolError("an invite that is for another peer", code=ErrorCode.REFUSED, peer=peer)
     if not is_signed(grant.key, _admission(swarm, peer, admitted_at), certificate.signature):

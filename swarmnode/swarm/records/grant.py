@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from enum import IntEnum
+from typing import Annotated
 
-import msgspec
+from msgspec import Meta
 
-from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.signed import OwnerSigned
-from swarmnode.swarm.records.signing_key import PUBLIC_BYTES, SigningKey
+from swarmnode.swarm.records.signed import OwnerSigned, Signable
+from swarmnode.swarm.records.signing_key import PUBLIC_BYTES
 
 VERSION = 1
 DOMAIN = b"swarmnode grant 1\n"
@@ -23,6 +23,9 @@ MAX_GRANT_BYTES = 320
 MAX_USES = 1000
 MAX_PEER_CHARS = 64
 MAX_GROUP_CHARS = 24
+
+SwarmId = Annotated[bytes, Meta(min_length=SWARM_ID_BYTES, max_length=SWARM_ID_BYTES)]
+UnixTime = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 class Role(IntEnum):
@@ -34,17 +37,17 @@ class Role(IntEnum):
     TRAINER = 3  # lead a training and feed it data
 
 
-class Grant(msgspec.Struct, array_like=True, frozen=True):
+class Grant(Signable, frozen=True):
     """What an invite is good for. Newer versions append fields."""
 
-    version: int
-    swarm: bytes
-    key: bytes  # public key of the invite
-    role: int
-    issued_at: int  # unix time, seconds
-    expires_at: int  # of every membership by it; 0 is never
-    uses: int = 0  # how many peers may use it; 0 is any number
-    peer: PeerId = ""  # the only peer that may use it, where there is one
+    version: Annotated[int, Meta(ge=VERSION)]
+    swarm: SwarmId
+    key: Annotated[bytes, Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]  # public key of the invite
+    role: Annotated[int, Meta(ge=0, le=255)]
+    issued_at: UnixTime  # in seconds
+    expires_at: UnixTime  # of every membership by it; 0 is never
+    uses: Annotated[int, Meta(ge=0, le=MAX_USES)] = 0  # how many peers may use it; 0 is any number
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""  # the only peer that may use it, where there is one
     group: str = ""  # what the owner vouches for: a region, a club
 
     @property
@@ -57,29 +60,13 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
         """The role as this version understands it."""
         return Role(self.role) if self.role in Role._value2member_map_ else Role.CLIENT
 
-
-def sign_grant(grant: Grant, owner: SigningKey) -> bytes:
-    """The signed grant. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
-    return _GRANTS.sign(grant, owner)
-
-
-def open_grant(raw: bytes, swarm: bytes, owner: bytes) -> Grant:
-    """The grant in these bytes, if this owner signed it for this swarm. Raises ProtocolError."""
-    return _GRANTS.open(raw, swarm, owner)
+    def rules(self) -> dict[str, bool]:
+        return {
+            "times": self.expires_at == 0 or self.issued_at < self.expires_at,
+            "peer": self.peer.isascii(),
+            "group": len(self.group.encode()) <= MAX_GROUP_CHARS and self.group.isprintable(),
+        }
 
 
-def _rules(grant: Grant) -> dict[str, bool]:
-    return {
-        "version": grant.version >= VERSION,
-        "swarm": len(grant.swarm) == SWARM_ID_BYTES,
-        "key": len(grant.key) == PUBLIC_BYTES,
-        "role": 0 <= grant.role <= 255,
-        "times": 0 <= grant.issued_at < 1 << 40
-        and (grant.expires_at == 0 or grant.issued_at < grant.expires_at < 1 << 40),
-        "uses": 0 <= grant.uses <= MAX_USES,
-        "peer": len(grant.peer) <= MAX_PEER_CHARS and grant.peer.isascii(),
-        "group": len(grant.group.encode()) <= MAX_GROUP_CHARS and grant.group.isprintable(),
-    }
-
-
-_GRANTS = OwnerSigned("grant", Grant, domain=DOMAIN, max_bytes=MAX_GRANT_BYTES, rules=_rules)
+_GRANTS = OwnerSigned("grant", Grant, domain=DOMAIN, max_bytes=MAX_GRANT_BYTES)
+sign_grant, open_grant = _GRANTS.sign, _GRANTS.open

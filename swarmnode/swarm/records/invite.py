@@ -18,6 +18,7 @@ import re
 
 import msgspec
 
+from swarmnode.codec.body import first_broken
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.grant import Grant, open_grant
@@ -141,9 +142,8 @@ def _check(invite: Invite) -> None:
     }
     if isinstance(invite, OwnedInvite):
         rules |= _owners_rules(invite)
-    for rule, kept in rules.items():
-        if not kept:
-            raise UsageError(f"this invite is not valid: it needs {rule}")
+    if (broken := first_broken(rules)) is not None:
+        raise UsageError(f"this invite is not valid: it needs {broken}")
 
 
 def _owners_rules(invite: OwnedInvite) -> dict[str, bool]:

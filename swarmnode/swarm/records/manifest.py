@@ -11,6 +11,7 @@ import hashlib
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from swarmnode.codec.body import first_broken
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -196,6 +197,5 @@ def _check(manifest: Manifest) -> None:
         and adapter_files.isdisjoint(names),
         "an owner where it is private": bool(manifest.owner) or manifest.membership == OPEN,
     }
-    for rule, kept in rules.items():
-        if not kept:
-            raise ProtocolError(f"the manifest is not valid: it needs {rule}")
+    if (broken := first_broken(rules)) is not None:
+        raise ProtocolError(f"the manifest is not valid: it needs {broken}")

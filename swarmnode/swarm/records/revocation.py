@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.grant import INVITE_ID_BYTES, SWARM_ID_BYTES
-from swarmnode.swarm.records.signed import OwnerSigned
-from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.records.grant import INVITE_ID_BYTES, SwarmId, UnixTime
+from swarmnode.swarm.records.signed import OwnerSigned, Signable
 
 VERSION = 1
 DOMAIN = b"swarmnode revocations 1\n"
@@ -20,16 +21,19 @@ MAX_PEERS = 160
 MAX_INVITES = 96
 MAX_LIST_BYTES = 4096  # what the table takes as one value
 
+RevokedDigest = Annotated[bytes, Meta(min_length=PEER_DIGEST_BYTES, max_length=PEER_DIGEST_BYTES)]
+InviteId = Annotated[bytes, Meta(min_length=INVITE_ID_BYTES, max_length=INVITE_ID_BYTES)]
 
-class RevocationList(msgspec.Struct, array_like=True, frozen=True):
+
+class RevocationList(Signable, frozen=True):
     """Newer versions append fields."""
 
-    version: int
-    swarm: bytes
-    number: int  # grows with every list of this swarm
-    issued_at: int  # unix time, seconds
-    peers: tuple[bytes, ...] = ()  # digests
-    invites: tuple[bytes, ...] = ()  # ids
+    version: Annotated[int, Meta(ge=VERSION)]
+    swarm: SwarmId
+    number: Annotated[int, Meta(gt=0, lt=1 << 32)]  # grows with every list of this swarm
+    issued_at: UnixTime  # in seconds
+    peers: Annotated[tuple[RevokedDigest, ...], Meta(max_length=MAX_PEERS)] = ()
+    invites: Annotated[tuple[InviteId, ...], Meta(max_length=MAX_INVITES)] = ()
 
     def __repr__(self) -> str:
         return f"<RevocationList #{self.number}, {len(self.peers)} peers, {len(self.invites)} invites>"
@@ -62,27 +66,5 @@ def revoked_digest(peer: PeerId) -> bytes:
     return hashlib.sha256(peer.encode()).digest()[:PEER_DIGEST_BYTES]
 
 
-def sign_list(revocations: RevocationList, owner: SigningKey) -> bytes:
-    """The list as it is spread. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
-    return _LISTS.sign(revocations, owner)
-
-
-def open_list(raw: bytes, swarm: bytes, owner: bytes) -> RevocationList:
-    """The list in these bytes, if this owner signed it for this swarm. Raises ProtocolError."""
-    return _LISTS.open(raw, swarm, owner)
-
-
-def _rules(revocations: RevocationList) -> dict[str, bool]:
-    return {
-        "version": revocations.version >= VERSION,
-        "swarm": len(revocations.swarm) == SWARM_ID_BYTES,
-        "number": 0 < revocations.number < 1 << 32,
-        "time": 0 <= revocations.issued_at < 1 << 40,
-        "peers": len(revocations.peers) <= MAX_PEERS
-        and all(len(digest) == PEER_DIGEST_BYTES for digest in revocations.peers),
-        "invites": len(revocations.invites) <= MAX_INVITES
-        and all(len(invite) == INVITE_ID_BYTES for invite in revocations.invites),
-    }
-
-
-_LISTS = OwnerSigned("revocation list", RevocationList, domain=DOMAIN, max_bytes=MAX_LIST_BYTES, rules=_rules)
+_LISTS = OwnerSigned("revocation list", RevocationList, domain=DOMAIN, max_bytes=MAX_LIST_BYTES)
+sign_list, open_list = _LISTS.sign, _LISTS.open

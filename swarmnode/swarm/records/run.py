@@ -1,6 +1,7 @@
-"""A run: everything that decides what a training computes. Equal runs on equal data draw the same loss curve, whoever takes part.
+"""The training configuration, called a run: everything that decides what a training computes.
 
-The run's id is the SHA-256 of its encoding. The first trainer brings the run; who comes with another one is refused.
+Equal runs on equal data draw the same loss curve, whoever takes part. The run's id is the SHA-256 of its encoding. The first
+trainer brings the run; who comes with another one is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 
 import msgspec
 
-from swarmnode.codec.body import MAX_RUN_BYTES
+from swarmnode.codec.body import MAX_RUN_BYTES, first_broken
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.config import COMPRESSIONS
@@ -35,9 +36,8 @@ class Averaging(msgspec.Struct, frozen=True):
     outer_momentum: float = 0.5  # Nesterov
     by_line: bool = False  # who has a slow line sends less: a stronger codec, or by top-k fewer elements
     robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
-    alternating: bool = (
-        False  # of a rank's two factors one in a step and the other in the next: ACP-SGD (arXiv 2306.08881)
-    )
+    # Of a rank's two factors one in a step and the other in the next: ACP-SGD (arXiv 2306.08881).
+    alternating: bool = False
 
 
 class Compression(msgspec.Struct, frozen=True):
@@ -146,9 +146,8 @@ def check_run(run: Run) -> None:
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }
-    for rule, kept in rules.items():
-        if not kept:
-            raise UsageError(f"the training needs {rule}")
+    if (broken := first_broken(rules)) is not None:
+        raise UsageError(f"the training needs {broken}")
 
 
 def differences(own: Run, other: Run) -> list[str]:

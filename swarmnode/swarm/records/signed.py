@@ -5,11 +5,13 @@ Each kind has a domain that goes before the body under the signature, so that no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+import re
+from collections.abc import Callable
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
+from swarmnode.codec.body import first_broken
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
@@ -20,9 +22,21 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 """(peer id, data, signature) -> whether the peer's key made the signature over the data"""
 
 
+class Signable(msgspec.Struct, array_like=True, frozen=True):
+    """Content of a signed record. The bound of a single field stands in its type, where msgspec checks it while decoding."""
+
+    def rules(self) -> dict[str, bool]:
+        """Return by name what ties fields together or no type can say, and whether it is kept; empty if there is nothing."""
+        return {}
+
+
 class _OfSwarm(Protocol):
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
     @property
     def swarm(self) -> bytes: ...
+
+    def rules(self) -> dict[str, bool]: ...
 
 
 Content = TypeVar("Content", bound=_OfSwarm)
@@ -40,89 +54,34 @@ Envelope = TypeVar("Envelope", bound=Signed)
 _signed_decoder = msgspec.msgpack.Decoder(Signed)
 
 
-class OwnerSigned(Generic[Content]):
-    """One kind of what the owner signs. `rules` says of a content, rule by rule, whether it keeps its bounds."""
+class SignedRecord(Generic[Content]):
+    """One kind of signed record, of at most `max_bytes`."""
 
-    def __init__(
-        self,
-        name: str,
-        content: type[Content],
-        *,
-        domain: bytes,
-        max_bytes: int,
-        rules: Callable[[Content], Mapping[str, bool]],
-    ) -> None:
-        self.name = name
-        self._domain = domain
-        self._max_bytes = max_bytes
-        self._rules = rules
-        self._decoder = msgspec.msgpack.Decoder(content)
-
-    def __repr__(self) -> str:
-        return f"<OwnerSigned {self.name} of up to {self._max_bytes} bytes>"
-
-    def sign(self, content: Content, owner: SigningKey) -> bytes:
-        """The bytes to give out. Raises ValueError where the content breaks a rule of its own: a bug of the caller."""
-        broken = first_broken(self._rules(content))
-        if broken is not None:
-            raise ValueError(f"{self.name} not valid: {broken}")
-        body = msgspec.msgpack.encode(content)
-        raw = msgspec.msgpack.encode(Signed(body, owner.sign(self._domain + body)))
-        assert len(raw) <= self._max_bytes, "the rules see to that"
-        return raw
-
-    def open(self, raw: bytes, swarm: bytes, owner: bytes) -> Content:
-        """The content of these bytes, if this owner signed it for this swarm. Raises ProtocolError."""
-        if len(raw) > self._max_bytes:
-            raise ProtocolError(f"a {self.name} of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
-        try:
-            signed = _signed_decoder.decode(raw)
-            content = self._decoder.decode(signed.body)
-        except DECODE_ERRORS as error:
-            raise ProtocolError(f"bad {self.name}: {error}") from None
-        broken = first_broken(self._rules(content))
-        if broken is not None:
-            raise ProtocolError(f"bad {self.name}: {broken}")
-        if content.swarm != swarm:
-            raise ProtocolError(f"a {self.name} of another swarm", code=ErrorCode.WRONG_SWARM)
-        if not is_signed(owner, self._domain + signed.body, signed.signature):
-            raise ProtocolError(f"a {self.name} that the owner did not sign", code=ErrorCode.REFUSED)
-        return content
-
-
-class PeerSigned(Generic[Content]):
-    """One kind of what peers sign with keys of their own. `author` says of a content whose it is, `rules` as for OwnerSigned."""
-
-    def __init__(
-        self,
-        name: str,
-        content: type[Content],
-        *,
-        domain: bytes,
-        rules: Callable[[Content], Mapping[str, bool]],
-        author: Callable[[Content], PeerId],
-    ) -> None:
+    def __init__(self, name: str, content: type[Content], *, domain: bytes, max_bytes: int) -> None:
         self.name = name
         self._a = f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
         self._domain = domain
-        self._rules = rules
-        self._author = author
+        self._max_bytes = max_bytes
+        self._fields = content.__struct_fields__
         self._decoder = msgspec.msgpack.Decoder(content)
 
     def __repr__(self) -> str:
-        return f"<PeerSigned {self.name}>"
+        return f"<{type(self).__name__} {self.name} of up to {self._max_bytes} bytes>"
 
-    def sign(self, content: Content, sign: Sign) -> Signed:
-        """What its author gives out."""
+    def check(self, content: Content) -> None:
+        """Raise ValueError if a content that is about to be signed is out of its bounds, which is a bug of the caller."""
+        try:
+            self._decode(msgspec.msgpack.encode(content))
+        except DECODE_ERRORS as error:
+            raise ValueError(f"{self.name} not valid: {self._told(error)}") from None
+
+    def enveloped(self, content: Content, sign: Sign) -> Signed:
+        """Encode a content, and sign it."""
         body = msgspec.msgpack.encode(content)
         return Signed(body, sign(self._domain + body))
 
-    def read(self, raw: bytes, max_bytes: int) -> Signed:
-        """The body and its signature, of which nothing is known yet. Raises ProtocolError."""
-        return self.decode(raw, _signed_decoder, max_bytes)
-
-    def decode(self, raw: bytes, decoder: msgspec.msgpack.Decoder[Envelope], max_bytes: int) -> Envelope:
-        """As `read`, of an envelope in which there is more."""
+    def read(self, raw: bytes, decoder: msgspec.msgpack.Decoder[Envelope], max_bytes: int) -> Envelope:
+        """Return the envelope in these bytes, of which nothing is known yet. Raises ProtocolError if it is none."""
         if len(raw) > max_bytes:
             raise self.too_large(raw)
         try:
@@ -131,25 +90,75 @@ class PeerSigned(Generic[Content]):
             raise ProtocolError(f"bad {self.name}: {error}") from None
 
     def too_large(self, raw: bytes) -> ProtocolError:
-        """It has more bytes than it may."""
+        """Return the error for a record of more bytes than its kind may have."""
         return ProtocolError(f"{self._a} of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
 
-    def open(self, signed: Signed, swarm: bytes | None, verify: Verify) -> Content:
-        """The content, if its author signed it for this swarm (None: for any). Raises ProtocolError."""
-        try:
-            content = self._decoder.decode(signed.body)
-        except DECODE_ERRORS as error:
-            raise ProtocolError(f"bad {self.name}: {error}") from None
-        author, broken = self._author(content), first_broken(self._rules(content))
+    def _read(self, raw: bytes) -> Signed:
+        return self.read(raw, _signed_decoder, self._max_bytes)
+
+    def _decode(self, body: bytes) -> Content:
+        content = self._decoder.decode(body)
+        broken = first_broken(content.rules())
         if broken is not None:
-            raise ProtocolError(f"bad {self.name}: {broken}", peer=author)
-        if swarm is not None and content.swarm != swarm:
+            raise msgspec.ValidationError(broken)
+        return content
+
+    def _content(self, signed: Signed) -> Content:
+        try:
+            return self._decode(signed.body)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"bad {self.name}: {self._told(error)}") from None
+
+    def _told(self, error: Exception) -> str:
+        """Name the field of which msgspec tells the number."""
+        return re.sub(r"\$\[(\d+)\]", lambda found: self._fields[int(found[1])], str(error))
+
+    def _check_swarm(self, content: Content, swarm: bytes, author: PeerId | None) -> None:
+        if content.swarm != swarm:
             raise ProtocolError(f"{self._a} of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
-        if not verify(author, self._domain + signed.body, signed.signature):
-            raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)
+
+
+class OwnerSigned(SignedRecord[Content]):
+    """One kind of record that the owner of a swarm signs."""
+
+    def sign(self, content: Content, owner: SigningKey) -> bytes:
+        """Return the bytes to give out. Raises ValueError if the content is out of its bounds, which is a bug of the caller."""
+        self.check(content)
+        raw = msgspec.msgpack.encode(self.enveloped(content, owner.sign))
+        assert len(raw) <= self._max_bytes, "the bounds see to that"
+        return raw
+
+    def open(self, raw: bytes, swarm: bytes, owner: bytes) -> Content:
+        """Return the content of these bytes. Raises ProtocolError if this owner did not sign it for this swarm."""
+        signed = self._read(raw)
+        content = self._content(signed)
+        self._check_swarm(content, swarm, None)
+        if not is_signed(owner, self._domain + signed.body, signed.signature):
+            raise ProtocolError(f"{self._a} that the owner did not sign", code=ErrorCode.REFUSED)
         return content
 
 
-def first_broken(rules: Mapping[str, bool]) -> str | None:
-    """The first rule that is not kept, or None."""
-    return next((rule for rule, kept in rules.items() if not kept), None)
+class PeerSigned(SignedRecord[Content]):
+    """One kind of record that peers sign with keys of their own. `author` is the field that names the peer."""
+
+    def __init__(self, name: str, content: type[Content], *, domain: bytes, max_bytes: int, author: str) -> None:
+        super().__init__(name, content, domain=domain, max_bytes=max_bytes)
+        self._author = author
+
+    def sign(self, content: Content, sign: Sign) -> bytes:
+        """Return the bytes that bind the author."""
+        return msgspec.msgpack.encode(self.enveloped(content, sign))
+
+    def open(self, raw: bytes, swarm: bytes | None, verify: Verify) -> Content:
+        """Return the content of these bytes; `swarm` None takes one of any. Raises ProtocolError if its author did not sign it."""
+        return self.verified(self._read(raw), swarm, verify)
+
+    def verified(self, signed: Signed, swarm: bytes | None, verify: Verify) -> Content:
+        """Return the content of an envelope; see `open`."""
+        content = self._content(signed)
+        author: PeerId = getattr(content, self._author)
+        if swarm is not None:
+            self._check_swarm(content, swarm, author)
+        if not verify(author, self._domain + signed.body, signed.signature):
+            raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)
+        return content

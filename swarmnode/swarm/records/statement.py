@@ -6,16 +6,19 @@ binds the hop to what it took in, to what it sent on, and to the sketches of bot
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated
 
-from swarmnode.codec.audit_messages import MAX_SKETCHED, MAX_STATEMENT_BYTES, SEED_BYTES
-from swarmnode.codec.body import MAX_POSITIONS, MAX_UNITS, SESSION_ID_BYTES
-from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS, MAX_PEER_CHARS
-from swarmnode.swarm.records.signed import PeerSigned, Sign, Verify
+import msgspec
+from msgspec import Meta
+
+from swarmnode.codec.audit_messages import MAX_SKETCHED, MAX_STATEMENT_BYTES, Seed
+from swarmnode.codec.body import MAX_POSITIONS, Position, SessionId, Unit
+from swarmnode.codec.spot_check_messages import DIGEST_BYTES, Digest
+from swarmnode.codec.training_fields import Peer
+from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS
+from swarmnode.swarm.records.signed import PeerSigned, Signable
 
 DOMAIN = b"swarmnode statement 1\n"
-DIGEST_BYTES = 32
 
 
 class Edge(msgspec.Struct, array_like=True, frozen=True):
@@ -30,41 +33,33 @@ class Edge(msgspec.Struct, array_like=True, frozen=True):
     length: int = 0
 
 
-class Statement(msgspec.Struct, array_like=True, frozen=True):
+class Statement(Signable, frozen=True):
     """Of positions [first, first + count) of a session in units [start, end) of the model."""
 
     swarm: bytes
-    peer: PeerId
-    session: bytes
-    start: int
-    end: int
-    number_format: str
-    codec: int  # of what was sent on
-    seed: bytes
-    first: int
-    count: int
+    peer: Peer
+    session: SessionId
+    start: Unit
+    end: Unit
+    number_format: Annotated[str, Meta(max_length=MAX_FORMAT_CHARS)]
+    codec: Annotated[int, Meta(ge=0, le=0xFF)]  # of what was sent on
+    seed: Seed
+    first: Position
+    count: Annotated[int, Meta(ge=1, le=MAX_SKETCHED)]
     received: Edge
     sent: Edge
-    sketches: bytes  # SHA-256 of the payload
+    sketches: Digest  # SHA-256 of the payload
 
     def __repr__(self) -> str:
         end = self.first + self.count
         return f"<Statement of {self.peer[-8:]} on [{self.start}:{self.end}) positions {self.first} to {end - 1}>"
 
-
-def _rules(statement: Statement) -> dict[str, bool]:
-    """What each field must keep to, and whether it does."""
-    return {
-        "peer": 0 < len(statement.peer) <= MAX_PEER_CHARS,
-        "session": len(statement.session) == SESSION_ID_BYTES,
-        "units": 0 <= statement.start < statement.end <= MAX_UNITS,
-        "number format": len(statement.number_format) <= MAX_FORMAT_CHARS and statement.number_format.isprintable(),
-        "codec": 0 <= statement.codec <= 0xFF,
-        "seed": len(statement.seed) == SEED_BYTES,
-        "positions": 0 <= statement.first <= MAX_POSITIONS and 0 < statement.count <= MAX_SKETCHED,
-        "edges": all(_is_edge(edge, statement) for edge in (statement.received, statement.sent)),
-        "sketches": len(statement.sketches) == DIGEST_BYTES,
-    }
+    def rules(self) -> dict[str, bool]:
+        return {
+            "units": self.start < self.end,
+            "number format": self.number_format.isprintable(),
+            "edges": all(_is_edge(edge, self) for edge in (self.received, self.sent)),
+        }
 
 
 def _is_edge(edge: Edge, statement: Statement) -> bool:
@@ -74,14 +69,5 @@ def _is_edge(edge: Edge, statement: Statement) -> bool:
     return len(edge.digest) == DIGEST_BYTES and edge.base >= 0 and covers
 
 
-_KIND = PeerSigned("statement", Statement, domain=DOMAIN, rules=_rules, author=lambda statement: statement.peer)
-
-
-def sign_statement(statement: Statement, sign: Sign) -> bytes:
-    """The bytes that bind its author."""
-    return msgspec.msgpack.encode(_KIND.sign(statement, sign))
-
-
-def open_statement(raw: bytes, swarm: bytes, verify: Verify) -> Statement:
-    """The statement in these bytes. Raises ProtocolError where it is not its peer's, or not of this swarm."""
-    return _KIND.open(_KIND.read(raw, MAX_STATEMENT_BYTES), swarm, verify)
+_KIND = PeerSigned("statement", Statement, domain=DOMAIN, max_bytes=MAX_STATEMENT_BYTES, author="peer")
+sign_statement, open_statement = _KIND.sign, _KIND.open

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated
+
+from msgspec import Meta
 
 from swarmnode.codec.credit_messages import MAX_RECEIPT_BYTES
+from swarmnode.codec.training_fields import Peer
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.announcement import MAX_PEER_CHARS
-from swarmnode.swarm.records.signed import PeerSigned, Sign, Verify
+from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify
 
 DOMAIN = b"swarmnode voucher 1\n"
 MAX_VOUCHER_S = 86_400
 
 
-class Voucher(msgspec.Struct, array_like=True, frozen=True):
+class Voucher(Signable, frozen=True):
     """What `worker` is credited counts for `client` `until` then (unix time, seconds)."""
 
     swarm: bytes
-    worker: PeerId
-    client: PeerId
-    until: int
+    worker: Peer
+    client: Peer
+    until: Annotated[int, Meta(gt=0)]
 
     def __repr__(self) -> str:
         return f"<Voucher of {self.worker[-8:]} for {self.client[-8:]}>"
 
 
-def _rules(voucher: Voucher) -> dict[str, bool]:
-    """What each field must keep to, and whether it does."""
-    return {
-        "worker": 0 < len(voucher.worker) <= MAX_PEER_CHARS,
-        "client": 0 < len(voucher.client) <= MAX_PEER_CHARS,
-        "until": voucher.until > 0,
-    }
-
-
-_KIND = PeerSigned("voucher", Voucher, domain=DOMAIN, rules=_rules, author=lambda voucher: voucher.worker)
-
-
-def sign_voucher(voucher: Voucher, sign: Sign) -> bytes:
-    """The bytes for the client to show."""
-    return msgspec.msgpack.encode(_KIND.sign(voucher, sign))
+_KIND = PeerSigned("voucher", Voucher, domain=DOMAIN, max_bytes=MAX_RECEIPT_BYTES, author="worker")
+sign_voucher = _KIND.sign
 
 
 def open_voucher(raw: bytes, swarm: bytes, verify: Verify, now: float) -> Voucher:
     """The voucher in these bytes, where it holds at `now`. Raises ProtocolError."""
-    voucher = _KIND.open(_KIND.read(raw, MAX_RECEIPT_BYTES), swarm, verify)
+    voucher = _KIND.open(raw, swarm, verify)
     if not 0 <= voucher.until - now <= MAX_VOUCHER_S:
         raise ProtocolError("a voucher of another time", code=ErrorCode.REFUSED, peer=voucher.client)
     return voucher

@@ -96,9 +96,7 @@ class BackupFolder:
         name = peer_digest(writer).hex()
         with self._lock:
             store = self._stores.get(name)
-            own_bytes = 0 if store is None else used_bytes(store.folder)
-            if store is not None and store.run != run:
-                own_bytes = 0
+            own_bytes = 0 if store is None or store.run != run else used_bytes(store.folder)
             self._make_room(name, size_bytes)
             share_bytes = int(WRITER_SHARE * self._limit_bytes())
             if own_bytes + size_bytes > share_bytes:

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import UsageError
+from swarmnode.files.durable import write_private
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.grant import Grant
-from swarmnode.swarm.storage.atomic import write_private
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, read_user_file
 
 SUFFIX = ".guests"
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 24
+WHAT = "a guestbook"
 
 
 class IssuedInvite(msgspec.Struct, frozen=True):
@@ -35,11 +34,8 @@ class IssuedInvite(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class _File(msgspec.Struct):
-    """JSON; bytes are base64."""
-
-    swarmnode: int
-    guests: list[IssuedInvite] = []
+class _File(VersionedFile):
+    guests: list[IssuedInvite] = msgspec.field(default_factory=list)
     revocations: bytes = b""
 
 
@@ -74,11 +70,8 @@ def issued_invites_path(swarm_file: Path) -> Path:
 
 def open_issued_invites(path: Path) -> IssuedInvites:
     """The book in a file; an empty one where there is none. Raises UsageError where it is no book."""
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="a guestbook")
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         return IssuedInvites(path)
-    try:
-        content = msgspec.json.decode(data, type=_File)
-    except DECODE_ERRORS as error:
-        raise UsageError(f"{path} is not a guestbook: {error}") from None
+    content = parse_user_file(data, _File, source=path, what=WHAT)
     return IssuedInvites(path, content.guests, content.revocations)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import UsageError
+from swarmnode.files.durable import write_private
 from swarmnode.swarm.records.invite import decode_invite
-from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.user_file import read_user_file
 
 FOLDER = "swarms"
@@ -47,7 +47,7 @@ class JoinedSwarms:
         known = self.invite_to(name)
         if known is not None and decode_invite(known).swarm_id != invited.swarm_id:
             raise UsageError(f"{name} is another swarm that you joined; choose another name with --name")
-        self._write(f"{name}{SUFFIX}", invite)
+        write_private(self._folder / f"{name}{SUFFIX}", f"{invite}\n".encode(), make_folder=True)
         return name
 
     @property
@@ -58,18 +58,11 @@ class JoinedSwarms:
     def used(self, name: str) -> None:
         """Remember what was used last. Raises LocalError."""
         if name != self.last:
-            self._write(LAST, name)
+            write_private(self._folder / LAST, f"{name}\n".encode(), make_folder=True)
 
     def _read(self, file: str) -> str | None:
         data = read_user_file(self._folder / file, max_bytes=MAX_FILE_BYTES, what="the name of a swarm, or an invite")
         return None if data is None else data.decode(errors="replace").strip()
-
-    def _write(self, file: str, text: str) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LocalError(f"cannot write {self._folder}: {error.strerror or error}") from error
-        write_private(self._folder / file, f"{text}\n".encode())
 
 
 def _is_plain(name: str) -> bool:

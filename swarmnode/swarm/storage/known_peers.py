@@ -9,7 +9,7 @@ import msgspec
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
 
 MAX_PEERS = 64
 MAX_FILE_BYTES = 1 << 18
@@ -51,8 +51,7 @@ class KnownPeers:
         self._peers = dict(newest)
 
     def save(self) -> None:
-        """Write the file where an address changed since the last time. Raises LocalError where it cannot be written."""
-        if not self._changed:
-            return
-        self._changed = False
-        write_kept(self.path, self._peers)
+        """Write the file if an address changed since the last time. A full disk costs only this help."""
+        if self._changed:
+            self._changed = False
+            try_to_keep(self.path, self._peers, "addresses of peers are")

@@ -10,8 +10,9 @@ import logging
 from pathlib import Path
 
 from swarmnode.errors import LocalError
+from swarmnode.files.bounded import read_bounded
+from swarmnode.files.durable import write_private
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
-from swarmnode.swarm.storage.atomic import write_private
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +32,15 @@ class ManifestCache:
     def get(self, swarm: bytes) -> bytes | None:
         """The manifest of the swarm with this id; None where it is not here, or is not what it was."""
         with contextlib.suppress(OSError):
-            path = self._path(swarm)
-            if path.stat().st_size <= MAX_MANIFEST_BYTES:
-                raw = path.read_bytes()
-                return raw if swarm_id(raw) == swarm else None
+            raw = read_bounded(self._path(swarm), MAX_MANIFEST_BYTES)
+            return raw if raw is not None and swarm_id(raw) == swarm else None
         return None
 
     def keep(self, raw: bytes) -> None:
         """Keep a manifest, if that can be."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_private(self._path(swarm_id(raw)), raw)
-        except (OSError, LocalError) as error:
+            write_private(self._path(swarm_id(raw)), raw, make_folder=True)
+        except LocalError as error:
             log.info("the manifest is fetched again next time: %s", error)
 
     def _path(self, swarm: bytes) -> Path:

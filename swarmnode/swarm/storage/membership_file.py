@@ -9,7 +9,7 @@ import msgspec
 
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.membership import Membership
-from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,8 @@ class MembershipFile:
             log.warning("%s cannot be used: %s", self.path, error)
 
     def save(self, membership: Membership) -> None:
-        """Write what is new. Raises LocalError where it cannot be written."""
+        """Write what is new. A full disk costs only what is remembered between runs."""
         uses = tuple(use.member.certificate for use in membership.uses)
         content = _Content(membership.certificate, membership.revocations_bytes, uses)
-        if content == self._content:
-            return
-        write_kept(self.path, content)
-        self._content = content
+        if content != self._content and try_to_keep(self.path, content, "what is known of members is"):
+            self._content = content

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import decode_invite
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.user_file import VersionedFile, parse_versioned, read_user_file
 
 FORMAT = 1
 FILE = "public_swarms.json"
 USER_FILE = "swarms.json"
 MAX_FILE_BYTES = 1 << 20
+WHAT = "a list of swarms"
 
 
 class PublicSwarm(msgspec.Struct, frozen=True):
@@ -31,8 +30,7 @@ class PublicSwarm(msgspec.Struct, frozen=True):
     about: str = ""
 
 
-class _List(msgspec.Struct):
-    swarmnode: int
+class _List(VersionedFile):
     swarms: tuple[PublicSwarm, ...] = ()
 
 
@@ -42,7 +40,7 @@ def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
     lists = [_parse(shipped, FILE)]
     if home is not None:
         path = home / USER_FILE
-        own = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="a list of swarms")
+        own = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
         if own is not None:
             lists.append(_parse(own, str(path)))
     return {swarm.name: swarm for swarms in lists for swarm in swarms}
@@ -55,12 +53,7 @@ def find_public_swarm(name: str, home: Path | None) -> str | None:
 
 
 def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
-    try:
-        content = msgspec.json.decode(data, type=_List)
-    except DECODE_ERRORS as error:
-        raise UsageError(f"{source} is not a list of swarms: {error}") from None
-    if content.swarmnode > FORMAT:
-        raise UsageError(f"{source} has format {content.swarmnode}, this swarmnode knows {FORMAT}: upgrade swarmnode")
+    content = parse_versioned(data, _List, source=source, what=WHAT, newest=FORMAT)
     for swarm in content.swarms:
         decode_invite(swarm.invite)
     return content.swarms

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from swarmnode.codec.credit_messages import MAX_RECEIPT_BYTES
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
+from swarmnode.files.bounded import read_bounded
+from swarmnode.files.durable import write_private
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.receipt import Receipt, open_receipt
 from swarmnode.swarm.records.signed import Verify
-from swarmnode.swarm.storage.atomic import write_private
 
 RECEIPTS = "receipts"
 SUFFIX = ".receipt"
@@ -44,8 +45,9 @@ def signed_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterat
         raise LocalError(f"cannot read {folder}: {error.strerror or error}") from error
     for path in paths:
         with contextlib.suppress(OSError, ProtocolError):
-            raw = _read(path)
-            yield open_receipt(raw, swarm, verify), raw
+            raw = read_bounded(path, MAX_RECEIPT_BYTES)
+            if raw is not None:
+                yield open_receipt(raw, swarm, verify), raw
 
 
 def counts(receipt: Receipt, now: float) -> bool:
@@ -91,11 +93,7 @@ class ReceiptFolder:
 
     def keep(self, receipt: Receipt, raw: bytes) -> None:
         """Write what `open` took, in the place of what is here of its batch. Raises LocalError; then nothing has changed."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LocalError(f"cannot write {self._folder}: {error.strerror or error}") from error
-        write_private(self._path(receipt), raw)
+        write_private(self._path(receipt), raw, make_folder=True)
         is_new = self.last(receipt) is None
         self._kept[receipt.client, receipt.since] = receipt
         if is_new:
@@ -119,9 +117,3 @@ class ReceiptFolder:
     def _path(self, receipt: Receipt) -> Path:
         name = hashlib.sha256(f"{receipt.client} {receipt.since}".encode()).hexdigest()[:32]
         return self._folder / f"{name}{SUFFIX}"
-
-
-def _read(path: Path) -> bytes:
-    """A file's bytes, no more of them than a receipt has."""
-    with path.open("rb") as file:
-        return file.read(MAX_RECEIPT_BYTES + 1)

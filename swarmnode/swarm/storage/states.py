@@ -26,10 +26,9 @@ import msgspec
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import CheckpointError, LocalError, ProtocolError
-from swarmnode.files.durable import sync
+from swarmnode.files.durable import sync, write_private
 from swarmnode.files.file_lock import lock_alone
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
-from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
 from swarmnode.swarm.storage.content import FileContent, describe_files, verify_file
 

@@ -7,15 +7,14 @@ the invite.
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.files.durable import write_private
 from swarmnode.net.addressing.addresses import is_loopback
 from swarmnode.swarm.records.invite import (
     Invite,
@@ -26,15 +25,16 @@ from swarmnode.swarm.records.invite import (
     looks_like_invite,
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
-from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
 from swarmnode.swarm.storage.public_swarms import find_public_swarm
-from swarmnode.swarm.storage.user_file import is_user_file, read_user_file
+from swarmnode.swarm.storage.user_file import VersionedFile, is_user_file, parse_versioned, read_user_file
 
 FORMAT = 1
 SUFFIX = ".swarm"
 MAX_FILE_BYTES = 4 << 20
+WHAT = f"a {SUFFIX} file"
+AS_IN_FILE = ("bootstraps", "original", "bootstrap_key", "bootstrap_listen", "signature", "grant", "secret")
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ class Swarm:
         return replace(self, manifest_bytes=bytes(raw), manifest=manifest)
 
 
-class _SwarmFile(msgspec.Struct):
-    """The JSON of a .swarm file; bytes are base64."""
-
-    swarmnode: int  # the format
+class _SwarmFile(VersionedFile, kw_only=True):
+    name: str = ""  # for people who look into it, as the id
+    id: str = ""
     manifest: bytes
     bootstraps: tuple[str, ...] = ()
     checkpoint: str | None = None
@@ -127,25 +126,16 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
     """Write the .swarm file, readable by its owner alone, all or nothing. Raises LocalError where it cannot."""
     if swarm.manifest_bytes is None:
         raise ValueError("a swarm known from an invite alone has no file")
-    text = json.dumps(
-        {
-            "swarmnode": FORMAT,
-            "name": swarm.name,
-            "id": swarm.id.hex(),
-            "manifest": base64.b64encode(swarm.manifest_bytes).decode(),
-            "bootstraps": swarm.bootstraps,
-            "checkpoint": None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
-            "original": swarm.original,
-            "adapters": None if swarm.adapters is None else str(swarm.adapters.absolute()),
-            "bootstrap_key": None if swarm.bootstrap_key is None else base64.b64encode(swarm.bootstrap_key).decode(),
-            "bootstrap_listen": swarm.bootstrap_listen,
-            "signature": base64.b64encode(swarm.signature).decode(),
-            "grant": base64.b64encode(swarm.grant).decode(),
-            "secret": base64.b64encode(swarm.secret).decode(),
-        },
-        indent=1,
+    content = _SwarmFile(
+        swarmnode=FORMAT,
+        name=swarm.name,
+        id=swarm.id.hex(),
+        manifest=swarm.manifest_bytes,
+        checkpoint=None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
+        adapters=None if swarm.adapters is None else str(swarm.adapters.absolute()),
+        **{name: getattr(swarm, name) for name in AS_IN_FILE},
     )
-    write_private(path, text.encode())
+    write_private(path, json.dumps(msgspec.to_builtins(content), indent=1).encode())
 
 
 def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
@@ -183,21 +173,12 @@ def _named(name: str, home: Path | None) -> str | None:
 
 def _invited(text: str) -> Swarm:
     invite = decode_invite(text)
-    swarm = Swarm(invite.swarm_id, invite.name, invite.bootstraps)
-    if not isinstance(invite, OwnedInvite):
-        return swarm
-    return replace(
-        swarm,
-        owner=invite.owner,
-        signature=invite.signature,
-        private=invite.private,
-        grant=invite.grant,
-        secret=invite.secret,
-    )
+    fields = msgspec.structs.asdict(invite)
+    return Swarm(fields.pop("swarm_id"), **fields)
 
 
 def _read(path: Path) -> bytes:
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=f"a {SUFFIX} file")
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         raise UsageError(
             f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…), or the name of a public swarm or of "
@@ -207,26 +188,16 @@ def _read(path: Path) -> bytes:
 
 
 def _decode(data: bytes, path: Path) -> Swarm:
-    try:
-        content = msgspec.json.decode(data, type=_SwarmFile)
-    except DECODE_ERRORS as error:
-        raise UsageError(f"{path} is not a {SUFFIX} file: {error}") from None
-    if content.swarmnode > FORMAT:
-        raise UsageError(f"{path} has format {content.swarmnode}, this swarmnode knows {FORMAT}: upgrade swarmnode")
+    content = parse_versioned(data, _SwarmFile, source=path, what=WHAT, newest=FORMAT)
     try:
         swarm = new_swarm(content.manifest, content.signature)
     except ProtocolError as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
     return replace(
         swarm,
-        bootstraps=content.bootstraps,
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
-        original=content.original,
         adapters=None if content.adapters is None else Path(content.adapters),
-        bootstrap_key=content.bootstrap_key,
-        bootstrap_listen=content.bootstrap_listen,
-        grant=content.grant,
-        secret=content.secret,
         revocations=open_issued_invites(issued_invites_path(path)).revocations if swarm.owner else b"",
         file=path,
+        **{name: getattr(content, name) for name in AS_IN_FILE},
     )

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import UsageError
 from swarmnode.files.bounded import read_bounded
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class VersionedFile(msgspec.Struct):
+    """JSON of a user's file; bytes are base64."""
+
+    swarmnode: int  # the format
+
+
+Versioned = TypeVar("Versioned", bound=VersionedFile)
 
 
 def is_user_file(path: Path) -> bool:
@@ -29,3 +44,19 @@ def read_user_file(path: Path, *, max_bytes: int, what: str) -> bytes | None:
     if content is None:
         raise UsageError(f"{path} is too large, not {what}")
     return content
+
+
+def parse_user_file(data: bytes, content: type[T], *, source: object, what: str) -> T:
+    """Return what the JSON of a user's file says. Raises UsageError that names the `source` if it is not `what` it should be."""
+    try:
+        return msgspec.json.decode(data, type=content)
+    except DECODE_ERRORS as error:
+        raise UsageError(f"{source} is not {what}: {error}") from None
+
+
+def parse_versioned(data: bytes, content: type[Versioned], *, source: object, what: str, newest: int) -> Versioned:
+    """Return the same of a file that may have a newer format than this version knows. Raises UsageError then, too."""
+    parsed = parse_user_file(data, content, source=source, what=what)
+    if parsed.swarmnode > newest:
+        raise UsageError(f"{source} has format {parsed.swarmnode}, this swarmnode knows {newest}: upgrade swarmnode")
+    return parsed

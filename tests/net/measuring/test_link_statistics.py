@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.net.measuring.link_statistics import FRESH_S, PEERS_KEPT, LinkStatistics
-
-
-class Watch:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.watch import Watch
 
 
 @pytest.fixture

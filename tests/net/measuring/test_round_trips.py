@@ -6,28 +6,21 @@ import pytest
 
 from swarmnode.codec.frames import MAX_SEQ
 from swarmnode.net.measuring.round_trips import RoundTrips
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.watch import Watch
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> Watch:
+    return Watch(50.0)
 
 
-def answered(trips: RoundTrips, clock: Clock, takes_s: float) -> float | None:
+def answered(trips: RoundTrips, clock: Watch, takes_s: float) -> float | None:
     number = trips.ping()
     clock.now_s += takes_s
     return trips.pong(number)
 
 
-def test_it_falls_at_once_and_rises_slowly(clock: Clock) -> None:
+def test_it_falls_at_once_and_rises_slowly(clock: Watch) -> None:
     trips = RoundTrips(clock)
     assert trips.rtt_s is None and not trips.begun
     assert answered(trips, clock, 0.1) == pytest.approx(0.1) == trips.rtt_s
@@ -37,12 +30,12 @@ def test_it_falls_at_once_and_rises_slowly(clock: Clock) -> None:
     assert trips.rtt_s == pytest.approx(0.05)
 
 
-def test_an_answer_to_nothing_measures_nothing(clock: Clock) -> None:
+def test_an_answer_to_nothing_measures_nothing(clock: Watch) -> None:
     trips = RoundTrips(clock)
     assert trips.pong(0) is None and trips.rtt_s is None
 
 
-def test_of_pings_that_overtake_their_answers_the_first_is_timed(clock: Clock) -> None:
+def test_of_pings_that_overtake_their_answers_the_first_is_timed(clock: Watch) -> None:
     trips = RoundTrips(clock)
     first = trips.ping()
     clock.now_s += 0.4
@@ -53,7 +46,7 @@ def test_of_pings_that_overtake_their_answers_the_first_is_timed(clock: Clock) -
     assert trips.pong(first) is None, "an answer counts once"
 
 
-def test_behind_a_large_payload_only_a_shorter_time_counts(clock: Clock) -> None:
+def test_behind_a_large_payload_only_a_shorter_time_counts(clock: Watch) -> None:
     trips = RoundTrips(clock)
     answered(trips, clock, 0.1)
     for takes_s, known_s in [(2.0, 0.1), (0.06, 0.06)]:
@@ -68,7 +61,7 @@ def test_behind_a_large_payload_only_a_shorter_time_counts(clock: Clock) -> None
     assert answered(trips, clock, 2.0) is None and trips.rtt_s == pytest.approx(0.05)
 
 
-def test_numbers_fit_into_a_frame(clock: Clock) -> None:
+def test_numbers_fit_into_a_frame(clock: Watch) -> None:
     trips = RoundTrips(clock)
     trips._ping = MAX_SEQ
     assert trips.ping() == 1

@@ -20,6 +20,7 @@ from swarmnode.roles.measuring.capability import (
 )
 from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
 from swarmnode.swarm.records.sections import WorkSpeeds
+from tests.watch import Watch
 
 CONDITIONS = Conditions(
     model="ab" * 32, device="RTX 4090", memory_bytes=24 << 30, number_format="bfloat16 none", threads=8, units=12
@@ -27,16 +28,9 @@ CONDITIONS = Conditions(
 SPEEDS = Speeds(100.0, 4000.0)
 
 
-class Watch:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def watch():
-    return Watch()
+    return Watch(1_000_000.0)
 
 
 def never() -> Speeds:

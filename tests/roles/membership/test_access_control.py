@@ -14,7 +14,7 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.roles.membership.access_control import MEMBERSHIP_PROTOCOL, AccessControl
-from swarmnode.swarm.peers.notices import notice_validator
+from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules
 from swarmnode.swarm.records.certificate import admit_peer
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.records.membership import Membership
@@ -42,7 +42,7 @@ class Peer:
         self.access_control = AccessControl(self.membership, file, clock=lambda: town.now, look_s=0.02)
         self.looked = asyncio.Event()
         self.access_control.on_look = self.looked.set
-        valid = notice_validator(self.membership, lambda *_: True, lambda: town.now)
+        valid = by_subkey({**notice_rules(self.membership, lambda: town.now), b"": lambda *_: True})
         self.network: FakeNetwork = town.world.join(identity=identity, record_validator=valid)
         self.links = LinkConfig(gate=self.access_control)
         self.asked: list[str] = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.net.interfaces import key_digest
-from swarmnode.swarm.peers.announcement_rules import announcement_validator
+from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import ALL, SAMPLE, WIDE, Shard, own_shard
 from tests.swarm.records.test_announcement import NOW, SWARM, fake_verify, make, record
 
 PEER = b"peer-a"
-valid = announcement_validator(SWARM, fake_verify, lambda: NOW)
+valid = record_validator(SWARM, fake_verify, lambda: NOW)
 
 
 def digest(shard: Shard, swarm: bytes = SWARM) -> bytes:

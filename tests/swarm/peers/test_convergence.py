@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from swarmnode.net.identity import verify
 from swarmnode.net.memory.network import FakeWorld, Path
-from swarmnode.swarm.peers.announcement_rules import announcement_validator
 from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.sections import Introduction, Place
 from tests.net.virtual import in_virtual_time
@@ -38,7 +38,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 async def join(world: FakeWorld, door: str, number: int) -> Directory:
     """An announcer that has found the door."""
-    network = world.join(record_validator=announcement_validator(SWARM, check_once, unix_s))
+    network = world.join(record_validator=record_validator(SWARM, check_once, unix_s))
     await network.connect([door], timeout_s=5)
     directory = Directory(network, SWARM, verify=check_once, sign=network.identity.sign, now=unix_s)
     start = 8 * (number % 3)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from swarmnode.net.interfaces import Record, key_digest
-from swarmnode.swarm.peers.notices import LIFE_S, RENEW_S, due, notice_keys, notice_validator, own_notices, take_in
+from swarmnode.swarm.peers.notices import LIFE_S, RENEW_S, due, notice_keys, own_notices, take_in
+from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules, record_validator
 from swarmnode.swarm.records.revocation import open_list
 from tests.swarm.society import ALICE, BOB, NOW, OWNER, SWARM, Ticket, listed, private
 
@@ -45,7 +46,7 @@ def test_missing_old_and_ending_notices_are_due():
 
 def test_false_notices_are_neither_kept_nor_believed():
     membership = private()
-    valid = notice_validator(membership, lambda *_: False, lambda: NOW)
+    valid = record_validator(SWARM, lambda *_: True, lambda: NOW, membership=membership)
     good = {notice.subkey: notice for notice in own_notices(filled())}
     for subkey, notice in good.items():
         assert valid(key_digest(notice.key), subkey, notice.value, NOW + LIFE_S)
@@ -61,7 +62,7 @@ def test_false_notices_are_neither_kept_nor_believed():
 
 def test_an_older_list_is_not_kept_once_a_newer_one_is_known():
     membership = private()
-    valid = notice_validator(membership, lambda *_: False, lambda: NOW)
+    valid = record_validator(SWARM, lambda *_: True, lambda: NOW, membership=membership)
     first = listed(peers=(ALICE,))
     second = listed(peers=(BOB,), after=open_list(first, SWARM, OWNER.public))
     assert valid(REVOCATIONS_KEY, b"revocations", first, NOW + LIFE_S)
@@ -72,6 +73,7 @@ def test_an_older_list_is_not_kept_once_a_newer_one_is_known():
 
 def test_announcements_are_judged_as_ever():
     seen = []
-    valid = notice_validator(private(), lambda *arguments: bool(seen.append(arguments)) or True, lambda: NOW)
+    others = {b"": lambda *arguments: bool(seen.append(arguments)) or True}
+    valid = by_subkey({**notice_rules(private(), lambda: NOW), **others})
     assert valid(b"key", ALICE.encode(), b"record", NOW + 5)
     assert seen == [(b"key", ALICE.encode(), b"record", NOW + 5)]

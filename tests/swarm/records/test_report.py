@@ -8,7 +8,8 @@ import pytest
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Record, key_digest
-from swarmnode.swarm.peers.report_rules import LIFE_S, SLOTS, report_key, report_subkey, report_validator, reports_in
+from swarmnode.swarm.peers.record_validation import record_validator
+from swarmnode.swarm.peers.report_rules import LIFE_S, SLOTS, report_key, report_subkey, reports_in
 from swarmnode.swarm.records.report import MAX_IDS, MAX_REPORT_BYTES, Report, open_report, sign_report
 from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 
@@ -63,7 +64,7 @@ def test_what_is_refused(raw: bytes, code: ErrorCode) -> None:
 
 
 def test_the_table_keeps_few_of_one_author_each_in_its_place_and_for_an_hour() -> None:
-    valid = report_validator(SWARM, verify, lambda *_: False, lambda: NOW)
+    valid = record_validator(SWARM, verify, lambda: NOW)
     key, subkey, end = key_digest(report_key(SWARM)), report_subkey(author.peer_id, accused.peer_id), NOW + LIFE_S
     assert valid(key, subkey, signed(), end)
     assert not valid(key_digest(report_key(OTHER)), subkey, signed(), end)

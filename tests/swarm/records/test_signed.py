@@ -1,26 +1,26 @@
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import pytest
+from msgspec import Meta
 
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.swarm.records.signed import OwnerSigned
+from swarmnode.swarm.records.signed import OwnerSigned, Signable
 from tests.swarm.society import OWNER, STRANGER, SWARM
 
 
-class Note(msgspec.Struct, array_like=True):
-    swarm: bytes
+class Note(Signable, frozen=True):
+    swarm: Annotated[bytes, Meta(min_length=32, max_length=32)]
     text: str
+
+    def rules(self) -> dict[str, bool]:
+        return {"text": self.text.isprintable()}
 
 
 def kind(name: str = "note") -> OwnerSigned[Note]:
-    return OwnerSigned(
-        name,
-        Note,
-        domain=f"tests {name} 1\n".encode(),
-        max_bytes=200,
-        rules=lambda note: {"swarm": len(note.swarm) == 32, "text": note.text.isprintable()},
-    )
+    return OwnerSigned(name, Note, domain=f"tests {name} 1\n".encode(), max_bytes=200)
 
 
 def test_what_was_signed_is_read_again():

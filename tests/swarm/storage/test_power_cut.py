@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import CheckpointError, LocalError, UsageError
-from swarmnode.files.durable import sync
+from swarmnode.files.durable import sync, write_private
 from swarmnode.net.identity import Identity
 from swarmnode.swarm.storage import new_folder as new_folder_module
-from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, chunk_hashes, describe_files
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites

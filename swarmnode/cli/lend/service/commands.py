@@ -42,7 +42,7 @@ def install(
     Example: swarmnode service install friends --memory 6GB --only-idle 10m
     """
     from swarmnode.cli.options.swarm import open_swarm
-    from swarmnode.swarm.storage.atomic import write_private
+    from swarmnode.files.durable import write_private
 
     _check_name(name)
     service = Service(name, tuple(context.args), None if context.params["home"] is None else home)

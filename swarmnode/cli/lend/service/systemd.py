@@ -24,7 +24,7 @@ class Systemd:
 
     def write(self, service: Service) -> list[Path]:
         """The unit, and the options; see ServiceManager."""
-        from swarmnode.swarm.storage.atomic import write_private
+        from swarmnode.files.durable import write_private
 
         self._unit.parent.mkdir(parents=True, exist_ok=True)
         self._unit.write_text(unit_text())

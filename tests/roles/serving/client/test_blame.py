@@ -7,25 +7,18 @@ import pytest
 from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import ErrorCode
 from swarmnode.roles.serving.client.blame import Blame, Verdict
+from tests.watch import Watch
 
 ANN, BOB, EVE = HopSpec("ann", 0, 2), HopSpec("bob", 0, 2), HopSpec("eve", 2, 4)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 10.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> Watch:
+    return Watch(10.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def blame(clock: Clock) -> Blame:
+def blame(clock: Watch) -> Blame:
     return Blame(clock, avoid_s=1.0)
 
 
@@ -66,7 +59,7 @@ def test_who_has_no_room_did_no_wrong(blame: Blame, code: ErrorCode) -> None:
     assert blame.progress([EVE]) == []
 
 
-def test_the_time_for_which_a_peer_is_left_out_grows_and_is_forgiven(blame: Blame, clock: Clock) -> None:
+def test_the_time_for_which_a_peer_is_left_out_grows_and_is_forgiven(blame: Blame, clock: Watch) -> None:
     assert blame.pardon_s is None
     for expected_s in (1.0, 2.0, 4.0):
         blame.judge(ANN, ErrorCode.BUSY)

@@ -1,0 +1,103 @@
+"""Validation of DHT records: what a peer keeps in the table for others, and believes of what it reads there.
+
+The subkey tells the kind of a record: a report, in a swarm with an owner a notice, else an announcement. Each kind has one rule,
+which says under which keys its records belong, who signed them, and how soon they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from swarmnode.errors import ProtocolError
+from swarmnode.net.interfaces import RecordValidator, key_digest
+from swarmnode.swarm.peers.notices import LIFE_S as NOTICE_LIFE_S
+from swarmnode.swarm.peers.notices import REVOCATIONS, USE, notice_keys, use_subkey
+from swarmnode.swarm.peers.report_rules import LIFE_S as REPORT_LIFE_S
+from swarmnode.swarm.peers.report_rules import REPORT, report_key, report_subkey
+from swarmnode.swarm.peers.shards import homes, places_of
+from swarmnode.swarm.records.announcement import MAX_LIFE_S, MAX_SKEW_S, Announcement, Vouch, announcement_reader
+from swarmnode.swarm.records.certificate import open_certificate
+from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.records.report import open_report
+from swarmnode.swarm.records.signed import Verify
+
+Now = Callable[[], float]
+"""Unix time in seconds"""
+
+
+def record_validator(
+    swarm: bytes, verify: Verify, now: Now, *, membership: Membership | None = None
+) -> RecordValidator:
+    """Return the validator of a swarm's table; `membership` is that of a swarm with an owner."""
+    reports = {REPORT: report_rule(swarm, verify, now)}
+    if membership is None:
+        return by_subkey({**reports, b"": announcement_rule(swarm, verify, now)})
+    vouched = announcement_rule(swarm, verify, now, partial(_vouch, membership, now))
+    return by_subkey({**reports, **notice_rules(membership, now), b"": vouched})
+
+
+def _vouch(membership: Membership, now: Now, announcement: Announcement, certificate: bytes) -> None:
+    membership.vouch(announcement, certificate, now())
+
+
+def by_subkey(rules: Mapping[bytes, RecordValidator]) -> RecordValidator:
+    """Return a validator that asks the rule of the first prefix with which the subkey begins. A rule may raise ProtocolError."""
+
+    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        rule = next(rule for prefix, rule in rules.items() if subkey.startswith(prefix))
+        try:
+            return rule(key, subkey, value, expires_at)
+        except ProtocolError:
+            return False
+
+    return valid
+
+
+def announcement_rule(swarm: bytes, verify: Verify, now: Now, vouch: Vouch | None = None) -> RecordValidator:
+    """Return the rule of announcements: each under its peer's id, and soon over. A record that holds is still refused under a key
+    that is not one of its peer's, of which there are a hundred at most: else one record would fill the table."""
+    read = announcement_reader(swarm, verify, vouch)
+
+    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        announcement = read(value)
+        places = (*places_of(announcement.span), *(places_of(announcement.left) if any(announcement.left) else ()))
+        return (
+            announcement.peer.encode() == subkey
+            and expires_at <= announcement.expires_at + 1e-3
+            and expires_at <= now() + MAX_LIFE_S + MAX_SKEW_S
+            and key in homes(swarm, announcement.peer, places)
+        )
+
+    return valid
+
+
+def report_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
+    """Return the rule of reports: all of a swarm under one key, few of one author, each for an hour."""
+    reports = key_digest(report_key(swarm))
+
+    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        report, _ = open_report(value, swarm, verify)
+        in_time = report.at <= now() + MAX_SKEW_S and expires_at <= report.at + REPORT_LIFE_S
+        return key == reports and subkey == report_subkey(report.author, report.accused) and in_time
+
+    return valid
+
+
+def notice_rules(membership: Membership, now: Now) -> dict[bytes, RecordValidator]:
+    """Return the rules of notices, from which the membership learns: the owner's newest revocation list, and uses of invites."""
+    revocations_key, uses_key = map(key_digest, notice_keys(membership.swarm))
+
+    def is_list(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        if key != revocations_key or subkey != REVOCATIONS or expires_at > now() + NOTICE_LIFE_S + MAX_SKEW_S:
+            return False
+        membership.take_list(value)
+        return value == membership.revocations_bytes
+
+    def is_use(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        if key != uses_key or expires_at > now() + NOTICE_LIFE_S + MAX_SKEW_S:
+            return False
+        member = open_certificate(value, membership.swarm, membership.owner)
+        return subkey == use_subkey(member) and membership.note_use(value, now())
+
+    return {REVOCATIONS: is_list, USE: is_use}
