@@ -173,7 +173,7 @@ class Coordinator:
         if self._going is not None and self._going.awaits_others:
             assert self._put_off_s is not None
             return (Wait("", FrameKind.WORK, self._clock() - self._put_off_s),)
-        return longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock())
+        return longest_waits(self._worker_group, self._dispatcher.ledger.out, self._strikes, self._clock())
 
     # -- stages
 
@@ -200,8 +200,9 @@ class Coordinator:
             member.hear(status)
         if self._going is not None:
             self._going.hear(member, status)
-        for record in self._dispatcher.released(member, command.leases if command is not None else ()):
-            if self._going is not None:
+        for lease in () if command is None else command.leases:
+            record = self._dispatcher.ledger.released(lease, member.peer)
+            if record is not None and self._going is not None:
                 self._going.released(record)
 
     def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
@@ -259,9 +260,7 @@ class Coordinator:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
             self._lose_trainer(trainer)
         elif isinstance(body, Done):
-            record = self._dispatcher.done(trainer, body)
-            if record is not None and self._step_loop is not None:
-                self._step_loop.count(record, body.loss)
+            self._dispatcher.done(trainer, body)
         elif isinstance(body, Failed):
             self._dispatcher.failed(trainer, body)
         elif isinstance(body, End | Error):

@@ -22,23 +22,21 @@ from swarmnode.plan.sparsity import slowest_link_s
 from swarmnode.plan.training.coordination import Event, Phase
 from swarmnode.plan.training.expected_step import ExpectedStep
 from swarmnode.plan.training.recovery import RecoveryPlan
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAttempt
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
-from swarmnode.roles.training.coordinator.leases import OutstandingLease
-from swarmnode.roles.training.coordinator.step_progress import StepProgress
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections
 from swarmnode.roles.training.coordinator.worker_group import WorkerGroup
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.worker.status import masks_of
 from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 
 SOON = 8  # an eighth of a step is counted: who comes later is not reckoned with in this one
-OTHERS_S = 5.0  # after one failed to reduce: who else does is to be heard, so that it is known whose fault it was
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,9 @@ class StepLoop:
         self._units = office.units
         self._worker_group = office.worker_group
         self._dispatcher = office.dispatcher
-        self._dispatcher.begin(run)
         office.averaging_groups.begin()
         self._trainer_connections = office.trainer_connections
-        self._step_progress = self._new_step_progress()
         self._all_reduce: AllReduceAttempt | None = None
-        self._reducing_since_s = 0.0
-        self._failed_at_s: float | None = None  # when the first member failed to reduce
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
         self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
@@ -84,17 +78,20 @@ class StepLoop:
         self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # the step, and the stages
         self._begins = True  # nothing is leased yet
         self._stopped: Stopped | None = None
+        self._begin_step()
 
     def __repr__(self) -> str:
-        return f"<StepLoop at step {self.step} of {self.run.steps}, {self._step_progress!r}>"
+        return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
 
-    def _new_step_progress(self) -> StepProgress:
-        return StepProgress(StepLedger(self.step, self._units, self.run.microbatches), self._office.clock())
+    def _begin_step(self) -> None:
+        self._ledger = StepLedger(self.step, self._units, self.run.microbatches)
+        self._dispatcher.begin(self.run, self._ledger)
+        self._began_at_s = self._office.clock()
 
     @property
     def counted(self) -> int:
         """Microbatches that all units have counted in this step."""
-        return self.run.microbatches - len(self._step_progress.ledger.missing())
+        return self.run.microbatches - len(self._ledger.missing())
 
     @property
     def expected_s(self) -> float:
@@ -133,7 +130,7 @@ class StepLoop:
                 member.restore(self._raw_run, found.step)
             elif member.status is not None and self._is_here(member.status):
                 member.state = WorkerState.USABLE
-                self._step_progress.take(member, member.status)
+                self._take_counts(member, member.status)
             else:
                 member.begin(self._raw_run)
         for peer in found.sync:
@@ -158,7 +155,7 @@ class StepLoop:
         """A stage has come in the middle of a run and said what it holds."""
         if self._is_here(status):
             member.state = WorkerState.USABLE
-            self._step_progress.take(member, status)
+            self._take_counts(member, status)
         elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
             member.begin(self._raw_run)
         else:
@@ -177,7 +174,7 @@ class StepLoop:
         if status.answers == FrameKind.RELEASE:
             if member.state is WorkerState.USABLE and self._is_here(status):
                 member.hear(status)
-                self._step_progress.add(member, status)
+                self._take_counts(member, status, adds=True)
         elif member.state is WorkerState.ASKED:
             self._admit(member, status)
         elif member.state is WorkerState.DISCARDING and status.answers != FrameKind.DISCARD:
@@ -185,9 +182,9 @@ class StepLoop:
         elif self._is_here(status):
             if member.state is not WorkerState.USABLE:
                 member.state = WorkerState.USABLE
-                self._step_progress.enter([member])
+                self._ledger.report(member.peer, member.span, {})
             if status.answers == FrameKind.DISCARD:
-                self._step_progress.take(member, status)
+                self._take_counts(member, status)
         elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
             log.warning("stage %s could not come to step %d", member.peer, self.step)
             self._office.strikes.strike(member.peer)
@@ -197,9 +194,14 @@ class StepLoop:
         ):
             self._sync(member)  # it came too late for an all-reduce, or did not get a state
 
+    def _take_counts(self, member: WorkerHandle, status: Status, *, adds: bool = False) -> None:
+        """See `StepLedger.report`. Raises ProtocolError if the step does not have what the stage has counted."""
+        masks = masks_of(status.counted, self._ledger.everything)
+        self._ledger.report(member.peer, member.span, masks, status.losses, adds=adds)
+
     def released(self, record: OutstandingLease) -> None:
         """A lease that failed is nobody's any more: do without whom it was by now clear that it fails, if others can do it all."""
-        for peer in self._dispatcher.blame(record, self._step_progress.ledger):
+        for peer in self._dispatcher.blame(record):
             if self._office.strikes.in_a_row(peer) >= OUT and self._worker_group.can_spare(peer):
                 self._worker_group.dismiss(peer, f"it failed {OUT} times in a row")
 
@@ -209,27 +211,17 @@ class StepLoop:
             if self._all_reduce.hear(member.peer, body):
                 self._office.strikes.forgive(member.peer)
                 self._office.averaging_groups.hear(member.peer, body.rates)
-            self._note_failure()
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
         """A stage met NaN, or it could not reduce."""
         all_reduce = self._all_reduce
-        if (
-            all_reduce is not None
-            and body.lease == all_reduce.attempt
-            and member.answered(FrameKind.REDUCE) is not None
-        ):
+        if all_reduce is not None and body.lease == all_reduce.attempt and member.answered(FrameKind.REDUCE):
             if body.code == ErrorCode.PEER_LOST and not body.peer:
                 all_reduce.expire(member.peer)
             else:
                 all_reduce.fail(member.peer, body.peer or None)
-            self._note_failure()
         if body.code == ErrorCode.NOT_FINITE:
             self._hear_claim(member, body.unit)
-
-    def _note_failure(self) -> None:
-        if self._all_reduce is not None and self._all_reduce.failed and self._failed_at_s is None:
-            self._failed_at_s = self._office.clock()
 
     def _hear_claim(self, member: WorkerHandle, unit: int) -> None:
         """NaN, by the word of one stage. It is asked again, of another one where there is one; twice, and the run is stopped."""
@@ -249,15 +241,9 @@ class StepLoop:
             self._office.strikes.strike(member.peer)
 
     def lose(self, peer: PeerId) -> None:
-        """A stage is gone with what it had counted."""
-        self._step_progress.ledger.lose(peer)
-        if self._all_reduce is not None and self._all_reduce.needs(peer):
-            self._all_reduce.fail(peer, None)
-            self._failed_at_s = float("-inf")  # its own fault: nobody else need be heard
-
-    def count(self, record: OutstandingLease, loss: float) -> None:
-        """A trainer has a microbatch back."""
-        self._step_progress.count(record, loss)
+        """A stage is gone."""
+        if self._all_reduce is not None:
+            self._all_reduce.lose(peer)
 
     # -- what follows
 
@@ -267,11 +253,9 @@ class StepLoop:
             return Event.NOT_FINITE
         if phase is Phase.STEPPING:
             return self._due_in_step()
-        if phase is Phase.REDUCING and self._all_reduce is not None:
-            if self._all_reduce.failed and self._all_heard(self._all_reduce):
-                return Event.DISAGREED
-            if self._all_reduce.over and not self._all_reduce.failed:
-                return Event.AGREED if self._convicted(self._all_reduce) is None else Event.DISAGREED
+        if phase is Phase.REDUCING and self._all_reduce is not None and self._all_reduce.is_decided():
+            failed = self._all_reduce.failed or self._convicted(self._all_reduce) is not None
+            return Event.DISAGREED if failed else Event.AGREED
         return None
 
     def _due_in_step(self) -> Event | None:
@@ -282,26 +266,22 @@ class StepLoop:
             return Event.UNCOVERED
         if self.awaits_others:
             return None
-        ledger = self._step_progress.ledger
+        ledger = self._ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)
             self._worker_group.members[peer].discard(self.run.id)
         if self._begins:
-            self._step_progress.began_at_s = self._office.clock()
+            self._began_at_s = self._office.clock()
         self._expect_of_those_here()
-        self._dispatcher.dispatch(ledger)
-        self._begins = self._begins and not len(self._dispatcher.leases)
+        self._dispatcher.dispatch()
+        self._begins = self._begins and not ledger.leases
         hearing = self._worker_group.hearing(self.step)
         resting = any(self._office.strikes.rests(member.peer) for member in hearing)
-        return Event.COUNTED if ledger.complete() and not len(self._dispatcher.leases) and not resting else None
-
-    def _all_heard(self, all_reduce: AllReduceAttempt) -> bool:
-        waited_s = 0.0 if self._failed_at_s is None else self._office.clock() - self._failed_at_s
-        return all_reduce.over or (bool(all_reduce.failures) and waited_s >= OTHERS_S)
+        return Event.COUNTED if ledger.complete() and not ledger.leases and not resting else None
 
     def lease(self) -> None:
         """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
-        all_reduce, self._all_reduce, self._failed_at_s = self._all_reduce, None, None
+        all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is None:
             return
         convicted = self._convicted(all_reduce)
@@ -331,9 +311,8 @@ class StepLoop:
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
         hearing = self._worker_group.hearing(self.step)
-        groups = self._office.averaging_groups.make(self.run, self.step, hearing, self._step_progress.ledger.counts)
+        groups = self._office.averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
-        self._reducing_since_s = self._office.clock()
         self._all_reduce = AllReduceAttempt(
             self.step,
             next(self._office.attempts),
@@ -341,6 +320,7 @@ class StepLoop:
             [member.peer for member in hearing],
             run=self.run.id,
             within_s=within_s,
+            clock=self._office.clock,
         )
         for member in hearing:
             answer_s = member.times.wait_s(FrameKind.RELEASE, rtt_s=member.line.rtt_s or 0.0)
@@ -349,8 +329,8 @@ class StepLoop:
     def commit(self) -> None:
         """The word that ends the step."""
         assert self._all_reduce is not None
-        usable, loss, norm = self._worker_group.usable(), self._step_progress.loss, self._all_reduce.norm()
-        self._times.note(FrameKind.REDUCE, self._office.clock() - self._reducing_since_s)
+        usable, loss, norm = self._worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
+        self._times.note(FrameKind.REDUCE, self._office.clock() - self._all_reduce.began_s)
         self._office.averaging_groups.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
@@ -362,12 +342,13 @@ class StepLoop:
                 member.send(word)  # which it answers only where it came too late
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
-        step_s = self._office.clock() - self._step_progress.began_at_s
+        step_s = self._office.clock() - self._began_at_s
         self._tell_step(loss, step_s, norm, len(usable), self.step)
         self.step += 1
         self._claims.clear()
-        self._step_progress = self._new_step_progress()
-        self._step_progress.enter(usable)
+        self._begin_step()
+        for member in usable:
+            self._ledger.report(member.peer, member.span, {})
         forecast_s = self._forecast_s()
         self._learn_from(step_s, forecast_s)
         self._expect(forecast_s)

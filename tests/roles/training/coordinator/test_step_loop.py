@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 
 from swarmnode.plan.training.coordination import Phase
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
 from tests.roles.training_swarm import toy_batches, toy_run
 
 STEP_S = 12.0  # of one stage alone
 STAGES = ("a", "b", "c")
+LEASE = OutstandingLease(0, 0, (("a", Span(0, 1)),))
 
 
 class Stages:
@@ -22,7 +23,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.here: list[str] = []
-        self.leases: list[int] = []
+        self.ledger = StepLedger(0, 1, 0)
 
     def usable(self) -> list[Any]:
         return [SimpleNamespace(peer=name, span=Span(0, 1)) for name in self.here]
@@ -33,14 +34,14 @@ class Stages:
     def uncovered(self, _units: int) -> bool:
         return not self.here
 
-    def begin(self, _run: object) -> None:
-        """There is nothing that they would have to be told."""
+    def begin(self, _run: object, ledger: StepLedger) -> None:
+        self.ledger = ledger
 
     def passing_s(self, _step: int, _microbatches: int) -> float:
         return STEP_S / len(self.here)
 
-    def dispatch(self, _ledger: StepLedger) -> None:
-        self.leases = [0]
+    def dispatch(self) -> None:
+        self.ledger.grant(LEASE)
 
 
 @pytest.fixture
@@ -74,9 +75,9 @@ def test_stages_that_come_before_anything_is_counted_are_reckoned_with(loop: Ste
 def test_once_something_is_counted_what_was_expected_stays(loop: StepLoop, stages: Stages) -> None:
     stages.here = ["a", "b"]
     loop.due(Phase.STEPPING)
-    loop._step_progress.enter(stages.usable())
-    lease = SimpleNamespace(number=0, route=(("a", Span(0, 1)),))
-    loop.count(cast("Any", lease), 1.0)
+    for stage in stages.usable():
+        stages.ledger.report(stage.peer, stage.span, {})
+    stages.ledger.done(LEASE, 1.0)
     assert loop.counted == 1
     stages.here = ["a", "b", "c"]
     loop.due(Phase.STEPPING)
