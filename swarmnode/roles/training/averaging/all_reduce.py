@@ -39,8 +39,7 @@ from swarmnode.plan.training.averaging_clusters import is_bearable
 from swarmnode.plan.training.line_forms import codecs_by_line
 from swarmnode.roles.training.averaging.attempt import Attempt
 from swarmnode.roles.training.averaging.circle import Circle
-from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
-from swarmnode.roles.training.averaging.pulls import EarlyPulls
+from swarmnode.roles.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
 from swarmnode.swarm.records.run import Averaging, Run
 
 Blocks = tuple[int, ...]

@@ -36,8 +36,7 @@ from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.waits import longest_waits
-from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
 from swarmnode.swarm.records.run import Run, decode_run
 

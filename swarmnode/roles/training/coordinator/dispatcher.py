@@ -28,7 +28,7 @@ from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)

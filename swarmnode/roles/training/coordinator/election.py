@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from swarmnode.codec.frames import Frame
@@ -23,9 +23,8 @@ from swarmnode.roles.training.coordinator.answer_times import STALLED_S
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.loopback import Loopback
-from swarmnode.roles.training.coordinator.standstill import Standstill
 from swarmnode.roles.training.coordinator.strikes import Strikes
-from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.roles.training.worker.stage_state import check_positions
 from swarmnode.swarm.peers.directory import Directory
@@ -38,6 +37,28 @@ PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's tur
 LET_GO_S = (
     60.0  # the same, where a coordinator let this stage go: it leads the others, and calls us again after a pause
 )
+
+
+class Standstill:
+    """For how long a stage has counted and committed nothing. `note` is told now and then where it is; `clock` in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._where: tuple[int, Mapping[int, int]] | None = None
+        self._since_s = clock()
+
+    def __repr__(self) -> str:
+        return f"<Standstill for {self.still_s:.0f} s>"
+
+    def note(self, step: int, counted: Mapping[int, int]) -> None:
+        """It is at this step, and has counted these microbatches, by unit."""
+        if self._where != (step, counted):
+            self._where, self._since_s = (step, counted), self._clock()
+
+    @property
+    def still_s(self) -> float:
+        """Since anything changed."""
+        return self._clock() - self._since_s
 
 
 class CoordinatorElection:

@@ -29,8 +29,7 @@ from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroup
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections
-from swarmnode.roles.training.coordinator.worker_group import WorkerGroup
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.roles.training.worker.status import masks_of
 from swarmnode.swarm.records.run import Run, encode_run
 

@@ -9,7 +9,7 @@ from swarmnode.codec.training_fields import MAX_WAITS
 from swarmnode.codec.training_messages import ProgressReport, Wait
 from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.roles.training.coordinator.strikes import Strikes
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle
 
 WORTH_TELLING_S = 2.0  # what takes less is the usual step loop of things
 TOLD = 5

@@ -35,8 +35,7 @@ from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.roles.training.worker.meter import TrainingMeter
-from swarmnode.roles.training.worker.training_part import TrainingPart
-from swarmnode.roles.training.worker.training_parts import TrainingParts
+from swarmnode.roles.training.worker.training_parts import TrainingPart, TrainingParts
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.training.averaging.all_reduce import AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
-from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor

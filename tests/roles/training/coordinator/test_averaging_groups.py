@@ -17,7 +17,7 @@ from swarmnode.plan.training.averaging_clusters import REST
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Averaging, Run
 
 NAMES = "abcdefgh"

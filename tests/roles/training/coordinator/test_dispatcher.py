@@ -16,7 +16,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from tests.roles.training.scene import KEY, RUN
 from tests.roles.training_swarm import NoLinkTimes
 

@@ -8,8 +8,8 @@ import pytest
 
 from swarmnode.codec.averaging_messages import Group, How, MemberSpec
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.roles.training.coordinator.warm_starts import WarmStarts
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.averaging_groups import WarmStarts
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 
 
 class Line:
