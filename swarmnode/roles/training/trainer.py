@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import Body, End, Error, Fault
-from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import (
     Backward,
     Done,
@@ -218,31 +218,32 @@ class _FeedingSession:
         self._silent_ticks = 0
         if isinstance(body, StepReport | Stopped | Release) and body.run != self._run.id:
             log.info("coordinator %s tells of another run", self._coordinator)
-        elif isinstance(body, Lease):
-            self._take(body)
-        elif isinstance(body, Release):
-            for lease in body.leases:
-                if lease in self._leases:
-                    self._leases[lease].cancel()
-        elif isinstance(body, StepReport | ProgressReport):
-            self._note_progress(body)
-            self._on_news(body)
-        elif isinstance(body, Stopped):
-            self._end(body)
-        elif isinstance(body, Failed):
-            self.redirected = body.peer if body.code == ErrorCode.ELSEWHERE else None
-            self._end(None)
-        elif isinstance(body, Error):
-            if not self._over.done():
-                self._over.set_exception(refusal(body.code, peer=self._coordinator))
-        elif isinstance(body, End):
-            self._end(None)
+        elif (hear := FROM_COORDINATOR.get(type(body))) is not None:
+            hear(self, body)
 
-    def _note_progress(self, news: StepReport | ProgressReport) -> None:
-        if isinstance(news, StepReport):
-            self._idle_ticks = 0
-        else:
-            self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
+    def _redirect(self, body: Failed) -> None:
+        self.redirected = body.peer if body.code == ErrorCode.ELSEWHERE else None
+        self._end(None)
+
+    def _refused(self, body: Error) -> None:
+        if not self._over.done():
+            self._over.set_exception(refusal(body.code, peer=self._coordinator))
+
+    def _let_go(self, _body: End) -> None:
+        self._end(None)
+
+    def _note_step(self, news: StepReport) -> None:
+        self._idle_ticks = 0
+        self._on_news(news)
+
+    def _note_progress(self, news: ProgressReport) -> None:
+        self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
+        self._on_news(news)
+
+    def _release(self, body: Release) -> None:
+        for lease in body.leases:
+            if lease in self._leases:
+                self._leases[lease].cancel()
 
     def _take(self, lease: Lease) -> None:
         if lease.run != self._run.id:
@@ -295,45 +296,28 @@ class _FeedingSession:
                 fail(refusal(getattr(body, "code", ErrorCode.PEER_LOST), peer=last.peer))
 
         inputs, labels = await asyncio.to_thread(self._batches.microbatch, lease.step, lease.number, self._run)
+        told = {name: getattr(lease, name) for name in FROM_LEASE} | {"feeder": self._switchboard.peer_id}
         with ExitStack() as channels:
-            for frame, values, peer, heard in (
-                (_labels_frame, labels, last.peer, hear_last),
-                (_first_frame, inputs, first.peer, hear),
-            ):
+            for values, peer, heard in ((labels, last.peer, hear_last), (inputs, first.peer, hear)):
                 infos, payload = encode_values(values)
                 channel = await self._switchboard.call(peer, heard, fail)
                 channels.callback(channel.close)
-                channel.send(frame(lease, self._switchboard.peer_id, infos), payload=payload)
+                frame = Labels(values=infos, **told) if heard is hear_last else Forward(hop=0, values=infos, **told)
+                channel.send(frame, payload=payload)
             return await answer
 
 
-def _first_frame(lease: Lease, feeder: PeerId, infos: tuple[TensorInfo, ...]) -> Forward:
-    """By the seal the hops know that the lease is ours."""
-    return Forward(
-        lease.term,
-        lease.lease,
-        lease.step,
-        lease.number,
-        lease.route,
-        0,
-        infos,
-        lease.run,
-        feeder,
-        lease.within_s,
-        lease.seal,
-    )
+FROM_LEASE = ("term", "lease", "step", "number", "route", "run", "within_s", "seal")
+"""What FORWARD and LABELS say as the lease does; by the seal the hops know that it is this trainer's"""
 
-
-def _labels_frame(lease: Lease, feeder: PeerId, infos: tuple[TensorInfo, ...]) -> Labels:
-    return Labels(
-        lease.term,
-        lease.lease,
-        lease.step,
-        lease.number,
-        lease.route,
-        infos,
-        lease.run,
-        feeder,
-        lease.within_s,
-        lease.seal,
-    )
+FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = {
+    Lease: _FeedingSession._take,
+    Release: _FeedingSession._release,
+    StepReport: _FeedingSession._note_step,
+    ProgressReport: _FeedingSession._note_progress,
+    Stopped: _FeedingSession._end,
+    Failed: _FeedingSession._redirect,
+    Error: _FeedingSession._refused,
+    End: _FeedingSession._let_go,
+}
+"""What the coordinator says to a trainer (`docs/training-step.md`)"""

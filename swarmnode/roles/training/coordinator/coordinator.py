@@ -14,7 +14,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
@@ -258,12 +259,10 @@ class Coordinator:
         if isinstance(body, Done | Failed) and body.run != trainer.run.id:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
             self._lose_trainer(trainer)
-        elif isinstance(body, Done):
-            self._dispatcher.done(trainer, body)
-        elif isinstance(body, Failed):
-            self._dispatcher.failed(trainer, body)
         elif isinstance(body, End | Error):
             self._lose_trainer(trainer)
+        elif (hear := FROM_TRAINERS.get(type(body))) is not None:
+            hear(self._dispatcher, trainer, body)
         self._advance()
 
     def _lose_trainer(self, trainer: TrainerLine) -> None:
@@ -378,3 +377,10 @@ class Coordinator:
         self._dispatcher.clear()
         self._step_loop = StepLoop(self._next_run, 0, self._office)
         self._step_loop.begin()
+
+
+FROM_TRAINERS: Mapping[type[Body], Callable[[Dispatcher, TrainerLine, Any], None]] = {
+    Done: Dispatcher.done,
+    Failed: Dispatcher.failed,
+}
+"""What trainers say to their coordinator, after the WORK that begins it (`docs/training-step.md`)"""

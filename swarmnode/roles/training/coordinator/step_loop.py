@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.frames import FrameKind
@@ -162,12 +163,8 @@ class StepLoop:
 
     def hear(self, member: WorkerHandle, body: Body) -> None:
         """A stage says something; what it says of itself the member has heard, but for answers to RELEASE."""
-        if isinstance(body, Status):
-            self._hear_status(member, body)
-        elif isinstance(body, Reduced) and body.run == self.run.id:
-            self._hear_reduced(member, body)
-        elif isinstance(body, Failed) and body.run == self.run.id:
-            self._hear_failed(member, body)
+        if (hear := FROM_WORKERS.get(type(body))) is not None:
+            hear(self, member, body)
 
     def _hear_status(self, member: WorkerHandle, status: Status) -> None:
         if status.answers == FrameKind.RELEASE:
@@ -205,7 +202,7 @@ class StepLoop:
                 self._worker_group.dismiss(peer, f"it failed {OUT} times in a row")
 
     def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
-        if self._all_reduce is not None and body.attempt == self._all_reduce.attempt:
+        if self._all_reduce is not None and (body.run, body.attempt) == (self.run.id, self._all_reduce.attempt):
             member.answered(FrameKind.REDUCE)
             if self._all_reduce.hear(member.peer, body):
                 self._office.strikes.forgive(member.peer)
@@ -213,6 +210,8 @@ class StepLoop:
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
         """A stage met NaN, or it could not reduce."""
+        if body.run != self.run.id:
+            return
         all_reduce = self._all_reduce
         if all_reduce is not None and body.lease == all_reduce.attempt and member.answered(FrameKind.REDUCE):
             if body.code == ErrorCode.PEER_LOST and not body.peer:
@@ -397,3 +396,11 @@ class StepLoop:
             for member in self._worker_group.usable():
                 member.discard(self.run.id)
         self._trainer_connections.tell(stopped)
+
+
+FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]] = {
+    Status: StepLoop._hear_status,
+    Reduced: StepLoop._hear_reduced,
+    Failed: StepLoop._hear_failed,
+}
+"""What stages say to their coordinator (`docs/training-step.md`)"""

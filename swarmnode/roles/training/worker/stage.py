@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
@@ -25,6 +25,7 @@ from swarmnode.codec.training_messages import (
     Forward,
     Labels,
     Lead,
+    ProgressReport,
     Release,
     Restore,
     Status,
@@ -154,34 +155,25 @@ class TrainingStage:
     # -- conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        take = OPENINGS.get(type(body))
         if not self._may_say(channel.peer, body):
             channel.close(Error(ErrorCode.REFUSED))
-        elif isinstance(body, Forward):
-            self._forward(Arrival(channel, body, frame.payload))
-        elif isinstance(body, Labels):
-            self._take_labels(channel, body, frame.payload)
-        elif isinstance(body, Pull):
-            self._all_reducer.hear(channel, body)
-        elif isinstance(body, Lead):
-            self.follow(channel)
-            self.obey(channel, body)
-        elif isinstance(body, Work):
-            self.on_work(channel, body)
-        else:
+        elif take is None:
             channel.close(Error(ErrorCode.MALFORMED))
+        else:
+            take(self, channel, body, frame.payload)
 
     def _may_say(self, peer: PeerId, body: Body) -> bool:
         if isinstance(body, Work):
             return self.gate.may_feed(peer)
         return not isinstance(body, Lead) or self.may_lead(peer)
 
-    def _forward(self, arrival: Arrival) -> None:
-        body = arrival.body
-        refusal = self._refusal_of(body, arrival.channel.peer)
+    def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        arrival, refusal = Arrival(channel, body, payload), self._refusal_of(body, channel.peer)
         if refusal is None and not self._admission_queue.takes(arrival):
             refusal = ErrorCode.BUSY
         if refusal is not None:
-            arrival.channel.close(Fault(0, body.hop, refusal))
+            channel.close(Fault(0, body.hop, refusal))
         elif body.step > self.state.step:
             self._admission_queue.wait(arrival)
         else:
@@ -197,6 +189,16 @@ class TrainingStage:
         else:
             channel.on_frame = lambda _frame, _body: labels.drop([body.lease])
             channel.on_lost = lambda _error: labels.drop([body.lease])
+
+    def _give_parts(self, channel: Channel, body: Pull, _payload: object) -> None:
+        self._all_reducer.hear(channel, body)
+
+    def _hear_leader(self, channel: Channel, body: Lead, _payload: object) -> None:
+        self.follow(channel)
+        self.obey(channel, body)
+
+    def _hear_trainer(self, channel: Channel, body: Work, _payload: object) -> None:
+        self.on_work(channel, body)
 
     def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
         hop, state = body.route[body.hop], self.state
@@ -272,24 +274,27 @@ class TrainingStage:
             line.close(Error(ErrorCode.STALE))
         else:
             self.following.heard()
-            self._do(line, body)
+            if (do := COMMANDS.get(type(body))) is not None:
+                do(self, line, body)
 
-    def _do(self, line: Line, body: Body) -> None:
-        """A command of the coordinator in force; PROGRESS is one to go on waiting."""
-        if isinstance(body, Commit):
-            self._commit(line, body)
-        elif isinstance(body, Release):
-            if body.run == self.state.run_id:
-                self._admission_queue.release(body.leases)
-            self._answer(line, FrameKind.RELEASE)
-        elif isinstance(body, Discard):
-            if body.run == self.state.run_id:
-                self._discard()
-            self._answer(line, FrameKind.DISCARD)
-        elif isinstance(body, Reduce):
-            self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
-        elif isinstance(body, Begin | Sync | Restore):
-            self._move = self._instead_of(self._move, self._moving(line, body))
+    def _release(self, line: Line, body: Release) -> None:
+        if body.run == self.state.run_id:
+            self._admission_queue.release(body.leases)
+        self._answer(line, FrameKind.RELEASE)
+
+    def _discard_for(self, line: Line, body: Discard) -> None:
+        if body.run == self.state.run_id:
+            self._discard()
+        self._answer(line, FrameKind.DISCARD)
+
+    def _begin_reducing(self, line: Line, body: Reduce) -> None:
+        self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
+
+    def _begin_moving(self, line: Line, body: Begin | Sync | Restore) -> None:
+        self._move = self._instead_of(self._move, self._moving(line, body))
+
+    def _wait_on(self, line: Line, body: ProgressReport) -> None:
+        """The coordinator lives, which was noted."""
 
     def _lead(self, line: Line, body: Lead) -> None:
         """Let go of what is in flight and follow the sender, or tell it which term is in force."""
@@ -397,7 +402,7 @@ class TrainingStage:
         self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step(self.state.step):
-            self._forward(arrival)
+            self._forward(*arrival)
 
     def _forget_records(self) -> None:
         """Nobody can check the step any more."""
@@ -409,6 +414,28 @@ class TrainingStage:
         if self.state.is_due:
             await self.state.save()
         await self._tell(line)
+
+
+OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]] = {
+    Forward: TrainingStage._forward,
+    Labels: TrainingStage._take_labels,
+    Pull: TrainingStage._give_parts,
+    Lead: TrainingStage._hear_leader,
+    Work: TrainingStage._hear_trainer,
+}
+"""What a conversation may begin with (`docs/training-step.md`)"""
+
+COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
+    Begin: TrainingStage._begin_moving,
+    Restore: TrainingStage._begin_moving,
+    Sync: TrainingStage._begin_moving,
+    Release: TrainingStage._release,
+    Discard: TrainingStage._discard_for,
+    Reduce: TrainingStage._begin_reducing,
+    Commit: TrainingStage._commit,
+    ProgressReport: TrainingStage._wait_on,
+}
+"""What the coordinator in force may say, besides LEAD, which makes it that"""
 
 
 async def _settle(future: asyncio.Future[Any]) -> None:
