@@ -3,6 +3,7 @@ go on from the factors of their last sum, where factors alternate (ACP-SGD)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -71,6 +72,7 @@ class AveragingGroups:
     fast, and who says that its own are slow is left to itself. `codecs`: those that the swarm allows."""
 
     def __init__(self, units: int, link_times: LinkTimes, codecs: Collection[int], decisions: DecisionLog) -> None:
+        self.attempts = itertools.count(1)  # numbers of the averagings
         self._units = units
         self._link_times = link_times
         self._codecs = codecs

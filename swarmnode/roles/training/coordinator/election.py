@@ -23,6 +23,7 @@ from swarmnode.roles.training.coordinator.answer_times import STALLED_S
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.loopback import Loopback
+from swarmnode.roles.training.coordinator.step_loop import Office
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.worker.stage import TrainingStage
@@ -76,15 +77,22 @@ class CoordinatorElection:
         decisions: DecisionLog | None = None,
         awaits_others: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._decisions = decisions or DecisionLog()
         self._directory = directory
         self._stage = stage
-        self._units = units
-        self._link_times = link_times
         self._clock = clock
-        self._awaits_others = awaits_others
+        self._office = Office(
+            units,
+            self._dial,
+            Strikes(clock),
+            link_times,
+            check_run=partial(check_positions, stage.segment),
+            found_false=stage.found_false,
+            codecs=stage.compressor.allowed,
+            clock=clock,
+            decisions=decisions or DecisionLog(),
+            awaits_others=awaits_others,
+        )
         self._machine = Coordination()
-        self._strikes = Strikes(clock)
         self._vacant_since_s = clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
@@ -160,7 +168,7 @@ class CoordinatorElection:
         held = {
             unit for peer in self._directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
-        return self._standstill.still_s >= STALLED_S and len(held) >= self._units
+        return self._standstill.still_s >= STALLED_S and len(held) >= self._office.units
 
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -180,32 +188,18 @@ class CoordinatorElection:
 
     def _take_over(self) -> None:
         term = term_after(self._stage.term, self._directory.network.peer_id)
-        self._coordinator = Coordinator(
-            term,
-            self._units,
-            self._dial,
-            self._machine,
-            self._strikes,
-            self._link_times,
-            check_run=partial(check_positions, self._stage.segment),
-            resigned=self._heard_term,
-            found_false=self._stage.found_false,
-            codecs=self._stage.compressor.allowed,
-            clock=self._clock,
-            decisions=self._decisions,
-            awaits_others=self._awaits_others,
-        )
+        self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
         log.info("this node leads the training from now on")
         able = len(list(filter(self._may_lead, ready_peers(self._directory))))
         vacant_s = self._clock() - self._vacant_since_s
         facts = f"nobody has led for {vacant_s:.0f} s", f"it is this node's turn among {able} that may"
-        self._decisions.note(Topic.TRAINING, "leads the training", facts)
+        self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
         """Our stage follows somebody, us included."""
         facts = (f"its term is {self._stage.term}, the highest that was heard of",)
-        self._decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
+        self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self._directory.network.peer_id:
             self._let_go()
 
@@ -231,7 +225,7 @@ class CoordinatorElection:
         facts = (
             f"it let this node go; somebody else's turn comes in {LET_GO_S:.0f} s" if error is None else str(error),
         )
-        self._decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
+        self._office.decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
             self._directory.suspect(peer, str(error))
         self._changed.set()

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Commit, Condition, Failed, ProgressReport, Status, StepReport, Stopped
+from swarmnode.codec.training_messages import (
+    Begin,
+    Commit,
+    Condition,
+    Discard,
+    Failed,
+    ProgressReport,
+    Restore,
+    Status,
+    StepReport,
+    Stopped,
+    Sync,
+)
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
@@ -28,9 +40,10 @@ from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAtt
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections
-from swarmnode.roles.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.roles.training.worker.status import masks_of
 from swarmnode.swarm.records.run import Run, encode_run
 
@@ -41,34 +54,47 @@ SOON = 8  # an eighth of a step is counted: who comes later is not reckoned with
 
 @dataclass(frozen=True)
 class Office:
-    """What a coordinator's step loops share. `attempts` numbers their all-reduces, `clock` is in seconds."""
+    """What a node gives its coordinator, whichever term it is. `dial` opens a conversation with a stage; `check_run` raises
+    ProtocolError for a run that the model cannot do; `found_false` are the peers that the node's own stage has found false;
+    `awaits_others` says whether others are on their way to their places. `clock` in seconds."""
 
     units: int
-    worker_group: WorkerGroup
-    dispatcher: Dispatcher
-    trainer_connections: TrainerConnections
+    dial: Dial
     strikes: Strikes
-    attempts: Iterator[int]
+    link_times: LinkTimes
+    check_run: Callable[[Run], None]
+    found_false: Callable[[], set[PeerId]]
+    codecs: Collection[int]
     clock: Callable[[], float]
-    found_false: Callable[[], set[PeerId]]  # by this node's own stage
-    averaging_groups: AveragingGroups
     decisions: DecisionLog
-    awaits_others: Callable[[], bool]  # before a first step: whether they are on their way to their places
+    awaits_others: Callable[[], bool]
 
 
 class StepLoop:
-    """`run` from `step` on."""
+    """`run` from `step` on. `puts_off` says whether a first step waits for others."""
 
-    def __init__(self, run: Run, step: int, office: Office) -> None:
+    def __init__(
+        self,
+        run: Run,
+        step: int,
+        office: Office,
+        worker_group: WorkerGroup,
+        dispatcher: Dispatcher,
+        trainer_connections: TrainerConnections,
+        averaging_groups: AveragingGroups,
+        puts_off: Callable[[], bool],
+    ) -> None:
         self.run = run
         self.step = step
         self._raw_run = encode_run(run)
         self._office = office
         self._units = office.units
-        self._worker_group = office.worker_group
-        self._dispatcher = office.dispatcher
-        office.averaging_groups.begin()
-        self._trainer_connections = office.trainer_connections
+        self._worker_group = worker_group
+        self._dispatcher = dispatcher
+        self._trainer_connections = trainer_connections
+        self._averaging_groups = averaging_groups
+        self._averaging_groups.begin()
+        self._puts_off = puts_off
         self._all_reduce: AllReduceAttempt | None = None
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
@@ -101,7 +127,7 @@ class StepLoop:
     @property
     def awaits_others(self) -> bool:
         """Whether nothing is leased, as others are on their way to their places, who have to be sent what is learnt afterwards."""
-        return self.step == 0 and self._as_founded and self._office.awaits_others()
+        return self.step == 0 and self._as_founded and self._puts_off()
 
     # -- to the first step
 
@@ -111,7 +137,7 @@ class StepLoop:
             member for member in self._worker_group if member.state not in (WorkerState.USABLE, WorkerState.ASKED)
         ]
         for member in self._worker_group.usable():
-            member.begin(self._raw_run)
+            member.command(Begin(self._raw_run))
         for member in behind:
             self._sync(member)
 
@@ -127,12 +153,12 @@ class StepLoop:
                 member.state = WorkerState.COMING
                 member.command(Commit(found.step - 1, told.norm, self.run.id, told.loss))
             elif peer in found.restore:
-                member.restore(self._raw_run, found.step)
+                member.command(Restore(self._raw_run, found.step))
             elif member.status is not None and self._is_here(member.status):
                 member.state = WorkerState.USABLE
                 self._take_counts(member, member.status)
             else:
-                member.begin(self._raw_run)
+                member.command(Begin(self._raw_run))
         for peer in found.sync:
             self._sync(members[peer])
         if (
@@ -147,7 +173,7 @@ class StepLoop:
     def _sync(self, member: WorkerHandle) -> None:
         """Let a stage that is behind hear the all-reduces from now on, and fetch the state from its replicas."""
         holders = tuple(other.peer for other in self._worker_group.usable() if other.span.overlaps(member.span))
-        member.sync(self._raw_run, self.step + (self._all_reduce is not None), holders)
+        member.command(Sync(self._raw_run, self.step + (self._all_reduce is not None), holders))
 
     # -- what is told
 
@@ -157,7 +183,7 @@ class StepLoop:
             member.state = WorkerState.USABLE
             self._take_counts(member, status)
         elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
-            member.begin(self._raw_run)
+            member.command(Begin(self._raw_run))
         else:
             self._sync(member)
 
@@ -206,7 +232,7 @@ class StepLoop:
             member.answered(FrameKind.REDUCE)
             if self._all_reduce.hear(member.peer, body):
                 self._office.strikes.forgive(member.peer)
-                self._office.averaging_groups.hear(member.peer, body.rates)
+                self._averaging_groups.hear(member.peer, body.rates)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
         """A stage met NaN, or it could not reduce."""
@@ -267,7 +293,7 @@ class StepLoop:
         ledger = self._ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)
-            self._worker_group.members[peer].discard(self.run.id)
+            self._worker_group.members[peer].command(Discard(self.run.id))
         if self._begins:
             self._began_at_s = self._office.clock()
         self._expect_of_those_here()
@@ -287,7 +313,7 @@ class StepLoop:
             self._leave_out(convicted)
         if not all_reduce.failed:
             return
-        self._office.averaging_groups.give_up()
+        self._averaging_groups.give_up()
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
@@ -309,11 +335,11 @@ class StepLoop:
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
         hearing = self._worker_group.hearing(self.step)
-        groups = self._office.averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
+        groups = self._averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
         self._all_reduce = AllReduceAttempt(
             self.step,
-            next(self._office.attempts),
+            next(self._averaging_groups.attempts),
             groups,
             [member.peer for member in hearing],
             run=self.run.id,
@@ -329,7 +355,7 @@ class StepLoop:
         assert self._all_reduce is not None
         usable, loss, norm = self._worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
         self._times.note(FrameKind.REDUCE, self._office.clock() - self._all_reduce.began_s)
-        self._office.averaging_groups.committed(self._all_reduce.groups, usable)
+        self._averaging_groups.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
@@ -368,7 +394,7 @@ class StepLoop:
     def _forecast_s(self) -> float:
         """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
         passing_s = self._dispatcher.passing_s(self.step, self.run.microbatches)
-        averaging_s = self._office.averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
+        averaging_s = self._averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
 
     def _learn_from(self, step_s: float, forecast_s: float) -> None:
@@ -394,7 +420,7 @@ class StepLoop:
         self._dispatcher.clear()
         if stopped.code:
             for member in self._worker_group.usable():
-                member.discard(self.run.id)
+                member.command(Discard(self.run.id))
         self._trainer_connections.tell(stopped)
 
 

@@ -11,7 +11,7 @@ from typing import Union
 
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import KIND_OF, Body, End, Error
-from swarmnode.codec.training_messages import Begin, Condition, Discard, Lead, Release, Restore, Status, Sync
+from swarmnode.codec.training_messages import Condition, Lead, Release, Status, Sync
 from swarmnode.errors import PeerError, PeerLost, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
@@ -41,6 +41,15 @@ class WorkerState(Enum):
     LISTENING = "listening"  # hears the all-reduces while it fetches the state
     USABLE = "usable"
 
+
+TOLD_TO = {
+    FrameKind.LEAD: WorkerState.ASKED,
+    FrameKind.BEGIN: WorkerState.COMING,
+    FrameKind.RESTORE: WorkerState.COMING,
+    FrameKind.SYNC: WorkerState.LISTENING,
+    FrameKind.DISCARD: WorkerState.DISCARDING,
+}
+"""In which state a command leaves a member; others leave it where it is"""
 
 WITHIN_MOMENTS = (WorkerState.USABLE, WorkerState.COMING, WorkerState.DISCARDING)  # take part, or soon will
 
@@ -96,15 +105,19 @@ class WorkerHandle:
             self.line.send(body)
 
     def command(self, body: Body, *, wait_s: float | None = None) -> None:
-        """Tell it to do something, and expect the answer within `wait_s`; else within what such a thing takes it."""
+        """Tell it to do something, and expect the answer within `wait_s`; else within what such a thing takes it. After a SYNC it
+        hears all-reduces from that step on."""
         kind = FrameKind(KIND_OF[type(body)])
         if wait_s is None:
             pass_s = self.worker.unit_s * self.span.units
             wait_s = self.times.wait_s(kind, rtt_s=self.line.rtt_s or 0.0, work_s=2 * pass_s)
+        self.state = TOLD_TO.get(kind, self.state)
         self.moves += kind in MOVES
         gives_up = MOVES if kind in MOVES else (kind,) if kind == FrameKind.REDUCE else ()
         self.asked = deque(command for command in self.asked if command.kind not in gives_up)
-        if kind != FrameKind.SYNC:  # takes as long as a state takes to be fetched; meanwhile nothing needs it
+        if isinstance(body, Sync):  # takes as long as a state takes to be fetched; meanwhile nothing needs it
+            self.listens_from = body.step
+        else:
             leases = body.leases if isinstance(body, Release) else ()
             self.asked.append(Command(kind, self.clock(), wait_s, leases))
         self.send(body)
@@ -127,28 +140,8 @@ class WorkerHandle:
 
     def ask(self, term: int, key: bytes) -> None:
         """Have it say what it holds."""
-        self.state, self.status = WorkerState.ASKED, None
+        self.status = None
         self.command(Lead(term, key))
-
-    def begin(self, run: bytes) -> None:
-        """Have it come to step 0 of a run."""
-        self.state = WorkerState.COMING
-        self.command(Begin(run))
-
-    def restore(self, run: bytes, step: int) -> None:
-        """Have it come to a step that it has on its disk."""
-        self.state = WorkerState.COMING
-        self.command(Restore(run, step))
-
-    def sync(self, run: bytes, step: int, holders: tuple[PeerId, ...]) -> None:
-        """Have it hear the all-reduces from `step` on, and fetch the state from the holders."""
-        self.state, self.listens_from = WorkerState.LISTENING, step
-        self.command(Sync(run, step, holders))
-
-    def discard(self, run: bytes) -> None:
-        """Have it forget what it has counted in this step."""
-        self.state = WorkerState.DISCARDING
-        self.command(Discard(run))
 
     # -- what it says
 

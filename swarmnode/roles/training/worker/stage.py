@@ -190,16 +190,6 @@ class TrainingStage:
             channel.on_frame = lambda _frame, _body: labels.drop([body.lease])
             channel.on_lost = lambda _error: labels.drop([body.lease])
 
-    def _give_parts(self, channel: Channel, body: Pull, _payload: object) -> None:
-        self._all_reducer.hear(channel, body)
-
-    def _hear_leader(self, channel: Channel, body: Lead, _payload: object) -> None:
-        self.follow(channel)
-        self.obey(channel, body)
-
-    def _hear_trainer(self, channel: Channel, body: Work, _payload: object) -> None:
-        self.on_work(channel, body)
-
     def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
         hop, state = body.route[body.hop], self.state
         able = state.condition == Condition.READY and state.step <= body.step <= state.step + 1
@@ -259,10 +249,12 @@ class TrainingStage:
 
     # -- the coordinator's word
 
-    def follow(self, line: Line) -> None:
-        """Hear a coordinator's commands on this line."""
+    def follow(self, line: Line, first: Lead | None = None) -> None:
+        """Hear a coordinator's commands on this line, of which `first` may have come already."""
         line.on_frame = lambda _frame, body: self.obey(line, body)
         line.on_lost = lambda error: self.following.lost(line, error)
+        if first is not None:
+            self.obey(line, first)
 
     def obey(self, line: Line, body: Body) -> None:
         """Do what a command says; one of a coordinator that is not in force any more is answered STALE."""
@@ -292,9 +284,6 @@ class TrainingStage:
 
     def _begin_moving(self, line: Line, body: Begin | Sync | Restore) -> None:
         self._move = self._instead_of(self._move, self._moving(line, body))
-
-    def _wait_on(self, line: Line, body: ProgressReport) -> None:
-        """The coordinator lives, which was noted."""
 
     def _lead(self, line: Line, body: Lead) -> None:
         """Let go of what is in flight and follow the sender, or tell it which term is in force."""
@@ -419,9 +408,9 @@ class TrainingStage:
 OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]] = {
     Forward: TrainingStage._forward,
     Labels: TrainingStage._take_labels,
-    Pull: TrainingStage._give_parts,
-    Lead: TrainingStage._hear_leader,
-    Work: TrainingStage._hear_trainer,
+    Pull: lambda stage, channel, body, _payload: stage._all_reducer.hear(channel, body),
+    Lead: lambda stage, channel, body, _payload: stage.follow(channel, body),
+    Work: lambda stage, channel, body, _payload: stage.on_work(channel, body),
 }
 """What a conversation may begin with (`docs/training-step.md`)"""
 
@@ -433,7 +422,7 @@ COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
     Discard: TrainingStage._discard_for,
     Reduce: TrainingStage._begin_reducing,
     Commit: TrainingStage._commit,
-    ProgressReport: TrainingStage._wait_on,
+    ProgressReport: lambda _stage, _line, _body: None,  # the coordinator lives, which was noted
 }
 """What the coordinator in force may say, besides LEAD, which makes it that"""
 

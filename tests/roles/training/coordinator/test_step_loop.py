@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from swarmnode.plan.training.coordination import Phase
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
-from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
+from swarmnode.roles.training.coordinator.step_loop import StepLoop
 from tests.roles.training_swarm import toy_batches, toy_run
 
 STEP_S = 12.0  # of one stage alone
@@ -51,16 +51,10 @@ def stages() -> Stages:
 
 @pytest.fixture
 def loop(stages: Stages) -> StepLoop:
-    office = SimpleNamespace(
-        units=1,
-        worker_group=stages,
-        dispatcher=stages,
-        trainer_connections=None,
-        strikes=SimpleNamespace(rests=lambda _peer: False),
-        clock=lambda: 0.0,
-        averaging_groups=SimpleNamespace(begin=lambda: None, expected_s=lambda *_: 0.0),
-    )
-    return StepLoop(toy_run(toy_batches(), 3), 0, cast("Office", office))
+    office = SimpleNamespace(units=1, strikes=SimpleNamespace(rests=lambda _peer: False), clock=lambda: 0.0)
+    groups = SimpleNamespace(begin=lambda: None, expected_s=lambda *_: 0.0)
+    shared: Any = (office, stages, stages, None, groups, lambda: False)
+    return StepLoop(toy_run(toy_batches(), 3), 0, *shared)
 
 
 def test_stages_that_come_before_anything_is_counted_are_reckoned_with(loop: StepLoop, stages: Stages) -> None:
