@@ -3,8 +3,8 @@
 Any ready node can lead, the eldest does. What a coordinator knows is what the stages and trainers told it, so when it is
 lost the next one asks again and goes on. A term numbers the coordinators: stages follow the highest that they heard.
 
-Which phase it is in, and what follows from an event, stands in `plan/training/coordination.py`. Every word that is heard and
-every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
+The machine of `plan/training/coordination.py` says which phase it is in and what follows from an event. Every word that is heard
+and every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
 here waits.
 """
 
@@ -270,16 +270,16 @@ class Coordinator:
             return
         self._advancing = True
         try:
-            while self._machine.in_office and (event := self._due()) is not None:
+            while self._machine.in_office and (event := self._machine.due(self._has_come)) is not None:
                 self._happen(event)
         finally:
             self._advancing = False
 
-    def _due(self) -> Event | None:
-        if self._machine.phase is Phase.RENDEZVOUS:
+    def _has_come(self, event: Event) -> bool:
+        if event is Event.GATHERED:
             self._found = self._recovery_plan()
-            return None if self._found is None else Event.GATHERED
-        return None if self._step_loop is None else self._step_loop.due(self._machine.phase)
+            return self._found is not None
+        return self._step_loop is not None and self._step_loop.has_come(event)
 
     def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -332,7 +332,7 @@ class Coordinator:
         self._step_loop = self._steps(run, found.step)
         self._step_loop.gather(found)
         others = [trainer for trainer in self._trainer_connections if trainer.run != run]
-        if others and self._step_loop.due(self._machine.phase) is Event.FINISHED:
+        if others and self._step_loop.has_come(Event.FINISHED):
             self._happen(Event.FINISHED)
             self._try_anew(others[0].run)
         for trainer in others:

@@ -1,7 +1,7 @@
 """Step loop: the steps of one run, from one rendezvous to the next.
 
-What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `due` says which
-event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
+What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `CONDITIONS` say
+which event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.sparsity import slowest_link_s
-from swarmnode.plan.training.coordination import Event, Phase
+from swarmnode.plan.training.coordination import Event
 from swarmnode.plan.training.expected_step import ExpectedStep
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
@@ -271,25 +271,17 @@ class StepLoop:
 
     # -- what follows
 
-    def due(self, phase: Phase) -> Event | None:
-        """What has come about by what is known now."""
-        if self._stopped is not None and phase in (Phase.STEPPING, Phase.REDUCING):
-            return Event.NOT_FINITE
-        if phase is Phase.STEPPING:
-            return self._due_in_step()
-        if phase is Phase.REDUCING and self._all_reduce is not None and self._all_reduce.is_decided():
-            failed = self._all_reduce.failed or self._convicted(self._all_reduce) is not None
-            return Event.DISAGREED if failed else Event.AGREED
-        return None
+    def has_come(self, event: Event) -> bool:
+        """Return whether an event of the step in force has come about, by what is known now."""
+        return event in CONDITIONS and CONDITIONS[event](self)
 
-    def _due_in_step(self) -> Event | None:
-        """Nobody missing, nothing twice, the rest leased, and then the all-reduce."""
-        if self.step >= self.run.steps:
-            return Event.FINISHED
-        if self._astray or self._worker_group.uncovered(self._units):
-            return Event.UNCOVERED
+    def _is_uncovered(self) -> bool:
+        return self._astray or bool(self._worker_group.uncovered(self._units))
+
+    def _is_counted(self) -> bool:
+        """Return whether everything is counted once, and nothing leased; what is missing is leased before."""
         if self.awaits_others:
-            return None
+            return False
         ledger = self._ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)
@@ -301,7 +293,14 @@ class StepLoop:
         self._begins = self._begins and not ledger.leases
         hearing = self._worker_group.hearing(self.step)
         resting = any(self._office.strikes.rests(member.peer) for member in hearing)
-        return Event.COUNTED if ledger.complete() and not ledger.leases and not resting else None
+        return ledger.complete() and not ledger.leases and not resting
+
+    def _is_decided(self, *, agreed: bool) -> bool:
+        """Return whether the all-reduce is decided, and as `agreed` says: by what all answered, and nobody convicted."""
+        all_reduce = self._all_reduce
+        if all_reduce is None or not all_reduce.is_decided():
+            return False
+        return agreed is not (all_reduce.failed or self._convicted(all_reduce) is not None)
 
     def lease(self) -> None:
         """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
@@ -430,3 +429,13 @@ FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]]
     Failed: StepLoop._hear_failed,
 }
 """What stages say to their coordinator (`docs/training-step.md`)"""
+
+CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
+    Event.NOT_FINITE: lambda loop: loop._stopped is not None,
+    Event.FINISHED: lambda loop: loop.step >= loop.run.steps,
+    Event.UNCOVERED: StepLoop._is_uncovered,
+    Event.COUNTED: StepLoop._is_counted,
+    Event.DISAGREED: lambda loop: loop._is_decided(agreed=False),
+    Event.AGREED: lambda loop: loop._is_decided(agreed=True),
+}
+"""When an event of the machine has come about (`plan/training/coordination.py`)"""

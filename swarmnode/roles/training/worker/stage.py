@@ -35,7 +35,7 @@ from swarmnode.codec.training_messages import (
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
@@ -45,12 +45,10 @@ from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointMa
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
-from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.admission import refusal_of
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
 from swarmnode.roles.training.worker.following import Following
-from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 from swarmnode.roles.training.worker.stage_state import StageState
@@ -92,13 +90,13 @@ class TrainingStage:
         self.gate = link_config.gate
         self.following = Following(on_crash=link_config.supervisor.ends_peer)
         self.state = StageState(parts, checkpoint_manager)
-        self.updated = self.state.updated
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
         self.spot_checks = spot_checks
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
         self._admission_queue = AdmissionQueue(parts)
+        self.labels = self._admission_queue.labels
         self.completed = completed or CompletedWork()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -182,13 +180,12 @@ class TrainingStage:
             self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
 
     def _take_labels(self, channel: Channel, body: Labels, payload: bytes | bytearray) -> None:
-        labels = self._admission_queue.labels
-        refusal = self._refusal_of(body, channel.peer) or labels.put(body, payload)
+        refusal = self._refusal_of(body, channel.peer) or self.labels.put(body, payload)
         if refusal is not None:
             channel.close(Fault(0, body.hop, refusal))
         else:
-            channel.on_frame = lambda _frame, _body: labels.drop([body.lease])
-            channel.on_lost = lambda _error: labels.drop([body.lease])
+            channel.on_frame = lambda _frame, _body: self.labels.drop([body.lease])
+            channel.on_lost = lambda _error: self.labels.drop([body.lease])
 
     def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
         hop, state = body.route[body.hop], self.state
@@ -224,21 +221,9 @@ class TrainingStage:
         discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
 
-    async def labels_of(self, body: Forward) -> ReceivedLabels:
-        """See `MicrobatchStage`."""
-        return await self._admission_queue.labels.take(body.lease, body.within_s)
-
-    def remember(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
-        """What to keep of a microbatch that is computed now, so that replicas may check it."""
-        return None if self.spot_checks is None else self.spot_checks.remember(self.learner, body, payload, labels)
-
     def found_false(self) -> set[PeerId]:
         """By its own spot checks."""
         return set() if self.spot_checks is None else self.spot_checks.found
-
-    def note_loss(self, number: int, loss: float) -> None:
-        """Of a microbatch that the model's last unit has counted; on the bench."""
-        self.state.losses[number] = loss
 
     def blame(self, error: NotFinite) -> None:
         """Let the coordinator know which unit met NaN."""

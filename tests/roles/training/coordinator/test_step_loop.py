@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.plan.training.coordination import Phase
+from swarmnode.plan.training.coordination import Event
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.step_loop import StepLoop
@@ -62,17 +62,17 @@ def test_stages_that_come_before_anything_is_counted_are_reckoned_with(loop: Ste
     assert loop.expected_s == 0.0
     for count in range(1, len(STAGES) + 1):
         stages.here = list(STAGES[:count])
-        loop.due(Phase.STEPPING)
+        loop.has_come(Event.COUNTED)
         assert loop.expected_s == pytest.approx(STEP_S / count)
 
 
 def test_once_something_is_counted_what_was_expected_stays(loop: StepLoop, stages: Stages) -> None:
     stages.here = ["a", "b"]
-    loop.due(Phase.STEPPING)
+    loop.has_come(Event.COUNTED)
     for stage in stages.usable():
         stages.ledger.report(stage.peer, stage.span, {})
     stages.ledger.done(LEASE, 1.0)
     assert loop.counted == 1
     stages.here = ["a", "b", "c"]
-    loop.due(Phase.STEPPING)
+    loop.has_come(Event.COUNTED)
     assert loop.expected_s == pytest.approx(STEP_S / 2)
