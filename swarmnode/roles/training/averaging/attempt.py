@@ -74,7 +74,8 @@ class _Work:
 
 
 class OutgoingSums:
-    """Of one round. `parts`: all of them by number, in the order in which each of the `receivers` takes its own.
+    """Agreed parts of one round that a member hands to others, kept until the slowest of them has taken them. `parts`: all of
+    them by number, in the order in which each of the `receivers` takes its own.
 
     No more than `ahead` of them are here, the first that not everybody has taken among them: sums come in any order where
     several clusters agree on them, and who waits for the first one is never held up by those behind it.

@@ -27,6 +27,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 
 MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes more of a part
+MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers, too: nobody knows yet who the members are
 
 
 class AttemptId(NamedTuple):
@@ -66,7 +67,8 @@ class Patience:
 
 
 class Progress:
-    """One peer in one attempt. What counts is what it does (chunks, grants): a peer whose links answer PING may stand still.
+    """What a peer was last heard to do in an attempt, and how long its partners wait for it. What counts is what it does
+    (chunks, grants): a peer whose links answer PING may stand still.
 
     `patience()` is asked at every wait, for links are measured meanwhile; `moving()` says whether chunks are on their way.
     """
@@ -154,13 +156,13 @@ class Partner:
             True: deque(),
         }  # by `agreed`, in the order in which they came
         self._outgoing: Channel | None = None  # on which it pulls
-        self._outstanding_leases = {False: 0, True: 0}  # chunks that we may still send
+        self._asked_for = {False: 0, True: 0}  # chunks that it asked for, and that we may still send
         self._sending = asyncio.Lock()
 
     def __repr__(self) -> str:
         waiting = sum(map(len, self._chunks.values()))
-        granted, outstanding_leases = (f"{of[False]} + {of[True]}" for of in (self._granted, self._outstanding_leases))
-        return f"<Partner {self.peer}: {waiting} chunks here, {granted} granted, {outstanding_leases} may be sent>"
+        granted, asked_for = (f"{of[False]} + {of[True]}" for of in (self._granted, self._asked_for))
+        return f"<Partner {self.peer}: {waiting} chunks here, {granted} granted, {asked_for} may be sent>"
 
     # -- what comes
 
@@ -208,17 +210,17 @@ class Partner:
         """It asks for chunks. Who asks a second time gives up the first conversation."""
         if self._outgoing is not None:
             self._outgoing.close(Error(ErrorCode.STALE))
-        self._outgoing, self._outstanding_leases = channel, {False: 0, True: 0}
+        self._outgoing, self._asked_for = channel, {False: 0, True: 0}
         channel.on_frame = lambda _frame, body: self._hear_outgoing(channel, body)
         channel.on_lost = self.progress.fail
         self._grant(body)
 
     async def push(self, head: Part, encoded: Encoded) -> None:
         """Send a chunk as soon as it is asked for, and wait until the link has taken it."""
-        await self.progress.until(lambda: self._outstanding_leases[head.agreed] > 0, "it takes nothing")
+        await self.progress.until(lambda: self._asked_for[head.agreed] > 0, "it takes nothing")
         channel = self._outgoing
         assert channel is not None
-        self._outstanding_leases[head.agreed] -= 1
+        self._asked_for[head.agreed] -= 1
         async with self._sending:  # one after another: what waits to be sent waits here, and not in the link's queue
             channel.send(msgspec.structs.replace(head, values=(encoded[0],)), payload=[encoded[1]])
             await channel.drain()
@@ -229,14 +231,14 @@ class Partner:
         if isinstance(body, Pull) and attempt_of(body) == self._attempt:
             self._grant(body)
         elif isinstance(body, End):  # it has all that it needs; what we wait for may still be on its way
-            self._outgoing, self._outstanding_leases = None, {False: 0, True: 0}
+            self._outgoing, self._asked_for = None, {False: 0, True: 0}
         else:
             self._hear_other(body, channel)
 
     def _grant(self, body: Pull) -> None:
-        self._outstanding_leases[False] += body.contributions
-        self._outstanding_leases[True] += body.sums
-        if max(self._outstanding_leases.values()) > MAX_PULLED:
+        self._asked_for[False] += body.contributions
+        self._asked_for[True] += body.sums
+        if max(self._asked_for.values()) > MAX_PULLED:
             self._break_rules("it pulls more than it can have room for", self._outgoing)
         self.progress.acted()
 
@@ -283,9 +285,6 @@ def _last_word(error: BaseException, attempt: AttemptId) -> Body:
     return Error(ErrorCode.STALE)
 
 
-MAX_EARLY = 2 * MAX_MEMBERS  # of strangers, too: nobody knows yet who the members are
-
-
 class _EarlyPull(NamedTuple):
     channel: Channel
     body: Pull
@@ -293,7 +292,8 @@ class _EarlyPull(NamedTuple):
 
 
 class EarlyPulls:
-    """The newest conversation of each peer, oldest first; the oldest go where there are too many."""
+    """What replicas ask for before our own REDUCE is here: the newest conversation of each peer, oldest first; the oldest go if
+    there are too many. No chunks are held: a peer that is early waits."""
 
     def __init__(self) -> None:
         self._pulls: dict[PeerId, _EarlyPull] = {}

@@ -77,28 +77,16 @@ class AveragingGroups:
         self._link_times = link_times
         self._codecs = codecs
         self._decisions = decisions
-        self._clusters = AveragingClusters()
-        self._warm_starts = WarmStarts()
+        self.clusters = AveragingClusters()
+        self.warm_starts = WarmStarts()
         self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
 
     def __repr__(self) -> str:
-        return f"<AveragingGroups, {self._clusters!r}, rates of {len(self._received_bps)} members>"
+        return f"<AveragingGroups, {self.clusters!r}, rates of {len(self._received_bps)} members>"
 
     def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
         """How fast others' parts came to a member; of whom it says nothing, what it said before holds."""
         self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
-
-    def begin(self) -> None:
-        """Members were gathered anew."""
-        self._warm_starts.clear()
-
-    def committed(self, groups: Sequence[Group], members: Sequence[WorkerHandle]) -> None:
-        """What these groups agreed on is what the members go on with."""
-        self._warm_starts.committed(groups, members)
-
-    def give_up(self) -> None:
-        """An averaging came to nothing."""
-        self._clusters.give_up()
 
     def make(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[Group]:
         """For the end of a step. Those of whom nothing is heard any more are forgotten."""
@@ -108,7 +96,7 @@ class AveragingGroups:
             for receiver, told in self._received_bps.items()
             if receiver in here
         }
-        self._clusters.begin()
+        self.clusters.begin()
         chosen = self._choose(run, step, members, count)
         for one in chosen:
             self._tell(one)
@@ -117,7 +105,7 @@ class AveragingGroups:
     def _started(self, group: Group, run: Run, members: Sequence[WorkerHandle]) -> Group:
         if not run.averaging.alternating:
             return group
-        return msgspec.structs.replace(group, warm_start=self._warm_starts.may(group, members))
+        return msgspec.structs.replace(group, warm_start=self.warm_starts.may(group, members))
 
     def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
         """Of the averaging at the end of a step, in which all take part; one group after another."""
@@ -142,7 +130,7 @@ class AveragingGroups:
         network = self._network([member.peer for member in members])
         places = {member.peer: place for place, member in enumerate(members)}
         return [
-            self._clusters.choose(
+            self.clusters.choose(
                 group,
                 network.among([places[member.peer] for member in group.members]),
                 self._link_times.averaged_bytes(group.blocks, run.averaging),

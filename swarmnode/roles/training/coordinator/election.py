@@ -1,6 +1,5 @@
-"""Coordinator election: a training node among the others. It sees to it that somebody leads: the eldest ready one that
-may, whenever nobody
-does."""
+"""Coordinator election: a training node among the others. It sees to it that somebody leads: the eldest ready one that may,
+whenever nobody does."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's turn
-LET_GO_S = (
-    60.0  # the same, where a coordinator let this stage go: it leads the others, and calls us again after a pause
-)
+LET_GO_S = 60.0  # the same, if a coordinator let this stage go: it leads the others, and calls us again after a pause
 
 
 class Standstill:

@@ -93,7 +93,7 @@ class StepLoop:
         self._dispatcher = dispatcher
         self._trainer_connections = trainer_connections
         self._averaging_groups = averaging_groups
-        self._averaging_groups.begin()
+        averaging_groups.warm_starts.clear()
         self._puts_off = puts_off
         self._all_reduce: AllReduceAttempt | None = None
         self._times = AnswerTimes()  # with all-reduces
@@ -312,7 +312,7 @@ class StepLoop:
             self._leave_out(convicted)
         if not all_reduce.failed:
             return
-        self._averaging_groups.give_up()
+        self._averaging_groups.clusters.give_up()
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
@@ -354,7 +354,7 @@ class StepLoop:
         assert self._all_reduce is not None
         usable, loss, norm = self._worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
         self._times.note(FrameKind.REDUCE, self._office.clock() - self._all_reduce.began_s)
-        self._averaging_groups.committed(self._all_reduce.groups, usable)
+        self._averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps

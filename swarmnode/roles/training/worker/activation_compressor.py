@@ -29,12 +29,18 @@ OnChoice = Callable[[PeerId, str, Choice], None]
 """(peer, direction, choice): what goes there travels otherwise from now on"""
 
 
+MAX_LINKS = 64  # those used longest ago are forgotten
+
+Link = tuple[PeerId, str]
+"""To whom, and which way through the model"""
+
 Way = tuple[PeerId, str, bool]
 """With whom, which way through the model, and whether it is sent or comes in"""
 
 
 class LinkDurations:
-    """Of the step in force and the one before it: who is not met any more is forgotten."""
+    """How long a microbatch's values take over each link of a stage as they are, in both directions; of the step in force and
+    the one before it: peers that are not met any more are forgotten."""
 
     def __init__(self) -> None:
         self._now_s: dict[Way, float] = {}
@@ -60,12 +66,6 @@ class LinkDurations:
         self._before_s, self._now_s = self._now_s, {}
 
 
-MAX_LINKS = 64  # those used longest ago are forgotten
-
-Link = tuple[PeerId, str]
-"""To whom, and which way through the model"""
-
-
 @dataclass(frozen=True)
 class _LeftOver:
     values: Sequence[Tensor]  # of whole numbers: zeros
@@ -73,7 +73,12 @@ class _LeftOver:
 
 
 class ErrorFeedback:
-    """On the executor. Where the ledger has no room, nothing is kept, and top-k goes on without."""
+    """What top-k left out of the values of a link, which is added to the next ones (Stich et al., arXiv 1809.07599). On the
+    executor; if the ledger has no room, nothing is kept, and top-k goes on without.
+
+    A microbatch's activations are of other samples than the next one's. What was left out of them is the same for all samples
+    where it is a bias, and noise where it is not: which of them prevails is measured in `docs/decisions/compression.md`.
+    """
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger

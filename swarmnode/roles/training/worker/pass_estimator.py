@@ -23,6 +23,7 @@ from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
 
+NEWEST = 0.1  # weight of the newest measurement, once there are enough
 LONG_S = 2.0  # estimated: longer microbatches are not tried as a whole, which takes two of them
 
 Estimates = Callable[[Run], Sequence[UnitEstimate]]
@@ -36,12 +37,9 @@ DummyRun = Callable[[Learner, int, int], float]
 up."""
 
 
-NEWEST = 0.1  # weight of the newest measurement, once there are enough
-
-
 class UnitTime:
-    """Seconds for one unit, forward and back. Until a pass was timed they are the estimate, as far off as the last run's was; then
-    the mean of what was timed, of which the newest counts most."""
+    """Seconds that a microbatch takes for one unit, forward and back. Until a pass was timed they are the estimate, as far off
+    as the last run's was; then the mean of what was timed, of which the newest counts most."""
 
     def __init__(self) -> None:
         self._estimated_s = 0.0

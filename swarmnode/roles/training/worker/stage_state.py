@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEPARTURE = 1.25  # factor between the speed that was told and the one that is measured
+MAX_MISSED = 16  # steps that a listener makes up for
 MEET_S = 5.0  # for a step that replicas are to write down together to come
 
 
@@ -38,9 +39,6 @@ def check_positions(segment: Segment, run: Run) -> None:
     """Raises ProtocolError where a run's samples are longer than the model's positions."""
     if segment.positions is not None and run.sequence > segment.positions:
         raise ProtocolError(f"samples of {run.sequence} tokens, but the model has {segment.positions} positions")
-
-
-MAX_MISSED = 16
 
 
 @dataclass(frozen=True)

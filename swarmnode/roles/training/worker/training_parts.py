@@ -30,7 +30,8 @@ LoadUnits = Callable[[int, int], Segment]
 
 
 class TrainingPart:
-    """Used on the loop, but for the learner."""
+    """What one device holds of the units that a node trains: its thread, its memory, and the learner of the run in force. Used
+    on the loop, but for the learner."""
 
     def __init__(
         self,

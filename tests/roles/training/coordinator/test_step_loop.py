@@ -10,6 +10,7 @@ import pytest
 from swarmnode.plan.training.coordination import Event
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
+from swarmnode.roles.training.coordinator.averaging_groups import WarmStarts
 from swarmnode.roles.training.coordinator.step_loop import StepLoop
 from tests.roles.training_swarm import toy_batches, toy_run
 
@@ -52,7 +53,7 @@ def stages() -> Stages:
 @pytest.fixture
 def loop(stages: Stages) -> StepLoop:
     office = SimpleNamespace(units=1, strikes=SimpleNamespace(rests=lambda _peer: False), clock=lambda: 0.0)
-    groups = SimpleNamespace(begin=lambda: None, expected_s=lambda *_: 0.0)
+    groups = SimpleNamespace(warm_starts=WarmStarts(), expected_s=lambda *_: 0.0)
     shared: Any = (office, stages, stages, None, groups, lambda: False)
     return StepLoop(toy_run(toy_batches(), 3), 0, *shared)
 
