@@ -26,7 +26,7 @@ class Holding:
     masks: dict[int, int] = field(default_factory=dict)
 
     def mask(self, unit: int) -> int:
-        """The bits of a unit; none of one that it does not hold."""
+        """Return the bits of a unit; 0 if the replica does not hold it."""
         return self.masks.get(unit, 0)
 
 
@@ -49,7 +49,7 @@ class OutstandingLease:
     suspects: frozenset[PeerId] | None = None
 
     def passes(self, peer: PeerId) -> bool:
-        """Whether a stage is on its route."""
+        """Return whether a stage is on the route."""
         return any(hop == peer for hop, _ in self.route)
 
 
@@ -82,16 +82,16 @@ class StepLedger:
         return [lease for lease in self._leases.values() if not lease.called_back]
 
     def held_by(self, trainer: PeerId) -> list[OutstandingLease]:
-        """Leases that a trainer is at work on."""
+        """Return the leases that a trainer is at work on."""
         return [lease for lease in self.out if lease.trainer == trainer]
 
     def find(self, lease: int, trainer: PeerId) -> OutstandingLease | None:
-        """The lease of this number; None if it is over, called back, or another trainer's."""
+        """Return the lease of this number; None if it is over, called back, or another trainer's."""
         found = self._leases.get(lease)
         return found if found is not None and found.trainer == trainer and not found.called_back else None
 
     def free(self) -> list[int]:
-        """Microbatches that can be leased: some unit has not counted them, and they have no lease."""
+        """Return the microbatches that can be leased: some unit has not counted them, and they have no lease."""
         leased = {lease.number for lease in self._leases.values()}
         return [number for number in self.missing() if number not in leased]
 
@@ -147,7 +147,7 @@ class StepLedger:
 
     @property
     def loss(self) -> float:
-        """The mean over the microbatches whose loss is known; 0 if there are none."""
+        """Mean over the microbatches whose loss is known; 0 if there are none."""
         return math.fsum(self._losses.values()) / max(1, len(self._losses))
 
     def report(
@@ -159,8 +159,8 @@ class StepLedger:
         *,
         adds: bool = False,
     ) -> None:
-        """Note what a replica says that it has counted, by unit: instead of what was known of it, or (`adds`) besides, as what was
-        known may be newer. `losses`: of what it has counted for the last unit, in order."""
+        """Note the microbatches that a replica says it has counted, by unit. They replace the known ones, or (`adds`) join them, if
+        these may be newer. `losses`: those of the microbatches counted for the last unit, in order."""
         self._losses.update(zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False))
         known = self._holdings.get(peer) if adds else None
         told = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
@@ -170,25 +170,25 @@ class StepLedger:
         self._holdings[peer] = told
 
     def count(self, peer: PeerId, span: Span, number: int) -> None:
-        """A microbatch went through these units of a replica, and back."""
+        """Note that a microbatch went through these units of a replica, and back. A replica that is lost counts nothing."""
         holding = self._holdings.get(peer)
         if holding is not None:
             for unit in range(max(span.start, holding.span.start), min(span.end, holding.span.end)):
                 holding.masks[unit] = holding.mask(unit) | 1 << number
 
     def lose(self, peer: PeerId) -> None:
-        """A replica is gone, with all that it had counted."""
+        """Forget a replica, with all that it had counted."""
         self._holdings.pop(peer, None)
 
     def missing(self) -> list[int]:
-        """Microbatches that some unit has not counted."""
+        """Return the microbatches that some unit has not counted."""
         counted = self.everything
         for unit in range(self.units):
             counted &= self._union(unit)
         return [number for number in range(self.microbatches) if not counted >> number & 1]
 
     def complete(self) -> bool:
-        """Whether every unit has counted every microbatch."""
+        """Return whether every unit has counted every microbatch."""
         return all(self._union(unit) == self.everything for unit in range(self.units))
 
     def _union(self, unit: int) -> int:
@@ -198,7 +198,7 @@ class StepLedger:
         return union
 
     def counters(self, number: int) -> list[PeerId | None]:
-        """For each unit, the replica that has counted this microbatch, or None."""
+        """Return for each unit the replica that has counted this microbatch, or None."""
         found: list[PeerId | None] = [None] * self.units
         for peer, holding in self._holdings.items():
             for unit, mask in holding.masks.items():
@@ -207,7 +207,8 @@ class StepLedger:
         return found
 
     def conflicts(self) -> list[PeerId]:
-        """Replicas to discard so that nothing is counted twice: of two that counted the same, the one with fewer counts."""
+        """Return the replicas to discard so that nothing is counted twice: of two that counted the same, the one with fewer
+        counts."""
         order = sorted(self._holdings, key=lambda peer: (-self._weight(peer), peer))
         taken = [0] * self.units
         losers: list[PeerId] = []
@@ -224,8 +225,8 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self._holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """How many microbatches a replica has counted for one of these units, at most; 0 for a listener. Who holds both ends of the
-        model adds to what they share though all microbatches came in elsewhere."""
+        """Return the number of microbatches that a replica has counted for one of these units, at most; 0 for a listener. A
+        replica of both ends of the model adds to what these share even if all microbatches came in elsewhere."""
         holding = self._holdings.get(peer)
         if holding is None:
             return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
 
@@ -64,3 +67,22 @@ def test_words_about_leases_of_before_are_nothing() -> None:
     call_back(ledger, 11, "a")
     ledger.void()
     assert ledger.released(11, "a") is None and not ledger.leases
+
+
+@given(st.lists(st.tuples(st.sampled_from(["grant", "done", "late", "a", "b"]), st.integers(0, 3)), max_size=40))
+def test_a_microbatch_has_one_lease_at_most_and_is_free_or_counted_without(events: list[tuple[str, int]]) -> None:
+    """Whatever is done, called back and released in whatever order: what is said of a lease that is over changes nothing."""
+    ledger, newest = leases_out(), dict.fromkeys(range(4), -1)
+    for peer, span in ROUTE:
+        ledger.report(peer, span, {})
+    for count, (event, number) in enumerate(events):
+        if event == "grant" and number in ledger.free():
+            newest[number] = count
+            ledger.grant(OutstandingLease(count, number, ROUTE, FEEDER))
+        elif event in ("a", "b"):
+            ledger.released(newest[number], event)
+        elif (lease := ledger.find(newest[number], FEEDER)) is not None:
+            ledger.done(lease, 1.0) if event == "done" else ledger.call_back(lease, {"a", "b"})
+        leased = [lease.number for lease in ledger.leases]
+        assert len(leased) == len(set(leased)), "one lease at most"
+        assert {*leased, *ledger.free()} == set(ledger.missing()) and not set(leased) & set(ledger.free())

@@ -73,7 +73,7 @@ class Dispatcher:
         return f"<Dispatcher of term {self.term}, {self.ledger!r}>"
 
     def begin(self, run: Run, ledger: StepLedger) -> None:
-        """From now on leases are of this run, and of the step of this ledger."""
+        """Give out leases of this run, and of the step of this ledger, from now on."""
         self._run, self._positions, self.ledger = run.id, run.positions, ledger
 
     # -- giving
@@ -212,9 +212,8 @@ class Dispatcher:
             member.command(release)
 
     def blame(self, record: OutstandingLease) -> frozenset[PeerId]:
-        """A lease failed, and all stages have said what they counted: leave the peers alone for a while that may be why, and return
-        them. If no stage has counted it, it is anybody's fault; or that of a trainer that has fed nothing yet, beside those that
-        have."""
+        """Strike the peers that may be why a lease failed, once all its stages have said what they counted; return these peers.
+        If no stage has counted it, it is the fault of any of them, or of a trainer that has fed nothing yet while others have."""
         suspects = self.ledger.around_the_gap(record) if record.suspects is None else record.suspects
         if record.suspects is None and not suspects:
             is_stranger = bool(self._proven) and record.trainer not in self._proven
@@ -228,7 +227,7 @@ class Dispatcher:
         return suspects
 
     def lose(self, peer: PeerId) -> None:
-        """A stage is gone with what it had counted: nothing is expected of it, and what was on its way through it takes another."""
+        """Forget a stage with what it had counted: nothing is expected of it, and leases through it are called back."""
         for record in self.ledger.leases:
             if record.called_back:
                 if record.passes(peer):
@@ -239,7 +238,7 @@ class Dispatcher:
         self.ledger.lose(peer)
 
     def lose_trainer(self, trainer: TrainerLine) -> None:
-        """A trainer is gone, with the microbatches that it had."""
+        """Call back the leases of a trainer that is gone."""
         for record in self.ledger.held_by(trainer.peer):
             self._call_back(record, frozenset())
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from swarmnode.codec.frames import Frame
@@ -35,28 +35,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's turn
 LET_GO_S = 60.0  # the same, if a coordinator let this stage go: it leads the others, and calls us again after a pause
-
-
-class Standstill:
-    """For how long a stage has counted and committed nothing. `note` is told now and then where it is; `clock` in seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._where: tuple[int, Mapping[int, int]] | None = None
-        self._since_s = clock()
-
-    def __repr__(self) -> str:
-        return f"<Standstill for {self.still_s:.0f} s>"
-
-    def note(self, step: int, counted: Mapping[int, int]) -> None:
-        """It is at this step, and has counted these microbatches, by unit."""
-        if self._where != (step, counted):
-            self._where, self._since_s = (step, counted), self._clock()
-
-    @property
-    def still_s(self) -> float:
-        """Since anything changed."""
-        return self._clock() - self._since_s
 
 
 class CoordinatorElection:
@@ -93,7 +71,8 @@ class CoordinatorElection:
         self._vacant_since_s = clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
-        self._standstill = Standstill(clock)
+        self._where: tuple[int, dict[int, int]] | None = None  # the step of our stage, and what it has counted
+        self._still_since_s = clock()  # there
         self._tasks = Tasks("election", on_crash=on_crash)
         self._changed = asyncio.Event()
         stage.may_lead = self._may_lead
@@ -135,7 +114,9 @@ class CoordinatorElection:
                 if self._coordinator is not None:
                     await self._directory.refresh()  # it slows down in calm times; who comes is to be useful soon
             self._changed.clear()
-            self._standstill.note(self._stage.state.step, self._stage.state.masks)
+            where = self._stage.state.step, self._stage.state.masks
+            if where != self._where:
+                self._where, self._still_since_s = where, self._clock()
             if self._has_leader():
                 self._vacant_since_s = self._clock()
             else:
@@ -165,7 +146,7 @@ class CoordinatorElection:
         held = {
             unit for peer in self._directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
-        return self._standstill.still_s >= STALLED_S and len(held) >= self._office.units
+        return self._clock() - self._still_since_s >= STALLED_S and len(held) >= self._office.units
 
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
