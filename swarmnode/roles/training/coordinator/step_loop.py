@@ -295,12 +295,14 @@ class StepLoop:
         resting = any(self._office.strikes.rests(member.peer) for member in hearing)
         return ledger.complete() and not ledger.leases and not resting
 
-    def _is_decided(self, *, agreed: bool) -> bool:
-        """Return whether the all-reduce is decided, and as `agreed` says: by what all answered, and nobody convicted."""
+    def _outcome(self) -> Event | None:
+        """Return how the all-reduce ended, AGREED or DISAGREED; None as long as answers are waited for. One with a contributor that
+        is convicted has failed."""
         all_reduce = self._all_reduce
         if all_reduce is None or not all_reduce.is_decided():
-            return False
-        return agreed is not (all_reduce.failed or self._convicted(all_reduce) is not None)
+            return None
+        failed = all_reduce.failed or self._convicted(all_reduce) is not None
+        return Event.DISAGREED if failed else Event.AGREED
 
     def lease(self) -> None:
         """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
@@ -435,7 +437,7 @@ CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
     Event.FINISHED: lambda loop: loop.step >= loop.run.steps,
     Event.UNCOVERED: StepLoop._is_uncovered,
     Event.COUNTED: StepLoop._is_counted,
-    Event.DISAGREED: lambda loop: loop._is_decided(agreed=False),
-    Event.AGREED: lambda loop: loop._is_decided(agreed=True),
+    Event.DISAGREED: lambda loop: loop._outcome() is Event.DISAGREED,
+    Event.AGREED: lambda loop: loop._outcome() is Event.AGREED,
 }
 """When an event of the machine has come about (`plan/training/coordination.py`)"""
