@@ -1,9 +1,4 @@
-"""Bodies of an all-reduce (`protocol/training.md`).
-
-coordinator -> stage    REDUCE
-stage -> coordinator    REDUCED, FAILED
-replica -> replica      PULL, WAITING           PART, WAITING, FAILED back
-"""
+"""Bodies of an all-reduce (`protocol/training.md`); which peer sends them to which, and when, says `docs/training-step.md`."""
 
 from __future__ import annotations
 

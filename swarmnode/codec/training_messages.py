@@ -1,11 +1,5 @@
-"""Bodies of the training conversations (`protocol/training.md`).
-
-    trainer  -> coordinator   WORK ... DONE | FAILED         coordinator -> trainer   LEASE, STEP, STOPPED
-    trainer  -> first hop   FORWARD                         hop -> who sent it     BACKWARD | FAULT
-    trainer  -> last hop    LABELS                          last hop -> trainer    FAULT
-    coordinator -> stage      LEAD, BEGIN, RELEASE, DISCARD, COMMIT, SYNC, RESTORE
-    coordinator -> everybody  PROGRESS, each second
-    stage -> coordinator      STATUS, FAILED
+"""Bodies of the training conversations (`protocol/training.md`). The table of `docs/training-step.md` says which peer sends them to
+which, and when.
 
 One conversation carries one microbatch: FORWARD opens it and says the whole route, BACKWARD ends it. Each names its run, but LEAD,
 which asks for it. All-reduces have bodies of their own (`averaging_messages.py`).

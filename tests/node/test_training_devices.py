@@ -17,7 +17,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ExecutorDied
 from swarmnode.ledger import Account
-from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.worker.stage import TrainingStage
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

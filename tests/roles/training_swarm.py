@@ -41,8 +41,7 @@ from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
-from swarmnode.roles.training.worker.training_part import TrainingPart
-from swarmnode.roles.training.worker.training_parts import TrainingParts
+from swarmnode.roles.training.worker.training_parts import TrainingPart, TrainingParts
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State

@@ -1,13 +1,15 @@
-"""Who coordinates a training, and how far it is: a state machine that every stage keeps for itself.
+"""Who coordinates a training, and how far its step is: a state machine that every stage keeps for itself.
 
-Pure: (phase, event) -> (phase, actions). A live node drives it by what it hears (`roles/training/`), the simulator by what it
-simulates (`simulate/steps/training.py`); both do what the actions say. `protocol/training.md` has the same table for
-others to build.
+Pure: (phase, event) -> (phase, actions). A step is leased and counted (STEPPING), agreed on (REDUCING), and committed; if the
+replicas disagree it is leased and counted again. A live node drives the machine by what it hears
+(`roles/training/coordinator/coordinator.py`; when an event of a step has come about stands in `step_loop.py`), the simulator by
+what it simulates (`simulate/steps/training.py`); both do what the actions say. `docs/training-step.md` explains the machine,
+`protocol/training.md` has the same table for others to build.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 
@@ -69,18 +71,18 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Outcome] = {
     (Phase.CANDIDATE, Event.NOT_OUR_TURN): (Phase.VACANT, ()),
     (Phase.CANDIDATE, Event.SETTLED): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
     (Phase.RENDEZVOUS, Event.GATHERED): (Phase.STEPPING, (Action.GATHER, Action.LEASE)),
-    (Phase.STEPPING, Event.COUNTED): (Phase.REDUCING, (Action.REDUCE,)),
-    (Phase.STEPPING, Event.UNCOVERED): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
-    (Phase.STEPPING, Event.FINISHED): (Phase.OVER, (Action.STOP,)),
     (Phase.STEPPING, Event.NOT_FINITE): (Phase.OVER, (Action.STOP,)),
-    (Phase.REDUCING, Event.AGREED): (Phase.STEPPING, (Action.COMMIT, Action.LEASE)),
-    (Phase.REDUCING, Event.DISAGREED): (Phase.STEPPING, (Action.LEASE,)),
+    (Phase.STEPPING, Event.FINISHED): (Phase.OVER, (Action.STOP,)),
+    (Phase.STEPPING, Event.UNCOVERED): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
+    (Phase.STEPPING, Event.COUNTED): (Phase.REDUCING, (Action.REDUCE,)),
     (Phase.REDUCING, Event.NOT_FINITE): (Phase.OVER, (Action.STOP,)),
+    (Phase.REDUCING, Event.DISAGREED): (Phase.STEPPING, (Action.LEASE,)),
+    (Phase.REDUCING, Event.AGREED): (Phase.STEPPING, (Action.COMMIT, Action.LEASE)),
     (Phase.OVER, Event.OTHER_RUN): (Phase.STEPPING, (Action.BEGIN, Action.LEASE)),
     (Phase.OVER, Event.SAME_RUN): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
     **{(phase, Event.FOLLOWED): (Phase.FOLLOWING, (Action.RESIGN,)) for phase in IN_OFFICE},
 }
-"""What is not here changes nothing."""
+"""An event that is not here changes nothing. Of several that have come about in a phase the first one here counts."""
 
 
 def transition(phase: Phase, event: Event) -> Outcome:
@@ -101,6 +103,10 @@ class Coordination:
     def in_office(self) -> bool:
         """Whether this stage coordinates."""
         return self.phase in IN_OFFICE
+
+    def due(self, has_come: Callable[[Event], bool]) -> Event | None:
+        """Return the first event of this phase, in the order of the table, that has come about; None if none has."""
+        return next((event for phase, event in TRANSITIONS if phase is self.phase and has_come(event)), None)
 
     def on(self, event: Event) -> tuple[Action, ...]:
         """Something has happened: what is to be done now."""

@@ -1,13 +1,17 @@
-"""The ledger of one training step: which microbatch is counted where, so that each counts exactly once for every unit.
+"""The ledger of one training step: which microbatch is leased to whom, and which one is counted where.
 
 A microbatch is counted for a unit once its gradient is in the accumulator of a live replica of that unit. A replica that
-dies takes its counts with it; they are then missing, and the microbatch is sent again: through the replicas that have
+dies takes its counts with it; they are then missing, and the microbatch is leased again: through the replicas that have
 counted it for their units, which add nothing, and through any others for the rest.
+
+A lease is granted, then done, or called back and released by every live stage of its route. Until then its microbatch is not
+leased again, for only then the counts tell all that came of it: so each microbatch counts exactly once for every unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.net.interfaces import PeerId
@@ -22,12 +26,35 @@ class Holding:
     masks: dict[int, int] = field(default_factory=dict)
 
     def mask(self, unit: int) -> int:
-        """The bits of a unit; none of one that it does not hold."""
+        """Return the bits of a unit; 0 if the replica does not hold it."""
         return self.masks.get(unit, 0)
 
 
+@dataclass(eq=False)
+class OutstandingLease:
+    """One attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
+
+    `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: peers that may be why it failed;
+    None as long as that is to be seen from the counts of its stages.
+    """
+
+    lease: int
+    number: int
+    route: tuple[tuple[PeerId, Span], ...]
+    trainer: PeerId = ""
+    given_at_s: float = 0.0
+    until_s: float = math.inf
+    called_back: bool = False
+    releasing: set[PeerId] = field(default_factory=set)
+    suspects: frozenset[PeerId] | None = None
+
+    def passes(self, peer: PeerId) -> bool:
+        """Return whether a stage is on the route."""
+        return any(hop == peer for hop, _ in self.route)
+
+
 class StepLedger:
-    """Counts of one step of `microbatches` microbatches over a model of `units` units."""
+    """Leases and counts of one step of `microbatches` microbatches over a model of `units` units."""
 
     def __init__(self, step: int, units: int, microbatches: int) -> None:
         self.step = step
@@ -35,40 +62,133 @@ class StepLedger:
         self.microbatches = microbatches
         self.everything = (1 << microbatches) - 1
         self._holdings: dict[PeerId, Holding] = {}
+        self._losses: dict[int, float] = {}
+        self._leases: dict[int, OutstandingLease] = {}
 
     def __repr__(self) -> str:
-        left = len(self.missing())
-        return f"<StepLedger of step {self.step}: {self.microbatches - left} of {self.microbatches} counted everywhere>"
+        counted = self.microbatches - len(self.missing())
+        return f"<StepLedger of step {self.step}: {counted} of {self.microbatches} counted everywhere, {len(self._leases)} leases>"
+
+    # -- leases
+
+    @property
+    def leases(self) -> list[OutstandingLease]:
+        """Leases that are neither done nor released."""
+        return list(self._leases.values())
+
+    @property
+    def out(self) -> list[OutstandingLease]:
+        """Leases that are not called back."""
+        return [lease for lease in self._leases.values() if not lease.called_back]
+
+    def held_by(self, trainer: PeerId) -> list[OutstandingLease]:
+        """Return the leases that a trainer is at work on."""
+        return [lease for lease in self.out if lease.trainer == trainer]
+
+    def find(self, lease: int, trainer: PeerId) -> OutstandingLease | None:
+        """Return the lease of this number; None if it is over, called back, or another trainer's."""
+        found = self._leases.get(lease)
+        return found if found is not None and found.trainer == trainer and not found.called_back else None
+
+    def free(self) -> list[int]:
+        """Return the microbatches that can be leased: some unit has not counted them, and they have no lease."""
+        leased = {lease.number for lease in self._leases.values()}
+        return [number for number in self.missing() if number not in leased]
+
+    def grant(self, lease: OutstandingLease) -> None:
+        """Note a lease that is given out."""
+        self._leases[lease.lease] = lease
+
+    def done(self, lease: OutstandingLease, loss: float) -> None:
+        """End a lease whose microbatch came back: all stages of its route have counted it."""
+        self._leases.pop(lease.lease, None)
+        for peer, span in lease.route:
+            self.count(peer, span, lease.number)
+        self._losses[lease.number] = loss
+
+    def call_back(
+        self, lease: OutstandingLease, stages: Collection[PeerId], suspects: frozenset[PeerId] | None = None
+    ) -> None:
+        """Wait until each of these stages has released a lease; if there are none, it is over."""
+        lease.called_back, lease.releasing, lease.suspects = True, set(stages), suspects
+        if not stages:
+            self._leases.pop(lease.lease, None)
+
+    def released(self, lease: int, peer: PeerId) -> OutstandingLease | None:
+        """Note that a stage has forgotten a lease; return the lease if that was the last stage, else None."""
+        found = self._leases.get(lease)
+        if found is None or not found.called_back:
+            return None
+        found.releasing.discard(peer)
+        return None if found.releasing else self._leases.pop(lease)
+
+    def void(self) -> None:
+        """Forget all leases."""
+        self._leases.clear()
+
+    def around_the_gap(self, lease: OutstandingLease) -> frozenset[PeerId]:
+        """Return the peers between which a lease stopped, its trainer included. Gradients come back hop by hop: of the last stage
+        that has not counted it and the first one that has, one did not do its part. Empty if no stage has counted it."""
+        peers = [lease.trainer, *(peer for peer, _ in lease.route)]
+        counted = [False, *(self._has_counted(peer, span.start, lease.number) for peer, span in lease.route)]
+        first = counted.index(True) if any(counted) else 0
+        return frozenset(peers[first - 1 : first + 1] if first else ())
+
+    def _has_counted(self, peer: PeerId, unit: int, number: int) -> bool:
+        holding = self._holdings.get(peer)
+        return holding is not None and bool(holding.mask(unit) >> number & 1)
+
+    # -- counts
 
     @property
     def peers(self) -> Mapping[PeerId, Holding]:
         """The live replicas that take part."""
         return self._holdings
 
-    def report(self, peer: PeerId, span: Span, masks: Mapping[int, int]) -> None:
-        """What a replica says that it has counted, by unit; replaces what was known of it."""
-        self._holdings[peer] = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
+    @property
+    def loss(self) -> float:
+        """Mean over the microbatches whose loss is known; 0 if there are none."""
+        return math.fsum(self._losses.values()) / max(1, len(self._losses))
+
+    def report(
+        self,
+        peer: PeerId,
+        span: Span,
+        masks: Mapping[int, int],
+        losses: Sequence[float] = (),
+        *,
+        adds: bool = False,
+    ) -> None:
+        """Note the microbatches that a replica says it has counted, by unit. They replace the known ones, or (`adds`) join them, if
+        these may be newer. `losses`: those of the microbatches counted for the last unit, in order."""
+        self._losses.update(zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False))
+        known = self._holdings.get(peer) if adds else None
+        told = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
+        for unit, mask in known.masks.items() if known is not None else ():
+            if span.start <= unit < span.end:
+                told.masks[unit] = told.mask(unit) | mask
+        self._holdings[peer] = told
 
     def count(self, peer: PeerId, span: Span, number: int) -> None:
-        """A microbatch went through these units of a replica, and back."""
+        """Note that a microbatch went through these units of a replica, and back. A replica that is lost counts nothing."""
         holding = self._holdings.get(peer)
         if holding is not None:
             for unit in range(max(span.start, holding.span.start), min(span.end, holding.span.end)):
                 holding.masks[unit] = holding.mask(unit) | 1 << number
 
     def lose(self, peer: PeerId) -> None:
-        """A replica is gone, with all that it had counted."""
+        """Forget a replica, with all that it had counted."""
         self._holdings.pop(peer, None)
 
     def missing(self) -> list[int]:
-        """Microbatches that some unit has not counted."""
+        """Return the microbatches that some unit has not counted."""
         counted = self.everything
         for unit in range(self.units):
             counted &= self._union(unit)
         return [number for number in range(self.microbatches) if not counted >> number & 1]
 
     def complete(self) -> bool:
-        """Whether every unit has counted every microbatch."""
+        """Return whether every unit has counted every microbatch."""
         return all(self._union(unit) == self.everything for unit in range(self.units))
 
     def _union(self, unit: int) -> int:
@@ -78,7 +198,7 @@ class StepLedger:
         return union
 
     def counters(self, number: int) -> list[PeerId | None]:
-        """For each unit, the replica that has counted this microbatch, or None."""
+        """Return for each unit the replica that has counted this microbatch, or None."""
         found: list[PeerId | None] = [None] * self.units
         for peer, holding in self._holdings.items():
             for unit, mask in holding.masks.items():
@@ -87,7 +207,8 @@ class StepLedger:
         return found
 
     def conflicts(self) -> list[PeerId]:
-        """Replicas to discard so that nothing is counted twice: of two that counted the same, the one with fewer counts."""
+        """Return the replicas to discard so that nothing is counted twice: of two that counted the same, the one with fewer
+        counts."""
         order = sorted(self._holdings, key=lambda peer: (-self._weight(peer), peer))
         taken = [0] * self.units
         losers: list[PeerId] = []
@@ -104,10 +225,15 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self._holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """How many microbatches a replica has counted for one of these units, at most; 0 for a listener. Who holds both ends of the
-        model adds to what they share though all microbatches came in elsewhere."""
+        """Return the number of microbatches that a replica has counted for one of these units, at most; 0 for a listener. A
+        replica of both ends of the model adds to what these share even if all microbatches came in elsewhere."""
         holding = self._holdings.get(peer)
         if holding is None:
             return 0
         held = (unit for unit in units if holding.span.start <= unit < holding.span.end)
         return max((holding.mask(unit).bit_count() for unit in held), default=0)
+
+
+def _bits(mask: int) -> list[int]:
+    """Numbers of the bits that are set."""
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import Body, End, Error, Fault
-from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import (
     Backward,
     Done,
@@ -57,19 +57,19 @@ class Trainer:
         on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None,
         on_done: Callable[[Lease], None] = lambda _lease: None,
     ) -> None:
-        self._switchboard = switchboard
+        self.switchboard = switchboard
+        self.run = run
+        self.batches = batches
+        self.next_step = 0
+        self.on_done = on_done
+        self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
         self._coordinators = coordinators
-        self._run = run
-        self._batches = batches
         self._on_step = on_step
         self._on_waiting = on_waiting
-        self._on_done = on_done
-        self._next_step = 0
-        self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
         self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
 
     def __repr__(self) -> str:
-        return f"<Trainer at step {self._next_step} of {self._run.steps}>"
+        return f"<Trainer at step {self.next_step} of {self.run.steps}>"
 
     async def train(self, stop: asyncio.Event) -> int:
         """Feed until the run is over or `stop` is set; the steps done. Raises UsageError where the swarm is in another run,
@@ -77,8 +77,8 @@ class Trainer:
         named: PeerId | None = None
         while not stop.is_set():
             for peer in self._candidates(named):
-                session = _FeedingSession(self._switchboard, peer, self._run, self._batches, self._hear, self._on_done)
-                stopped = await session.work(self._next_step, stop)
+                session = _FeedingSession(self, peer)
+                stopped = await session.work(stop)
                 named = session.redirected
                 if stopped is not None:
                     return self._finish(stopped)
@@ -89,7 +89,7 @@ class Trainer:
                     break
             if named is None or self._backoff.pause_s(named):  # nobody, or who just failed
                 await asyncio.sleep(RETRY_S)
-        return self._next_step
+        return self.next_step
 
     def _candidates(self, named: PeerId | None) -> list[PeerId]:
         """Who is said to lead, else all who may; those that did not answer lately come last."""
@@ -107,14 +107,14 @@ class Trainer:
             )
         return stopped.step
 
-    def _hear(self, news: StepReport | ProgressReport) -> None:
+    def hear(self, news: StepReport | ProgressReport) -> None:
         """Each step is reported once, whichever coordinator tells of it."""
         if isinstance(news, ProgressReport):
             self._tell_left_out(news.left_out)
             if text := sentence(news):
                 self._on_waiting(text, news.missing)
-        elif news.step >= self._next_step:
-            self._next_step = news.step + 1
+        elif news.step >= self.next_step:
+            self.next_step = news.step + 1
             self._on_step(news)
 
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
@@ -128,23 +128,13 @@ class _FeedingSession:
     """Working for one coordinator. `redirected`: who leads instead, if that is what it said; `failed`: why it is not worth
     asking again soon."""
 
-    def __init__(
-        self,
-        switchboard: Switchboard,
-        coordinator: PeerId,
-        run: Run,
-        batches: Batches,
-        on_news: Callable[[StepReport | ProgressReport], None],
-        on_done: Callable[[Lease], None],
-    ) -> None:
+    def __init__(self, trainer: Trainer, coordinator: PeerId) -> None:
         self.redirected: PeerId | None = None
         self.failed: str | None = None
-        self._switchboard = switchboard
+        self._trainer = trainer
+        self._run = trainer.run
+        self._switchboard = trainer.switchboard
         self._coordinator = coordinator
-        self._run = run
-        self._batches = batches
-        self._on_news = on_news
-        self._on_done = on_done
         self._channel: Channel | None = None
         self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
         self._feeding = Tasks("trainer", on_crash=self._crashed)
@@ -155,13 +145,13 @@ class _FeedingSession:
     def __repr__(self) -> str:
         return f"<Shift for {self._coordinator}>"
 
-    async def work(self, since: int, stop: asyncio.Event) -> Stopped | None:
+    async def work(self, stop: asyncio.Event) -> Stopped | None:
         """Until the coordinator says that the run is over; None where it is lost, silent or does not lead. Raises UsageError."""
         stopping = asyncio.ensure_future(stop.wait())
         stopping.add_done_callback(lambda _: self._end(None))
         try:
             self._channel = await self._switchboard.call(self._coordinator, self._hear, self._lose)
-            self._channel.send(Work(encode_run(self._run), WANT, since))
+            self._channel.send(Work(encode_run(self._run), WANT, self._trainer.next_step))
             self._feeding.spawn(self._watch_silence(), "silence")
             return await self._over
         except PeerRefused as error:
@@ -218,31 +208,32 @@ class _FeedingSession:
         self._silent_ticks = 0
         if isinstance(body, StepReport | Stopped | Release) and body.run != self._run.id:
             log.info("coordinator %s tells of another run", self._coordinator)
-        elif isinstance(body, Lease):
-            self._take(body)
-        elif isinstance(body, Release):
-            for lease in body.leases:
-                if lease in self._leases:
-                    self._leases[lease].cancel()
-        elif isinstance(body, StepReport | ProgressReport):
-            self._note_progress(body)
-            self._on_news(body)
-        elif isinstance(body, Stopped):
-            self._end(body)
-        elif isinstance(body, Failed):
-            self.redirected = body.peer if body.code == ErrorCode.ELSEWHERE else None
-            self._end(None)
-        elif isinstance(body, Error):
-            if not self._over.done():
-                self._over.set_exception(refusal(body.code, peer=self._coordinator))
-        elif isinstance(body, End):
-            self._end(None)
+        elif (hear := FROM_COORDINATOR.get(type(body))) is not None:
+            hear(self, body)
 
-    def _note_progress(self, news: StepReport | ProgressReport) -> None:
-        if isinstance(news, StepReport):
-            self._idle_ticks = 0
-        else:
-            self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
+    def _redirect(self, body: Failed) -> None:
+        self.redirected = body.peer if body.code == ErrorCode.ELSEWHERE else None
+        self._end(None)
+
+    def _refused(self, body: Error) -> None:
+        if not self._over.done():
+            self._over.set_exception(refusal(body.code, peer=self._coordinator))
+
+    def _let_go(self, _body: End) -> None:
+        self._end(None)
+
+    def _note_step(self, news: StepReport) -> None:
+        self._idle_ticks = 0
+        self._trainer.hear(news)
+
+    def _note_progress(self, news: ProgressReport) -> None:
+        self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
+        self._trainer.hear(news)
+
+    def _release(self, body: Release) -> None:
+        for lease in body.leases:
+            if lease in self._leases:
+                self._leases[lease].cancel()
 
     def _take(self, lease: Lease) -> None:
         if lease.run != self._run.id:
@@ -256,7 +247,7 @@ class _FeedingSession:
         try:
             done = await asyncio.wait_for(self._send(lease), CLEANUP * lease.within_s or None)
             self._tell(Done(lease.lease, done.loss, self._run.id))
-            self._on_done(lease)
+            self._trainer.on_done(lease)
         except asyncio.TimeoutError:
             self._tell(Failed(lease.lease, lease.route[0].peer, ErrorCode.PEER_LOST, run=self._run.id))
         except PeerError as error:
@@ -294,46 +285,29 @@ class _FeedingSession:
             if isinstance(body, Fault | Error | End):
                 fail(refusal(getattr(body, "code", ErrorCode.PEER_LOST), peer=last.peer))
 
-        inputs, labels = await asyncio.to_thread(self._batches.microbatch, lease.step, lease.number, self._run)
+        inputs, labels = await asyncio.to_thread(self._trainer.batches.microbatch, lease.step, lease.number, self._run)
+        told = {name: getattr(lease, name) for name in FROM_LEASE} | {"feeder": self._switchboard.peer_id}
         with ExitStack() as channels:
-            for frame, values, peer, heard in (
-                (_labels_frame, labels, last.peer, hear_last),
-                (_first_frame, inputs, first.peer, hear),
-            ):
+            for values, peer, heard in ((labels, last.peer, hear_last), (inputs, first.peer, hear)):
                 infos, payload = encode_values(values)
                 channel = await self._switchboard.call(peer, heard, fail)
                 channels.callback(channel.close)
-                channel.send(frame(lease, self._switchboard.peer_id, infos), payload=payload)
+                frame = Labels(values=infos, **told) if heard is hear_last else Forward(hop=0, values=infos, **told)
+                channel.send(frame, payload=payload)
             return await answer
 
 
-def _first_frame(lease: Lease, feeder: PeerId, infos: tuple[TensorInfo, ...]) -> Forward:
-    """By the seal the hops know that the lease is ours."""
-    return Forward(
-        lease.term,
-        lease.lease,
-        lease.step,
-        lease.number,
-        lease.route,
-        0,
-        infos,
-        lease.run,
-        feeder,
-        lease.within_s,
-        lease.seal,
-    )
+FROM_LEASE = ("term", "lease", "step", "number", "route", "run", "within_s", "seal")
+"""What FORWARD and LABELS say as the lease does; by the seal the hops know that it is this trainer's"""
 
-
-def _labels_frame(lease: Lease, feeder: PeerId, infos: tuple[TensorInfo, ...]) -> Labels:
-    return Labels(
-        lease.term,
-        lease.lease,
-        lease.step,
-        lease.number,
-        lease.route,
-        infos,
-        lease.run,
-        feeder,
-        lease.within_s,
-        lease.seal,
-    )
+FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = {
+    Lease: _FeedingSession._take,
+    Release: _FeedingSession._release,
+    StepReport: _FeedingSession._note_step,
+    ProgressReport: _FeedingSession._note_progress,
+    Stopped: _FeedingSession._end,
+    Failed: _FeedingSession._redirect,
+    Error: _FeedingSession._refused,
+    End: _FeedingSession._let_go,
+}
+"""What the coordinator says to a trainer (`docs/training-step.md`)"""

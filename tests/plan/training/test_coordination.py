@@ -26,6 +26,18 @@ def written() -> dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]]:
 
 def test_the_page_has_the_table() -> None:
     assert written() == dict(TRANSITIONS)
+    by_itself = [row for row in TRANSITIONS if row[1] is not Event.FOLLOWED]
+    assert [row for row in written() if row[1] is not Event.FOLLOWED] == by_itself, "in the order in which they count"
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_of_the_events_that_have_come_about_the_first_one_of_the_table_counts(phase: Phase) -> None:
+    own = [event for row, event in TRANSITIONS if row is phase]
+    machine = Coordination(phase)
+    assert machine.due(lambda _event: True) is own[0] and machine.due(lambda _event: False) is None
+    assert machine.due(lambda event: event is own[-1]) is own[-1]
+    assert machine.due(lambda event: event not in own) is None, "it has no place in this phase"
+    assert machine.phase is phase
 
 
 @pytest.mark.parametrize(("phase", "event"), [*itertools.product(Phase, Event)])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
 
 UNITS = 4
@@ -21,7 +22,7 @@ def test_a_new_ledger_misses_everything() -> None:
     new = ledger()
     assert new.missing() == list(range(MICROBATCHES)) and not new.complete()
     assert new.counters(0) == [None] * UNITS
-    assert repr(new) == "<StepLedger of step 7: 0 of 6 counted everywhere>"
+    assert repr(new) == "<StepLedger of step 7: 0 of 6 counted everywhere, 0 leases>"
 
 
 def test_a_microbatch_that_went_the_whole_way_is_not_missing() -> None:
@@ -73,6 +74,40 @@ def test_of_two_that_counted_the_same_the_lesser_is_discarded() -> None:
     assert held.conflicts() == ["a"]
     held.report("a", PEERS["a"], {0: 0b1000, 1: 0b1000})
     assert held.conflicts() == []
+
+
+FIRST, LAST = Span(0, 1), Span(1, 2)
+
+
+@pytest.fixture
+def two() -> StepLedger:
+    """Three microbatches, two units with a stage each."""
+    held = StepLedger(0, 2, 3)
+    held.report("first", FIRST, {})
+    held.report("last", LAST, {})
+    return held
+
+
+def test_what_a_trainer_has_back_counts_everywhere(two: StepLedger) -> None:
+    for number, loss in enumerate((1.0, 2.0, 6.0)):
+        assert number in two.missing()
+        two.done(OutstandingLease(number, number, (("first", FIRST), ("last", LAST))), loss)
+    assert two.complete() and two.loss == pytest.approx(3.0)
+
+
+def test_the_last_stage_tells_losses_of_what_it_has_counted(two: StepLedger) -> None:
+    two.report("last", LAST, {1: 0b101}, (4.0, 8.0))
+    assert two.loss == pytest.approx(6.0)
+    two.report("first", FIRST, {0: 0b111})
+    assert two.loss == pytest.approx(6.0) and two.missing() == [1]
+
+
+def test_what_a_stage_says_replaces_what_was_known_or_adds_to_it(two: StepLedger) -> None:
+    two.report("first", FIRST, {0: 0b001})
+    two.report("first", FIRST, {0: 0b010}, adds=True)
+    assert two.peers["first"].mask(0) == 0b011
+    two.report("first", FIRST, {0: 0b010})
+    assert two.peers["first"].mask(0) == 0b010
 
 
 events = st.lists(

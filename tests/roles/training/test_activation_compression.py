@@ -13,8 +13,7 @@ from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.roles.measuring.meters import FORWARD
-from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.roles.training.worker.link_durations import LinkDurations, Way
+from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor, LinkDurations, Way
 from swarmnode.swarm.records.manifest import DEFAULT_CODECS, TRAIN, TRAINING_CODECS, Manifest, ModelInfo
 from swarmnode.swarm.records.run import Compression
 from swarmnode.training.preparation import check_compression

@@ -133,7 +133,7 @@ def make_false(monkeypatch: pytest.MonkeyPatch, liar: Volunteer, **lies: Lie) ->
             setattr(learner, name, lie)
         return learner
 
-    monkeypatch.setattr("swarmnode.roles.training.worker.training_part.Learner", make)
+    monkeypatch.setattr("swarmnode.roles.training.worker.training_parts.Learner", make)
 
 
 def counts(volunteers: Sequence[Volunteer]) -> Counter[str]:

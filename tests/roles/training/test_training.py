@@ -12,6 +12,7 @@ import pytest
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Forward, StepReport
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Buffer
@@ -96,13 +97,15 @@ async def test_the_inputs_go_to_the_ends_alone(swarm: TrainingSwarm) -> None:
     seen: dict[int, set[tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]] = {0: set(), 1: set(), 2: set()}
 
     def watch(volunteer: Volunteer, unit: int) -> None:
-        remember = volunteer.stage.remember
+        remember = volunteer.spot_checks.remember
 
-        def note(body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
+        def note(
+            learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
+        ) -> KeptMicrobatch | None:
             seen[unit].add((body.values, () if labels is None else labels.body.values))
-            return remember(body, payload, labels)
+            return remember(learner, body, payload, labels)
 
-        volunteer.stage.remember = note  # type: ignore[method-assign]
+        volunteer.spot_checks.remember = note  # type: ignore[method-assign]
 
     for unit in range(3):
         watch(await swarm.join(unit, unit + 1), unit)

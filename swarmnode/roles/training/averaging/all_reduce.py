@@ -39,8 +39,7 @@ from swarmnode.plan.training.averaging_clusters import is_bearable
 from swarmnode.plan.training.line_forms import codecs_by_line
 from swarmnode.roles.training.averaging.attempt import Attempt
 from swarmnode.roles.training.averaging.circle import Circle
-from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
-from swarmnode.roles.training.averaging.pulls import EarlyPulls
+from swarmnode.roles.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
 from swarmnode.swarm.records.run import Averaging, Run
 
 Blocks = tuple[int, ...]
@@ -172,56 +171,42 @@ class AllReducer:
         if not blocks:
             agreed.squares.append(0.0)
         elif group.how == How.SUM:
-            await self._sum_gradients(learner, blocks, attempt, circle, agreed)
+            total_N = None
+            if circle is not None:
+                local = await self._call(lambda: _sound_gradient(learner, blocks))
+                total_N = agreed.sums[blocks] = torch.empty(len(local), device=local.device)
+                await self._sum(local, FlatVector([total_N]), blocks, group.how, attempt, circle, agreed)
+            agreed.summed.update(blocks)
+            agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
         else:
-            pseudo_gradient_N = (
-                await self._call(lambda: learner.pseudo_gradients(blocks)) if group.how == How.AVERAGE else None
-            )
-            if pseudo_gradient_N is not None:
-                await self._average(pseudo_gradient_N, blocks, attempt, circle, agreed)
+            if group.how == How.AVERAGE:
+                await self._average(learner, blocks, attempt, circle, agreed)
             agreed.apart.update(blocks)
             agreed.squares.append(0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks)))
 
-    async def _sum_gradients(
+    async def _average(
         self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
     ) -> None:
-        total_N = None
-        if circle is not None:
-            local = await self._call(lambda: _sound_gradient(learner, blocks))
-            total_N = agreed.sums[blocks] = torch.empty(len(local), device=local.device)
-            await self._sum(
-                local, FlatVector([total_N]), self._gradient_compressor(blocks, How.SUM), attempt, circle, agreed
-            )
-        agreed.summed.update(blocks)
-        agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
-
-    async def _average(
-        self, pseudo_gradient_N: Tensor, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
-    ) -> None:
         """The mean of the members' ways takes the place of our own: another attempt finds it anew."""
+        pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
         if circle is not None:
             await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self._peer, 0.0)))
             pseudo_gradients = FlatVector([pseudo_gradient_N])
-            await self._sum(
-                pseudo_gradients,
-                pseudo_gradients,
-                self._gradient_compressor(blocks, How.AVERAGE),
-                attempt,
-                circle,
-                agreed,
-            )
+            await self._sum(pseudo_gradients, pseudo_gradients, blocks, How.AVERAGE, attempt, circle, agreed)
         agreed.pseudo_gradients[blocks] = pseudo_gradient_N
 
     async def _sum(
         self,
         local: FlatVector,
         total: FlatVector,
-        gradient_compressor: GradientCompressor,
+        blocks: Blocks,
+        how: int,
         attempt: Attempt,
         circle: Circle,
         agreed: Agreed,
     ) -> None:
         """The rounds of a compressor."""
+        gradient_compressor = self._gradient_compressor(blocks, how)
         clipping = None
         if circle.robust:
             clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)

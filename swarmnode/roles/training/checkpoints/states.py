@@ -172,53 +172,45 @@ async def fetch_states(
         await asyncio.sleep(AGAIN_S)
 
 
+@dataclass(repr=False)
 class _Fetch:
-    """What stays the same over the rounds of a fetch."""
+    """What stays the same over the rounds of a fetch; see `fetch_states`."""
 
-    def __init__(
-        self,
-        board: Switchboard,
-        peers: Callable[[], Iterable[PeerId]],
-        blocks: tuple[int, ...],
-        into: StateStore,
-        step: int | None,
-        at_least: int,
-        whole: bool,
-        backups: BackupFolder | None,
-    ) -> None:
-        self.blocks = blocks
-        self.fetched_bytes = 0
-        self._board = board
-        self._peers = peers
-        self._into = into
-        self._step = step
-        self._at_least = at_least
-        self._backups = backups
-        self._ask_for = at_least if step is None else 0
+    board: Switchboard
+    peers: Callable[[], Iterable[PeerId]]
+    blocks: tuple[int, ...]
+    into: StateStore
+    step: int | None
+    at_least: int
+    whole: bool
+    backups: BackupFolder | None
+    fetched_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._ask_for = self.at_least if self.step is None else 0
         self._ahead = 0  # steps: where peers go on faster than they are asked, they meet at one that is still to come
         self._liars: set[PeerId] = set()
-        self._whole = whole
-        self._second_voice = SecondVoice(whole=whole)
+        self._second_voice = SecondVoice(whole=self.whole)
         self._failed: set[Version] = set()  # listed, and then not given or not confirmed
 
     def __repr__(self) -> str:
-        return f"<_Fetch of units {list(self.blocks)} into {self._into!r}, {len(self._liars)} peers dropped>"
+        return f"<_Fetch of units {list(self.blocks)} into {self.into!r}, {len(self._liars)} peers dropped>"
 
     async def listings(self) -> dict[PeerId, Listing]:
         """What the honest peers have of our run."""
         left = self._liars | self._second_voice.mute
-        asked = [peer for peer in self._peers() if peer not in left]
-        run_id = self._into.run.id
-        found = await survey(self._board, asked, self.blocks, at_least=self._ask_for, run_id=run_id)
-        if self._backups is not None and NAME not in left:
-            found[NAME] = listing_of(self._backups, self._into.run)
+        asked = [peer for peer in self.peers() if peer not in left]
+        run_id = self.into.run.id
+        found = await survey(self.board, asked, self.blocks, at_least=self._ask_for, run_id=run_id)
+        if self.backups is not None and NAME not in left:
+            found[NAME] = listing_of(self.backups, self.into.run)
         return {peer: listing for peer, listing in found.items() if listing.run_id == run_id}
 
     def choose(self, votes: Votes) -> ChosenStep | None:
         """What to fetch now, if possible nothing that nobody gave before."""
-        begun = self._into.begun()
+        begun = self.into.begun()
         for failed in (self._failed, ()):
-            chosen = votes.choose(self.blocks, at_least=self._at_least, step=self._step, begun=begun, failed=failed)
+            chosen = votes.choose(self.blocks, at_least=self.at_least, step=self.step, begun=begun, failed=failed)
             if chosen is not None:
                 return chosen
             self._failed.clear()
@@ -234,7 +226,7 @@ class _Fetch:
         """Fetch the chosen versions, and take the step into the store; False where nobody gives or confirms what is missing."""
         files = {block: file_of(block, version) for block, version in chosen.versions.items()}
         sources = {peer: self._source(peer, listing) for peer, listing in listings.items()}
-        incoming = self._into.incoming(chosen.step)
+        incoming = self.into.incoming(chosen.step)
         fetcher = Fetcher(incoming, lambda: list(sources.values()), lambda *_: None)
         wanted = {file: range(file.chunks()) for file in files.values()}
         try:
@@ -246,7 +238,7 @@ class _Fetch:
                     self._failed.add((file.size, file.root))
             return False
         except LocalError:
-            self._into.give_up(chosen.step)
+            self.into.give_up(chosen.step)
             raise
         finally:
             self._liars |= fetcher.liars
@@ -260,13 +252,13 @@ class _Fetch:
         for peer, differing in votes.dissenters(chosen).items():
             units = ", ".join(map(named, differing))
             text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it is false"
-            log.log(logging.WARNING if self._whole else logging.INFO, text, peer, units, chosen.step)
-        await asyncio.to_thread(self._into.take_in, chosen.step, files)
+            log.log(logging.WARNING if self.whole else logging.INFO, text, peer, units, chosen.step)
+        await asyncio.to_thread(self.into.take_in, chosen.step, files)
         return True
 
     def _source(self, peer: PeerId, listing: Listing) -> Source:
-        here = self._backups if peer == NAME else None
-        return StateSource(self._board, peer, listing.roots) if here is None else LocalSource(here)
+        here = self.backups if peer == NAME else None
+        return StateSource(self.board, peer, listing.roots) if here is None else LocalSource(here)
 
 
 def listing_of(backups: BackupFolder, run: Run) -> Listing:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from swarmnode.codec.averaging_messages import Group, How, Reduce, Reduced
 from swarmnode.net.interfaces import PeerId
@@ -14,12 +15,13 @@ from swarmnode.net.interfaces import PeerId
 log = logging.getLogger(__name__)
 
 LARGEST_SQUARE = 1e90  # no vector of float32 numbers has a larger one
+OTHERS_S = 5.0  # after one failed to reduce: who else does is to be heard, so that it is known whose fault it was
 LARGEST_RATIO = 1e4  # of what one peer alone tells to what all others tell: a hundred times their norm
 
 
 class AllReduceAttempt:
     """`peers` are asked, each for the groups that it is in; it is over when all have answered. `run` is the run's id, `within_s`
-    what they have for it."""
+    the seconds that they have for it, and `clock` in seconds, too."""
 
     def __init__(
         self,
@@ -30,14 +32,18 @@ class AllReduceAttempt:
         *,
         run: bytes = b"",
         within_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.step = step
         self.attempt = attempt
+        self.began_s = clock()
         self.within_s = within_s
         self.failures: dict[PeerId, PeerId] = {}  # who failed -> whom it accused; itself, where it named nobody
         self.late: set[PeerId] = set()  # were not done in time, and accuse nobody
-        self._run = run
         self.groups = groups
+        self._run = run
+        self._clock = clock
+        self._failed_at_s: float | None = None  # when the first one failed
         self._waiting = set(peers)
         self._squares: dict[int, dict[PeerId, float]] = {}  # by group and who tells it
         self._suspects: dict[PeerId, PeerId] = {}  # who suspects whom
@@ -55,9 +61,10 @@ class AllReduceAttempt:
         """Whether somebody could not."""
         return bool(self.failures or self.late)
 
-    def needs(self, peer: PeerId) -> bool:
-        """Whether it cannot be without this one."""
-        return peer in self._waiting
+    def is_decided(self) -> bool:
+        """Return whether nothing more is waited for: all have answered, or one failed and the others had time to say so."""
+        waited_s = 0.0 if self._failed_at_s is None else self._clock() - self._failed_at_s
+        return self.over or (bool(self.failures) and waited_s >= OTHERS_S)
 
     def request(self, peer: PeerId) -> Reduce:
         """What one of them is asked."""
@@ -82,16 +89,28 @@ class AllReduceAttempt:
         return True
 
     def fail(self, peer: PeerId, accused: PeerId | None) -> None:
-        """One of them could not, because of `accused` as it says."""
-        if peer in self._waiting:
-            self._waiting.discard(peer)
+        """Note that one of them could not, because of `accused` as it says."""
+        if self._ends(peer):
             self.failures[peer] = accused or peer
 
     def expire(self, peer: PeerId) -> None:
-        """One of them was not done in time."""
-        if peer in self._waiting:
-            self._waiting.discard(peer)
+        """Note that one of them was not done in time."""
+        if self._ends(peer):
             self.late.add(peer)
+
+    def lose(self, peer: PeerId) -> None:
+        """Note that one of them is gone: its own fault, so that nobody else need be heard."""
+        if peer in self._waiting:
+            self.fail(peer, None)
+            self._failed_at_s = -math.inf
+
+    def _ends(self, peer: PeerId) -> bool:
+        """Whether this is the first word of one of them; it is a failure."""
+        if peer not in self._waiting:
+            return False
+        self._waiting.discard(peer)
+        self._failed_at_s = self._clock() if self._failed_at_s is None else self._failed_at_s
+        return True
 
     @property
     def contributors(self) -> set[PeerId]:

@@ -11,22 +11,18 @@ SILENCE_S = 5.0  # without a word of a coordinator, which says something each se
 STALLED_S = 60.0  # without any work, while there are trainers and somebody holds every unit
 SAVE_S = 120.0  # for a step of gigabytes to be written to a slow disk
 CLEANUP = 2.0  # times a lease's deadline after which a hop forgets it on its own: its coordinator is gone, too
-UNMEASURED_S = {
-    FrameKind.BEGIN: 30.0,
-    FrameKind.RESTORE: 30.0,
-    FrameKind.COMMIT: 30.0,
-    FrameKind.REDUCE: 15.0,
-    FrameKind.LEASE: 15.0,
-}
-UNMEASURED_ANSWER_S = 5.0
+STATES = Deadline(floor_s=10.0, ceiling_s=600.0)  # of gigabytes are loaded or written down
+ROUND = Deadline(floor_s=5.0, ceiling_s=900.0)
 RULES = {
-    FrameKind.BEGIN: Deadline(floor_s=10.0, ceiling_s=600.0),  # states of gigabytes are loaded or written down
-    FrameKind.RESTORE: Deadline(floor_s=10.0, ceiling_s=600.0),
-    FrameKind.COMMIT: Deadline(floor_s=5.0, ceiling_s=600.0),
-    FrameKind.REDUCE: Deadline(floor_s=5.0, ceiling_s=900.0),
-    FrameKind.LEASE: Deadline(floor_s=5.0, ceiling_s=900.0),
+    FrameKind.BEGIN: (30.0, STATES),
+    FrameKind.RESTORE: (30.0, STATES),
+    FrameKind.COMMIT: (30.0, Deadline(floor_s=5.0, ceiling_s=600.0)),
+    FrameKind.REDUCE: (15.0, ROUND),
+    FrameKind.LEASE: (15.0, ROUND),
 }
-ANSWER = Deadline(floor_s=3.0, ceiling_s=300.0)  # any other command: done after the pass that is being computed
+"""Of a kind the seconds that it is expected to take while nothing was measured, and the rule"""
+
+ANSWER = (5.0, Deadline(floor_s=3.0, ceiling_s=300.0))  # any other command: done after the pass that is being computed
 
 
 class AnswerTimes:
@@ -50,7 +46,7 @@ class AnswerTimes:
 
     def wait_s(self, kind: FrameKind, *, rtt_s: float = 0.0, work_s: float = 0.0) -> float:
         """Seconds to wait for it. `work_s`: of computing that is known to come before the answer."""
+        unmeasured_s, rule = RULES.get(kind, ANSWER)
         taken_s = self._taken[kind].bound
-        usual_s = UNMEASURED_S.get(kind, UNMEASURED_ANSWER_S) if taken_s is None else taken_s
-        rule = RULES.get(kind, ANSWER)
+        usual_s = unmeasured_s if taken_s is None else taken_s
         return rule.wait_s(rtt_s=rtt_s, work_s=max(usual_s, work_s)) * self._stretch[kind]

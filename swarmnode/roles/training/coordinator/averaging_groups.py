@@ -1,8 +1,10 @@
-"""Averaging groups: who averages with whom, and over which clusters, by what members have told of their paths."""
+"""Averaging groups: who averages with whom, and over which clusters, by what members have told of their paths; and which groups may
+go on from the factors of their last sum, where factors alternate (ACP-SGD)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -17,11 +19,52 @@ from swarmnode.plan.training.averaging_clusters import AveragingClusters, Cluste
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork
 from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
-from swarmnode.roles.training.coordinator.warm_starts import WarmStarts
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run
 
 SLOWEST_BPS = 262_144.0  # 32 KiB/s, as for any payload: who is slower is not waited for anyway
+
+Had = Mapping[PeerId, tuple[WorkerHandle, int]]
+"""Who committed a sum: by which line, and after how many moves"""
+
+
+class WarmStarts:
+    """A group may whose members all committed the last sum of the same blocks and have kept what they remember since: who comes, or
+    comes back, makes it begin anew."""
+
+    def __init__(self) -> None:
+        self._had: dict[tuple[tuple[int, ...], int], Had] = {}
+
+    def __repr__(self) -> str:
+        return f"<WarmStarts of {len(self._had)} groups>"
+
+    def clear(self) -> None:
+        """Nobody knows any more what members remember."""
+        self._had.clear()
+
+    def may(self, group: Group, members: Iterable[WorkerHandle]) -> bool:
+        """Whether all of its members have what the last sum left."""
+        had, here = self._had.get((group.blocks, group.how), {}), {member.peer: member for member in members}
+        return all(_still_has(had, here.get(member.peer)) for member in group.members)
+
+    def committed(self, groups: Iterable[Group], members: Iterable[WorkerHandle]) -> None:
+        """These groups' sums are what all of these members go on with. Other groupings of the same blocks are forgotten."""
+        had = {member.peer: (member, member.moves) for member in members if member.state is WorkerState.USABLE}
+        for group in groups:
+            blocks = set(group.blocks)
+            self._had = {
+                key: earlier for key, earlier in self._had.items() if key[1] != group.how or blocks.isdisjoint(key[0])
+            }
+            self._had[group.blocks, group.how] = {
+                member.peer: had[member.peer] for member in group.members if member.peer in had
+            }
+
+
+def _still_has(had: Had, member: WorkerHandle | None) -> bool:
+    if member is None or member.peer not in had or member.state is not WorkerState.USABLE:
+        return False
+    handle, moves = had[member.peer]
+    return handle is member and moves == member.moves
 
 
 class AveragingGroups:
@@ -29,32 +72,21 @@ class AveragingGroups:
     fast, and who says that its own are slow is left to itself. `codecs`: those that the swarm allows."""
 
     def __init__(self, units: int, link_times: LinkTimes, codecs: Collection[int], decisions: DecisionLog) -> None:
+        self.attempts = itertools.count(1)  # numbers of the averagings
         self._units = units
         self._link_times = link_times
         self._codecs = codecs
         self._decisions = decisions
-        self._clusters = AveragingClusters()
-        self._warm_starts = WarmStarts()
+        self.clusters = AveragingClusters()
+        self.warm_starts = WarmStarts()
         self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
 
     def __repr__(self) -> str:
-        return f"<AveragingGroups, {self._clusters!r}, rates of {len(self._received_bps)} members>"
+        return f"<AveragingGroups, {self.clusters!r}, rates of {len(self._received_bps)} members>"
 
     def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
         """How fast others' parts came to a member; of whom it says nothing, what it said before holds."""
         self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
-
-    def begin(self) -> None:
-        """Members were gathered anew."""
-        self._warm_starts.clear()
-
-    def committed(self, groups: Sequence[Group], members: Sequence[WorkerHandle]) -> None:
-        """What these groups agreed on is what the members go on with."""
-        self._warm_starts.committed(groups, members)
-
-    def give_up(self) -> None:
-        """An averaging came to nothing."""
-        self._clusters.give_up()
 
     def make(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[Group]:
         """For the end of a step. Those of whom nothing is heard any more are forgotten."""
@@ -64,7 +96,7 @@ class AveragingGroups:
             for receiver, told in self._received_bps.items()
             if receiver in here
         }
-        self._clusters.begin()
+        self.clusters.begin()
         chosen = self._choose(run, step, members, count)
         for one in chosen:
             self._tell(one)
@@ -73,7 +105,7 @@ class AveragingGroups:
     def _started(self, group: Group, run: Run, members: Sequence[WorkerHandle]) -> Group:
         if not run.averaging.alternating:
             return group
-        return msgspec.structs.replace(group, warm_start=self._warm_starts.may(group, members))
+        return msgspec.structs.replace(group, warm_start=self.warm_starts.may(group, members))
 
     def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
         """Of the averaging at the end of a step, in which all take part; one group after another."""
@@ -98,7 +130,7 @@ class AveragingGroups:
         network = self._network([member.peer for member in members])
         places = {member.peer: place for place, member in enumerate(members)}
         return [
-            self._clusters.choose(
+            self.clusters.choose(
                 group,
                 network.among([places[member.peer] for member in group.members]),
                 self._link_times.averaged_bytes(group.blocks, run.averaging),

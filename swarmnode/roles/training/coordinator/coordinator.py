@@ -3,8 +3,8 @@
 Any ready node can lead, the eldest does. What a coordinator knows is what the stages and trainers told it, so when it is
 lost the next one asks again and goes on. A term numbers the coordinators: stages follow the highest that they heard.
 
-Which phase it is in, and what follows from an event, stands in `plan/training/coordination.py`. Every word that is heard and
-every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
+The machine of `plan/training/coordination.py` says which phase it is in and what follows from an event. Every word that is heard
+and every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
 here waits.
 """
 
@@ -14,13 +14,14 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
 from swarmnode.codec.training_fields import KEY_BYTES, MAX_LEFT_OUT
 from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Wait, Work
-from swarmnode.decisions import DecisionLog, Topic
+from swarmnode.decisions import Topic
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
@@ -30,14 +31,12 @@ from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
-from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.rendezvous import Rendezvous, furthest_run
 from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
-from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
+from swarmnode.roles.training.coordinator.strikes import OUT
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.waits import longest_waits
-from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
 from swarmnode.swarm.records.run import Run, decode_run
 
@@ -50,63 +49,35 @@ TERM_BITS = 16  # of a term that tell coordinators apart
 
 
 class Coordinator:
-    """A peer's time in office, with a new term for each rendezvous. `machine` is the node's own, in office; `dial` opens a
-    conversation with a stage; `check_run` raises ProtocolError for a run that the model cannot do; `resigned` is called where a
-    higher term was heard of, or something failed here."""
+    """A peer's time in office, with a new term for each rendezvous. `machine` is the node's own; `resigned` is called if a higher
+    term was heard of, or something failed here."""
 
-    def __init__(
-        self,
-        term: int,
-        units: int,
-        dial: Dial,
-        machine: Coordination,
-        strikes: Strikes,
-        link_times: LinkTimes,
-        *,
-        check_run: Callable[[Run], None],
-        resigned: Callable[[int], None],
-        found_false: Callable[[], set[PeerId]],
-        codecs: Collection[int],
-        clock: Callable[[], float],
-        decisions: DecisionLog,
-        awaits_others: Callable[[], bool],
-    ) -> None:
+    def __init__(self, term: int, office: Office, machine: Coordination, resigned: Callable[[int], None]) -> None:
         self.term = term
-        self._units = units
+        self._office = office
         self._machine = machine
-        self._strikes = strikes
-        self._check_run = check_run
+        self._strikes, self._clock = office.strikes, office.clock
         self._resigned = resigned
-        self._clock = clock
-        self._awaits_others = awaits_others
-        self._put_off_s: float | None = None  # since when a first step waits for them
-        self._decisions = decisions
+        self._put_off_s: float | None = None  # since when a first step waits for others
         self._worker_group = WorkerGroup(
-            dial,
-            strikes,
-            clock=clock,
+            office.dial,
+            office.strikes,
+            clock=office.clock,
             joined=lambda member: member.ask(self.term, self._dispatcher.key),
             heard=self._hear,
             lost=self._lose,
         )
         self._trainer_connections = TrainerConnections()
         self._dispatcher = Dispatcher(
-            units, self._worker_group.members, self._trainer_connections, strikes, link_times, clock=clock
-        )
-        self._office = Office(
-            units,
-            self._worker_group,
-            self._dispatcher,
+            office.units,
+            self._worker_group.members,
             self._trainer_connections,
-            strikes,
-            itertools.count(1),
-            clock,
-            found_false,
-            AveragingGroups(units, link_times, codecs, decisions),
-            decisions,
-            self._puts_off,
+            office.strikes,
+            office.link_times,
+            clock=office.clock,
         )
-        self._rendezvous = Rendezvous(units, clock)
+        self._averaging_groups = AveragingGroups(office.units, office.link_times, office.codecs, office.decisions)
+        self._rendezvous = Rendezvous(office.units, office.clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous
         self._next_run: Run | None = None  # that a trainer brought, when the one in force is over
         self._step_loop: StepLoop | None = None  # the one before, while roll is called
@@ -173,7 +144,7 @@ class Coordinator:
         if self._going is not None and self._going.awaits_others:
             assert self._put_off_s is not None
             return (Wait("", FrameKind.WORK, self._clock() - self._put_off_s),)
-        return longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock())
+        return longest_waits(self._worker_group, self._dispatcher.ledger.out, self._strikes, self._clock())
 
     # -- stages
 
@@ -200,8 +171,9 @@ class Coordinator:
             member.hear(status)
         if self._going is not None:
             self._going.hear(member, status)
-        for record in self._dispatcher.released(member, command.leases if command is not None else ()):
-            if self._going is not None:
+        for lease in () if command is None else command.leases:
+            record = self._dispatcher.ledger.released(lease, member.peer)
+            if record is not None and self._going is not None:
                 self._going.released(record)
 
     def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
@@ -217,7 +189,9 @@ class Coordinator:
         """A stage is gone with what it had counted."""
         step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
         failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
-        self._decisions.note(Topic.TRAINING, f"goes on without {peer[-8:]}", (reason, step, failed), about=(peer,))
+        self._office.decisions.note(
+            Topic.TRAINING, f"goes on without {peer[-8:]}", (reason, step, failed), about=(peer,)
+        )
         self._dispatcher.lose(peer)
         if self._step_loop is not None:
             self._step_loop.lose(peer)
@@ -229,7 +203,7 @@ class Coordinator:
         """A trainer offers itself. It is refused where the swarm is in the middle of another run."""
         try:
             run = decode_run(body.run)
-            self._check_run(run)
+            self._office.check_run(run)
         except ProtocolError:
             channel.close(Error(ErrorCode.MALFORMED))
             return
@@ -258,14 +232,10 @@ class Coordinator:
         if isinstance(body, Done | Failed) and body.run != trainer.run.id:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
             self._lose_trainer(trainer)
-        elif isinstance(body, Done):
-            record = self._dispatcher.done(trainer, body)
-            if record is not None and self._step_loop is not None:
-                self._step_loop.count(record, body.loss)
-        elif isinstance(body, Failed):
-            self._dispatcher.failed(trainer, body)
         elif isinstance(body, End | Error):
             self._lose_trainer(trainer)
+        elif (hear := FROM_TRAINERS.get(type(body))) is not None:
+            hear(self._dispatcher, trainer, body)
         self._advance()
 
     def _lose_trainer(self, trainer: TrainerLine) -> None:
@@ -278,7 +248,7 @@ class Coordinator:
 
     def _puts_off(self) -> bool:
         """Whether a first step waits for those who are on their way to their places; once, and not for long."""
-        if not self._awaits_others():
+        if not self._office.awaits_others():
             return False
         if self._put_off_s is None:
             self._put_off_s = self._clock()
@@ -300,16 +270,16 @@ class Coordinator:
             return
         self._advancing = True
         try:
-            while self._machine.in_office and (event := self._due()) is not None:
+            while self._machine.in_office and (event := self._machine.due(self._has_come)) is not None:
                 self._happen(event)
         finally:
             self._advancing = False
 
-    def _due(self) -> Event | None:
-        if self._machine.phase is Phase.RENDEZVOUS:
+    def _has_come(self, event: Event) -> bool:
+        if event is Event.GATHERED:
             self._found = self._recovery_plan()
-            return None if self._found is None else Event.GATHERED
-        return None if self._step_loop is None else self._step_loop.due(self._machine.phase)
+            return self._found is not None
+        return self._step_loop is not None and self._step_loop.has_come(event)
 
     def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -339,7 +309,7 @@ class Coordinator:
 
     def _call_roll(self) -> None:
         """Ask everybody anew."""
-        self._rendezvous = Rendezvous(self._units, self._clock)
+        self._rendezvous = Rendezvous(self._office.units, self._clock)
         self._set_term(self.term + (1 << TERM_BITS))
         for member in self._worker_group:
             member.ask(self.term, self._dispatcher.key)
@@ -359,15 +329,27 @@ class Coordinator:
         """Everybody to the step that was found. Trainers of other runs go, unless this one is at its end and theirs can begin."""
         assert self._found is not None
         run, found = self._found
-        self._step_loop = StepLoop(run, found.step, self._office)
+        self._step_loop = self._steps(run, found.step)
         self._step_loop.gather(found)
         others = [trainer for trainer in self._trainer_connections if trainer.run != run]
-        if others and self._step_loop.due(self._machine.phase) is Event.FINISHED:
+        if others and self._step_loop.has_come(Event.FINISHED):
             self._happen(Event.FINISHED)
             self._try_anew(others[0].run)
         for trainer in others:
             if not self._accepts(trainer):
                 self._trainer_connections.remove(trainer.channel)
+
+    def _steps(self, run: Run, step: int) -> StepLoop:
+        return StepLoop(
+            run,
+            step,
+            self._office,
+            self._worker_group,
+            self._dispatcher,
+            self._trainer_connections,
+            self._averaging_groups,
+            self._puts_off,
+        )
 
     def _try_anew(self, run: Run) -> None:
         """Another run, from the parameters that the last one led to; or the same one again, after it had met NaN."""
@@ -378,5 +360,12 @@ class Coordinator:
     def _begin(self) -> None:
         assert self._next_run is not None
         self._dispatcher.clear()
-        self._step_loop = StepLoop(self._next_run, 0, self._office)
+        self._step_loop = self._steps(self._next_run, 0)
         self._step_loop.begin()
+
+
+FROM_TRAINERS: Mapping[type[Body], Callable[[Dispatcher, TrainerLine, Any], None]] = {
+    Done: Dispatcher.done,
+    Failed: Dispatcher.failed,
+}
+"""What trainers say to their coordinator, after the WORK that begins it (`docs/training-step.md`)"""

@@ -1,4 +1,8 @@
-"""Dispatcher: gives the microbatches that are missing to trainers, along the best routes, and calls them back."""
+"""Dispatcher: gives the microbatches that are missing to trainers, along the best routes, and calls them back.
+
+What is leased to whom stands in the step's ledger (`plan/training/step_ledger.py`) alone. Here is what outlives a step: the key of
+the seals, the loads of links, how long leases take, and which trainers have proven themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,15 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.expected_step import passing_s
 from swarmnode.plan.training.rehearsal import keep_busy
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, Wire, book, wire
 from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
-from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
@@ -36,8 +39,8 @@ MAX_PROVEN = 1024
 
 
 class Dispatcher:
-    """OutstandingLeases of one term of one run. `members` and `trainer_connections` are the coordinator's own, read
-    whenever something is to be decided."""
+    """Gives out the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's own,
+    read whenever something is to be decided."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Dispatcher:
         *,
         clock: Callable[[], float],
     ) -> None:
-        self.leases = OutstandingLeases()
+        self.ledger = StepLedger(0, units, 0)
         self.term = 0
         self.key = b""  # of the term's seals
         self._run = b""  # the id of the run in force
@@ -67,30 +70,29 @@ class Dispatcher:
         self._times = AnswerTimes()
 
     def __repr__(self) -> str:
-        return f"<Dispatcher of term {self.term}, {self.leases!r}>"
+        return f"<Dispatcher of term {self.term}, {self.ledger!r}>"
 
-    def begin(self, run: Run) -> None:
-        """From now on leases are of this run."""
-        self._run, self._positions = run.id, run.positions
+    def begin(self, run: Run, ledger: StepLedger) -> None:
+        """Give out leases of this run, and of the step of this ledger, from now on."""
+        self._run, self._positions, self.ledger = run.id, run.positions, ledger
 
     # -- giving
 
-    def dispatch(self, ledger: StepLedger) -> None:
-        """Lease every microbatch that is missing and free, as long as trainers and stages have room. Who failed lately is left
-        alone for a while."""
-        busy = self.leases.numbers
+    def dispatch(self) -> None:
+        """Lease every microbatch that is free, as long as trainers and stages have room. Peers that are backing off get none."""
+        ledger = self.ledger
         usable = [member for member in self._members.values() if member.state is WorkerState.USABLE]
         workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
         self._know_links(ledger.step, workers)
-        waiting = [number for number in ledger.missing() if number not in busy]
-        for given, number in enumerate(waiting):
+        free = ledger.free()
+        for given, number in enumerate(free):
             trainer = self._free_trainer()
             if trainer is None:
                 return
-            counters, left = ledger.counters(number), len(waiting) - given
+            counters, left = ledger.counters(number), len(free) - given
             route = wire(workers, counters, self._transfers, left=left)
             if route is not None:
-                self._give(trainer, number, ledger.step, tuple(route))
+                self._give(trainer, number, tuple(route))
             elif not any(counters):
                 return  # else it is only this one that waits for a certain peer
 
@@ -119,21 +121,21 @@ class Dispatcher:
     def _free_trainer(self) -> TrainerLine | None:
         """Who has most room for another microbatch, if anybody has. Beside trainers who have fed something those who have not share
         one microbatch, and a pause when it failed: they may all be one stranger's, who invents more of them."""
-        load = {line: len(self.leases.held_by(line.peer)) / line.want for line in self._trainer_connections}
+        load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self._trainer_connections}
         able = [line for line in load if load[line] < 1 and not self._strikes.rests(line.peer)]
         if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
             able = [line for line in able if line.peer in self._proven]
         return min(able, key=lambda line: load[line], default=None)
 
     def _tries_newcomers(self) -> bool:
-        tried = any(record.trainer not in self._proven for record in self.leases.out)
+        tried = any(record.trainer not in self._proven for record in self.ledger.out)
         return not tried and not self._strikes.rests(NEWCOMERS)
 
-    def _give(self, trainer: TrainerLine, number: int, step: int, route: tuple[Wire, ...]) -> None:
-        lease, now_s = (self.term << LEASE_BITS) + next(self._numbers), self._clock()
+    def _give(self, trainer: TrainerLine, number: int, route: tuple[Wire, ...]) -> None:
+        lease, now_s, step = (self.term << LEASE_BITS) + next(self._numbers), self._clock(), self.ledger.step
         within_s = self._times.wait_s(FrameKind.LEASE, work_s=self._work_s(route))
         record = OutstandingLease(lease, number, route, trainer.peer, now_s, now_s + within_s)
-        self.leases.add(record)
+        self.ledger.grant(record)
         self._book(record, 1)
         hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in route)
         seal = seal_lease(self.key, self._run, self.term, lease, step, number, hops, trainer.peer)
@@ -152,22 +154,21 @@ class Dispatcher:
 
     # -- what becomes of them
 
-    def done(self, trainer: TrainerLine, body: Done) -> OutstandingLease | None:
-        """A microbatch is back; None where it was called back before (the stages have said what they counted), was another
-        trainer's, or has a loss that no stage would have let pass."""
-        record = self.leases.find(body.lease, trainer.peer)
+    def done(self, trainer: TrainerLine, body: Done) -> None:
+        """Count a microbatch that is back. Nothing changes if its lease was called back before (the stages have said what they
+        counted) or is another trainer's; it is called back if its loss is one that no stage would have let pass."""
+        record = self.ledger.find(body.lease, trainer.peer)
         if record is None:
-            return None
+            return
         if not math.isfinite(body.loss):
             self._call_back(record, frozenset({trainer.peer}))
-            return None
-        self.leases.done(record)
+            return
+        self.ledger.done(record, body.loss)
         self._book(record, -1)
         self._times.note(FrameKind.LEASE, self._clock() - record.given_at_s)
         self._prove(trainer.peer)
         for peer in (trainer.peer, *(peer for peer, _ in record.route)):
             self._strikes.forgive(peer)
-        return record
 
     def _prove(self, trainer: PeerId) -> None:
         if trainer not in self._proven:
@@ -178,7 +179,7 @@ class Dispatcher:
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
         """A trainer gave a microbatch of its own up. Where it names a stage it may be that one, or who says so: the hop before."""
-        record = self.leases.find(failed.lease, trainer.peer)
+        record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return
         log.info("microbatch %d failed at %s: code %d", record.number, failed.peer or "its trainer", failed.code)
@@ -191,7 +192,7 @@ class Dispatcher:
     def expire(self) -> None:
         """Call back what has been out for too long."""
         now_s = self._clock()
-        late = [record for record in self.leases.out if now_s > record.until_s]
+        late = [record for record in self.ledger.out if now_s > record.until_s]
         for record in late:
             log.warning("microbatch %d is late by its deadline of %.1f s", record.number, now_s - record.given_at_s)
             self._call_back(record)
@@ -201,24 +202,22 @@ class Dispatcher:
     def _call_back(self, record: OutstandingLease, suspects: frozenset[PeerId] | None = None) -> None:
         """Have trainer and stages forget a lease, and hear what the stages had counted by then."""
         self._book(record, -1)
-        record.suspects = suspects
-        members = [self._members[peer] for peer, _ in record.route if peer in self._members]
+        members = {peer: self._members[peer] for peer, _ in record.route if peer in self._members}
         release = Release((record.lease,), self._run)
         for trainer in self._trainer_connections:
             if trainer.peer == record.trainer:
                 trainer.send(release)
-        self.leases.call_back(record, {member.peer for member in members})
-        for member in {member.peer: member for member in members}.values():
+        self.ledger.call_back(record, members, suspects)
+        for member in members.values():
             member.command(release)
 
-    def released(self, member: WorkerHandle, leases: tuple[int, ...]) -> list[OutstandingLease]:
-        """A stage forgot these leases; those that nobody has any more. OutstandingLeases of before a rendezvous are nobody's."""
-        over = [self.leases.released(lease, member.peer) for lease in leases]
-        return [record for record in over if record is not None]
-
-    def blame(self, record: OutstandingLease, ledger: StepLedger) -> frozenset[PeerId]:
-        """A lease failed, and all stages have said what they counted: leave alone for a while who may be why; who they are."""
-        suspects = self._around_the_gap(record, ledger) if record.suspects is None else record.suspects
+    def blame(self, record: OutstandingLease) -> frozenset[PeerId]:
+        """Strike the peers that may be why a lease failed, once all its stages have said what they counted; return these peers.
+        If no stage has counted it, it is the fault of any of them, or of a trainer that has fed nothing yet while others have."""
+        suspects = self.ledger.around_the_gap(record) if record.suspects is None else record.suspects
+        if record.suspects is None and not suspects:
+            is_stranger = bool(self._proven) and record.trainer not in self._proven
+            suspects = frozenset({record.trainer, *(() if is_stranger else (peer for peer, _ in record.route))})
         for peer in suspects:
             self._strikes.strike(peer)
         if record.trainer in suspects and record.trainer not in self._proven:
@@ -227,39 +226,25 @@ class Dispatcher:
             self._proven.pop(record.trainer, None)
         return suspects
 
-    def _around_the_gap(self, record: OutstandingLease, ledger: StepLedger) -> frozenset[PeerId]:
-        """Gradients come back hop by hop: of the last stage that has not counted and the first that has, one did not do its
-        part. Where none has, it is anybody's; of a trainer who has fed nothing yet, beside those who have, its own."""
-        peers = [record.trainer, *(peer for peer, _ in record.route)]
-        counted = [False, *(self._has_counted(peer, span.start, record.number, ledger) for peer, span in record.route)]
-        first = counted.index(True) if True in counted else None
-        if first is None and self._proven and record.trainer not in self._proven:
-            return frozenset({record.trainer})
-        return frozenset(peers if first is None else peers[first - 1 : first + 1])
-
-    @staticmethod
-    def _has_counted(peer: PeerId, unit: int, number: int, ledger: StepLedger) -> bool:
-        holding = ledger.peers.get(peer)
-        return holding is not None and bool(holding.mask(unit) >> number & 1)
-
     def lose(self, peer: PeerId) -> None:
-        """A stage is gone: nothing is expected of it, and what was on its way through it must take another."""
-        for record in self.leases:
+        """Forget a stage with what it had counted: nothing is expected of it, and leases through it are called back."""
+        for record in self.ledger.leases:
             if record.called_back:
                 if record.passes(peer):
                     record.suspects = frozenset()  # it was that one
-                self.leases.released(record.lease, peer)
+                self.ledger.released(record.lease, peer)
             elif record.passes(peer):
                 self._call_back(record, frozenset())
+        self.ledger.lose(peer)
 
     def lose_trainer(self, trainer: TrainerLine) -> None:
-        """A trainer is gone, with the microbatches that it had."""
-        for record in self.leases.held_by(trainer.peer):
+        """Call back the leases of a trainer that is gone."""
+        for record in self.ledger.held_by(trainer.peer):
             self._call_back(record, frozenset())
 
     def clear(self) -> None:
         """All leases are void; the members' bookings with them."""
-        self.leases.clear()
+        self.ledger.void()
         self._transfers.clear()
         for member in self._members.values():
             member.worker.booked_units = member.worker.in_flight = 0

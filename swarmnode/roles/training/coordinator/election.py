@@ -1,6 +1,5 @@
-"""Coordinator election: a training node among the others. It sees to it that somebody leads: the eldest ready one that
-may, whenever nobody
-does."""
+"""Coordinator election: a training node among the others. It sees to it that somebody leads: the eldest ready one that may,
+whenever nobody does."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from swarmnode.roles.training.coordinator.answer_times import STALLED_S
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.loopback import Loopback
-from swarmnode.roles.training.coordinator.standstill import Standstill
+from swarmnode.roles.training.coordinator.step_loop import Office
 from swarmnode.roles.training.coordinator.strikes import Strikes
-from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.roles.training.worker.stage_state import check_positions
 from swarmnode.swarm.peers.directory import Directory
@@ -35,9 +34,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's turn
-LET_GO_S = (
-    60.0  # the same, where a coordinator let this stage go: it leads the others, and calls us again after a pause
-)
+LET_GO_S = 60.0  # the same, if a coordinator let this stage go: it leads the others, and calls us again after a pause
 
 
 class CoordinatorElection:
@@ -55,19 +52,27 @@ class CoordinatorElection:
         decisions: DecisionLog | None = None,
         awaits_others: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._decisions = decisions or DecisionLog()
         self._directory = directory
         self._stage = stage
-        self._units = units
-        self._link_times = link_times
         self._clock = clock
-        self._awaits_others = awaits_others
+        self._office = Office(
+            units,
+            self._dial,
+            Strikes(clock),
+            link_times,
+            check_run=partial(check_positions, stage.segment),
+            found_false=stage.found_false,
+            codecs=stage.compressor.allowed,
+            clock=clock,
+            decisions=decisions or DecisionLog(),
+            awaits_others=awaits_others,
+        )
         self._machine = Coordination()
-        self._strikes = Strikes(clock)
         self._vacant_since_s = clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
-        self._standstill = Standstill(clock)
+        self._where: tuple[int, dict[int, int]] | None = None  # the step of our stage, and what it has counted
+        self._still_since_s = clock()  # there
         self._tasks = Tasks("election", on_crash=on_crash)
         self._changed = asyncio.Event()
         stage.may_lead = self._may_lead
@@ -109,7 +114,9 @@ class CoordinatorElection:
                 if self._coordinator is not None:
                     await self._directory.refresh()  # it slows down in calm times; who comes is to be useful soon
             self._changed.clear()
-            self._standstill.note(self._stage.state.step, self._stage.state.masks)
+            where = self._stage.state.step, self._stage.state.masks
+            if where != self._where:
+                self._where, self._still_since_s = where, self._clock()
             if self._has_leader():
                 self._vacant_since_s = self._clock()
             else:
@@ -139,7 +146,7 @@ class CoordinatorElection:
         held = {
             unit for peer in self._directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
-        return self._standstill.still_s >= STALLED_S and len(held) >= self._units
+        return self._clock() - self._still_since_s >= STALLED_S and len(held) >= self._office.units
 
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -159,32 +166,18 @@ class CoordinatorElection:
 
     def _take_over(self) -> None:
         term = term_after(self._stage.term, self._directory.network.peer_id)
-        self._coordinator = Coordinator(
-            term,
-            self._units,
-            self._dial,
-            self._machine,
-            self._strikes,
-            self._link_times,
-            check_run=partial(check_positions, self._stage.segment),
-            resigned=self._heard_term,
-            found_false=self._stage.found_false,
-            codecs=self._stage.compressor.allowed,
-            clock=self._clock,
-            decisions=self._decisions,
-            awaits_others=self._awaits_others,
-        )
+        self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
         log.info("this node leads the training from now on")
         able = len(list(filter(self._may_lead, ready_peers(self._directory))))
         vacant_s = self._clock() - self._vacant_since_s
         facts = f"nobody has led for {vacant_s:.0f} s", f"it is this node's turn among {able} that may"
-        self._decisions.note(Topic.TRAINING, "leads the training", facts)
+        self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
         """Our stage follows somebody, us included."""
         facts = (f"its term is {self._stage.term}, the highest that was heard of",)
-        self._decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
+        self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self._directory.network.peer_id:
             self._let_go()
 
@@ -210,7 +203,7 @@ class CoordinatorElection:
         facts = (
             f"it let this node go; somebody else's turn comes in {LET_GO_S:.0f} s" if error is None else str(error),
         )
-        self._decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
+        self._office.decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
             self._directory.suspect(peer, str(error))
         self._changed.set()

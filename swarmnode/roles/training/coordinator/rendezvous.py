@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from swarmnode.plan.training.recovery import RecoveryPlan, plan_anew, plan_recovery
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 
 ANSWERS_S = 3.0

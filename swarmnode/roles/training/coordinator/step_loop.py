@@ -1,81 +1,101 @@
 """Step loop: the steps of one run, from one rendezvous to the next.
 
-What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `due` says which
-event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
+What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `CONDITIONS` say
+which event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Commit, Condition, Failed, ProgressReport, Status, StepReport, Stopped
+from swarmnode.codec.training_messages import (
+    Begin,
+    Commit,
+    Condition,
+    Discard,
+    Failed,
+    ProgressReport,
+    Restore,
+    Status,
+    StepReport,
+    Stopped,
+    Sync,
+)
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.sparsity import slowest_link_s
-from swarmnode.plan.training.coordination import Event, Phase
+from swarmnode.plan.training.coordination import Event
 from swarmnode.plan.training.expected_step import ExpectedStep
 from swarmnode.plan.training.recovery import RecoveryPlan
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAttempt
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
-from swarmnode.roles.training.coordinator.leases import OutstandingLease
-from swarmnode.roles.training.coordinator.step_progress import StepProgress
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections
-from swarmnode.roles.training.coordinator.worker_group import WorkerGroup
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
+from swarmnode.roles.training.worker.status import masks_of
 from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 
 SOON = 8  # an eighth of a step is counted: who comes later is not reckoned with in this one
-OTHERS_S = 5.0  # after one failed to reduce: who else does is to be heard, so that it is known whose fault it was
 
 
 @dataclass(frozen=True)
 class Office:
-    """What a coordinator's step loops share. `attempts` numbers their all-reduces, `clock` is in seconds."""
+    """What a node gives its coordinator, whichever term it is. `dial` opens a conversation with a stage; `check_run` raises
+    ProtocolError for a run that the model cannot do; `found_false` are the peers that the node's own stage has found false;
+    `awaits_others` says whether others are on their way to their places. `clock` in seconds."""
 
     units: int
-    worker_group: WorkerGroup
-    dispatcher: Dispatcher
-    trainer_connections: TrainerConnections
+    dial: Dial
     strikes: Strikes
-    attempts: Iterator[int]
+    link_times: LinkTimes
+    check_run: Callable[[Run], None]
+    found_false: Callable[[], set[PeerId]]
+    codecs: Collection[int]
     clock: Callable[[], float]
-    found_false: Callable[[], set[PeerId]]  # by this node's own stage
-    averaging_groups: AveragingGroups
     decisions: DecisionLog
-    awaits_others: Callable[[], bool]  # before a first step: whether they are on their way to their places
+    awaits_others: Callable[[], bool]
 
 
 class StepLoop:
-    """`run` from `step` on."""
+    """`run` from `step` on. `puts_off` says whether a first step waits for others."""
 
-    def __init__(self, run: Run, step: int, office: Office) -> None:
+    def __init__(
+        self,
+        run: Run,
+        step: int,
+        office: Office,
+        worker_group: WorkerGroup,
+        dispatcher: Dispatcher,
+        trainer_connections: TrainerConnections,
+        averaging_groups: AveragingGroups,
+        puts_off: Callable[[], bool],
+    ) -> None:
         self.run = run
         self.step = step
         self._raw_run = encode_run(run)
         self._office = office
         self._units = office.units
-        self._worker_group = office.worker_group
-        self._dispatcher = office.dispatcher
-        self._dispatcher.begin(run)
-        office.averaging_groups.begin()
-        self._trainer_connections = office.trainer_connections
-        self._step_progress = self._new_step_progress()
+        self._worker_group = worker_group
+        self._dispatcher = dispatcher
+        self._trainer_connections = trainer_connections
+        self._averaging_groups = averaging_groups
+        averaging_groups.warm_starts.clear()
+        self._puts_off = puts_off
         self._all_reduce: AllReduceAttempt | None = None
-        self._reducing_since_s = 0.0
-        self._failed_at_s: float | None = None  # when the first member failed to reduce
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
         self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
@@ -84,17 +104,20 @@ class StepLoop:
         self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # the step, and the stages
         self._begins = True  # nothing is leased yet
         self._stopped: Stopped | None = None
+        self._begin_step()
 
     def __repr__(self) -> str:
-        return f"<StepLoop at step {self.step} of {self.run.steps}, {self._step_progress!r}>"
+        return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
 
-    def _new_step_progress(self) -> StepProgress:
-        return StepProgress(StepLedger(self.step, self._units, self.run.microbatches), self._office.clock())
+    def _begin_step(self) -> None:
+        self._ledger = StepLedger(self.step, self._units, self.run.microbatches)
+        self._dispatcher.begin(self.run, self._ledger)
+        self._began_at_s = self._office.clock()
 
     @property
     def counted(self) -> int:
         """Microbatches that all units have counted in this step."""
-        return self.run.microbatches - len(self._step_progress.ledger.missing())
+        return self.run.microbatches - len(self._ledger.missing())
 
     @property
     def expected_s(self) -> float:
@@ -104,7 +127,7 @@ class StepLoop:
     @property
     def awaits_others(self) -> bool:
         """Whether nothing is leased, as others are on their way to their places, who have to be sent what is learnt afterwards."""
-        return self.step == 0 and self._as_founded and self._office.awaits_others()
+        return self.step == 0 and self._as_founded and self._puts_off()
 
     # -- to the first step
 
@@ -114,7 +137,7 @@ class StepLoop:
             member for member in self._worker_group if member.state not in (WorkerState.USABLE, WorkerState.ASKED)
         ]
         for member in self._worker_group.usable():
-            member.begin(self._raw_run)
+            member.command(Begin(self._raw_run))
         for member in behind:
             self._sync(member)
 
@@ -130,12 +153,12 @@ class StepLoop:
                 member.state = WorkerState.COMING
                 member.command(Commit(found.step - 1, told.norm, self.run.id, told.loss))
             elif peer in found.restore:
-                member.restore(self._raw_run, found.step)
+                member.command(Restore(self._raw_run, found.step))
             elif member.status is not None and self._is_here(member.status):
                 member.state = WorkerState.USABLE
-                self._step_progress.take(member, member.status)
+                self._take_counts(member, member.status)
             else:
-                member.begin(self._raw_run)
+                member.command(Begin(self._raw_run))
         for peer in found.sync:
             self._sync(members[peer])
         if (
@@ -150,7 +173,7 @@ class StepLoop:
     def _sync(self, member: WorkerHandle) -> None:
         """Let a stage that is behind hear the all-reduces from now on, and fetch the state from its replicas."""
         holders = tuple(other.peer for other in self._worker_group.usable() if other.span.overlaps(member.span))
-        member.sync(self._raw_run, self.step + (self._all_reduce is not None), holders)
+        member.command(Sync(self._raw_run, self.step + (self._all_reduce is not None), holders))
 
     # -- what is told
 
@@ -158,26 +181,22 @@ class StepLoop:
         """A stage has come in the middle of a run and said what it holds."""
         if self._is_here(status):
             member.state = WorkerState.USABLE
-            self._step_progress.take(member, status)
+            self._take_counts(member, status)
         elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
-            member.begin(self._raw_run)
+            member.command(Begin(self._raw_run))
         else:
             self._sync(member)
 
     def hear(self, member: WorkerHandle, body: Body) -> None:
         """A stage says something; what it says of itself the member has heard, but for answers to RELEASE."""
-        if isinstance(body, Status):
-            self._hear_status(member, body)
-        elif isinstance(body, Reduced) and body.run == self.run.id:
-            self._hear_reduced(member, body)
-        elif isinstance(body, Failed) and body.run == self.run.id:
-            self._hear_failed(member, body)
+        if (hear := FROM_WORKERS.get(type(body))) is not None:
+            hear(self, member, body)
 
     def _hear_status(self, member: WorkerHandle, status: Status) -> None:
         if status.answers == FrameKind.RELEASE:
             if member.state is WorkerState.USABLE and self._is_here(status):
                 member.hear(status)
-                self._step_progress.add(member, status)
+                self._take_counts(member, status, adds=True)
         elif member.state is WorkerState.ASKED:
             self._admit(member, status)
         elif member.state is WorkerState.DISCARDING and status.answers != FrameKind.DISCARD:
@@ -185,9 +204,9 @@ class StepLoop:
         elif self._is_here(status):
             if member.state is not WorkerState.USABLE:
                 member.state = WorkerState.USABLE
-                self._step_progress.enter([member])
+                self._ledger.report(member.peer, member.span, {})
             if status.answers == FrameKind.DISCARD:
-                self._step_progress.take(member, status)
+                self._take_counts(member, status)
         elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
             log.warning("stage %s could not come to step %d", member.peer, self.step)
             self._office.strikes.strike(member.peer)
@@ -197,39 +216,36 @@ class StepLoop:
         ):
             self._sync(member)  # it came too late for an all-reduce, or did not get a state
 
+    def _take_counts(self, member: WorkerHandle, status: Status, *, adds: bool = False) -> None:
+        """See `StepLedger.report`. Raises ProtocolError if the step does not have what the stage has counted."""
+        masks = masks_of(status.counted, self._ledger.everything)
+        self._ledger.report(member.peer, member.span, masks, status.losses, adds=adds)
+
     def released(self, record: OutstandingLease) -> None:
         """A lease that failed is nobody's any more: do without whom it was by now clear that it fails, if others can do it all."""
-        for peer in self._dispatcher.blame(record, self._step_progress.ledger):
+        for peer in self._dispatcher.blame(record):
             if self._office.strikes.in_a_row(peer) >= OUT and self._worker_group.can_spare(peer):
                 self._worker_group.dismiss(peer, f"it failed {OUT} times in a row")
 
     def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
-        if self._all_reduce is not None and body.attempt == self._all_reduce.attempt:
+        if self._all_reduce is not None and (body.run, body.attempt) == (self.run.id, self._all_reduce.attempt):
             member.answered(FrameKind.REDUCE)
             if self._all_reduce.hear(member.peer, body):
                 self._office.strikes.forgive(member.peer)
-                self._office.averaging_groups.hear(member.peer, body.rates)
-            self._note_failure()
+                self._averaging_groups.hear(member.peer, body.rates)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
         """A stage met NaN, or it could not reduce."""
+        if body.run != self.run.id:
+            return
         all_reduce = self._all_reduce
-        if (
-            all_reduce is not None
-            and body.lease == all_reduce.attempt
-            and member.answered(FrameKind.REDUCE) is not None
-        ):
+        if all_reduce is not None and body.lease == all_reduce.attempt and member.answered(FrameKind.REDUCE):
             if body.code == ErrorCode.PEER_LOST and not body.peer:
                 all_reduce.expire(member.peer)
             else:
                 all_reduce.fail(member.peer, body.peer or None)
-            self._note_failure()
         if body.code == ErrorCode.NOT_FINITE:
             self._hear_claim(member, body.unit)
-
-    def _note_failure(self) -> None:
-        if self._all_reduce is not None and self._all_reduce.failed and self._failed_at_s is None:
-            self._failed_at_s = self._office.clock()
 
     def _hear_claim(self, member: WorkerHandle, unit: int) -> None:
         """NaN, by the word of one stage. It is asked again, of another one where there is one; twice, and the run is stopped."""
@@ -249,59 +265,48 @@ class StepLoop:
             self._office.strikes.strike(member.peer)
 
     def lose(self, peer: PeerId) -> None:
-        """A stage is gone with what it had counted."""
-        self._step_progress.ledger.lose(peer)
-        if self._all_reduce is not None and self._all_reduce.needs(peer):
-            self._all_reduce.fail(peer, None)
-            self._failed_at_s = float("-inf")  # its own fault: nobody else need be heard
-
-    def count(self, record: OutstandingLease, loss: float) -> None:
-        """A trainer has a microbatch back."""
-        self._step_progress.count(record, loss)
+        """A stage is gone."""
+        if self._all_reduce is not None:
+            self._all_reduce.lose(peer)
 
     # -- what follows
 
-    def due(self, phase: Phase) -> Event | None:
-        """What has come about by what is known now."""
-        if self._stopped is not None and phase in (Phase.STEPPING, Phase.REDUCING):
-            return Event.NOT_FINITE
-        if phase is Phase.STEPPING:
-            return self._due_in_step()
-        if phase is Phase.REDUCING and self._all_reduce is not None:
-            if self._all_reduce.failed and self._all_heard(self._all_reduce):
-                return Event.DISAGREED
-            if self._all_reduce.over and not self._all_reduce.failed:
-                return Event.AGREED if self._convicted(self._all_reduce) is None else Event.DISAGREED
-        return None
+    def has_come(self, event: Event) -> bool:
+        """Return whether an event of the step in force has come about, by what is known now."""
+        return event in CONDITIONS and CONDITIONS[event](self)
 
-    def _due_in_step(self) -> Event | None:
-        """Nobody missing, nothing twice, the rest leased, and then the all-reduce."""
-        if self.step >= self.run.steps:
-            return Event.FINISHED
-        if self._astray or self._worker_group.uncovered(self._units):
-            return Event.UNCOVERED
+    def _is_uncovered(self) -> bool:
+        return self._astray or bool(self._worker_group.uncovered(self._units))
+
+    def _is_counted(self) -> bool:
+        """Return whether everything is counted once, and nothing leased; what is missing is leased before."""
         if self.awaits_others:
-            return None
-        ledger = self._step_progress.ledger
+            return False
+        ledger = self._ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)
-            self._worker_group.members[peer].discard(self.run.id)
+            self._worker_group.members[peer].command(Discard(self.run.id))
         if self._begins:
-            self._step_progress.began_at_s = self._office.clock()
+            self._began_at_s = self._office.clock()
         self._expect_of_those_here()
-        self._dispatcher.dispatch(ledger)
-        self._begins = self._begins and not len(self._dispatcher.leases)
+        self._dispatcher.dispatch()
+        self._begins = self._begins and not ledger.leases
         hearing = self._worker_group.hearing(self.step)
         resting = any(self._office.strikes.rests(member.peer) for member in hearing)
-        return Event.COUNTED if ledger.complete() and not len(self._dispatcher.leases) and not resting else None
+        return ledger.complete() and not ledger.leases and not resting
 
-    def _all_heard(self, all_reduce: AllReduceAttempt) -> bool:
-        waited_s = 0.0 if self._failed_at_s is None else self._office.clock() - self._failed_at_s
-        return all_reduce.over or (bool(all_reduce.failures) and waited_s >= OTHERS_S)
+    def _outcome(self) -> Event | None:
+        """Return how the all-reduce ended, AGREED or DISAGREED; None as long as answers are waited for. One with a contributor that
+        is convicted has failed."""
+        all_reduce = self._all_reduce
+        if all_reduce is None or not all_reduce.is_decided():
+            return None
+        failed = all_reduce.failed or self._convicted(all_reduce) is not None
+        return Event.DISAGREED if failed else Event.AGREED
 
     def lease(self) -> None:
         """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
-        all_reduce, self._all_reduce, self._failed_at_s = self._all_reduce, None, None
+        all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is None:
             return
         convicted = self._convicted(all_reduce)
@@ -309,7 +314,7 @@ class StepLoop:
             self._leave_out(convicted)
         if not all_reduce.failed:
             return
-        self._office.averaging_groups.give_up()
+        self._averaging_groups.clusters.give_up()
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
@@ -331,16 +336,16 @@ class StepLoop:
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
         hearing = self._worker_group.hearing(self.step)
-        groups = self._office.averaging_groups.make(self.run, self.step, hearing, self._step_progress.ledger.counts)
+        groups = self._averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
-        self._reducing_since_s = self._office.clock()
         self._all_reduce = AllReduceAttempt(
             self.step,
-            next(self._office.attempts),
+            next(self._averaging_groups.attempts),
             groups,
             [member.peer for member in hearing],
             run=self.run.id,
             within_s=within_s,
+            clock=self._office.clock,
         )
         for member in hearing:
             answer_s = member.times.wait_s(FrameKind.RELEASE, rtt_s=member.line.rtt_s or 0.0)
@@ -349,9 +354,9 @@ class StepLoop:
     def commit(self) -> None:
         """The word that ends the step."""
         assert self._all_reduce is not None
-        usable, loss, norm = self._worker_group.usable(), self._step_progress.loss, self._all_reduce.norm()
-        self._times.note(FrameKind.REDUCE, self._office.clock() - self._reducing_since_s)
-        self._office.averaging_groups.committed(self._all_reduce.groups, usable)
+        usable, loss, norm = self._worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
+        self._times.note(FrameKind.REDUCE, self._office.clock() - self._all_reduce.began_s)
+        self._averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
@@ -362,12 +367,13 @@ class StepLoop:
                 member.send(word)  # which it answers only where it came too late
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
-        step_s = self._office.clock() - self._step_progress.began_at_s
+        step_s = self._office.clock() - self._began_at_s
         self._tell_step(loss, step_s, norm, len(usable), self.step)
         self.step += 1
         self._claims.clear()
-        self._step_progress = self._new_step_progress()
-        self._step_progress.enter(usable)
+        self._begin_step()
+        for member in usable:
+            self._ledger.report(member.peer, member.span, {})
         forecast_s = self._forecast_s()
         self._learn_from(step_s, forecast_s)
         self._expect(forecast_s)
@@ -389,7 +395,7 @@ class StepLoop:
     def _forecast_s(self) -> float:
         """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
         passing_s = self._dispatcher.passing_s(self.step, self.run.microbatches)
-        averaging_s = self._office.averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
+        averaging_s = self._averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
 
     def _learn_from(self, step_s: float, forecast_s: float) -> None:
@@ -415,5 +421,23 @@ class StepLoop:
         self._dispatcher.clear()
         if stopped.code:
             for member in self._worker_group.usable():
-                member.discard(self.run.id)
+                member.command(Discard(self.run.id))
         self._trainer_connections.tell(stopped)
+
+
+FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]] = {
+    Status: StepLoop._hear_status,
+    Reduced: StepLoop._hear_reduced,
+    Failed: StepLoop._hear_failed,
+}
+"""What stages say to their coordinator (`docs/training-step.md`)"""
+
+CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
+    Event.NOT_FINITE: lambda loop: loop._stopped is not None,
+    Event.FINISHED: lambda loop: loop.step >= loop.run.steps,
+    Event.UNCOVERED: StepLoop._is_uncovered,
+    Event.COUNTED: StepLoop._is_counted,
+    Event.DISAGREED: lambda loop: loop._outcome() is Event.DISAGREED,
+    Event.AGREED: lambda loop: loop._outcome() is Event.AGREED,
+}
+"""When an event of the machine has come about (`plan/training/coordination.py`)"""

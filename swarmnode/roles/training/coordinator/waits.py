@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import MAX_WAITS
 from swarmnode.codec.training_messages import ProgressReport, Wait
-from swarmnode.roles.training.coordinator.leases import OutstandingLeases
+from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.roles.training.coordinator.strikes import Strikes
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle
 
 WORTH_TELLING_S = 2.0  # what takes less is the usual step loop of things
 TOLD = 5
@@ -26,7 +26,7 @@ DOING = {
 
 
 def longest_waits(
-    members: Iterable[WorkerHandle], leases: OutstandingLeases, strikes: Strikes, now_s: float
+    members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], strikes: Strikes, now_s: float
 ) -> tuple[Wait, ...]:
     """For whom the step in force waits: commands without an answer and who is left alone since it failed, then microbatches under
     way, which may be at any place of their route; of each the longest first."""
@@ -37,7 +37,7 @@ def longest_waits(
             waits.append(Wait(member.peer, command.kind, now_s - command.began_s, *member.span))
         elif strikes.rests(member.peer):
             waits.append(Wait(member.peer, 0, strikes.pause_s(member.peer), *member.span))
-    for record in leases.out:
+    for record in leases:
         if now_s - record.given_at_s >= WORTH_TELLING_S:
             waited_s = now_s - record.given_at_s
             waits.append(Wait(record.trainer, FrameKind.LEASE, waited_s))

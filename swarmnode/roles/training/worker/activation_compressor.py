@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import decode
 from swarmnode.compress.values import Encoded, describe_values, encode_values
+from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import UsageError
-from swarmnode.ledger import MemoryLedger
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.compression import Choice, Controller, Look
+from swarmnode.plan.compression import Choice, Controller, Look, encoded_bytes
 from swarmnode.plan.sparsity import SPARSE_RULES, codec_of, is_allowed, topk_ratio
-from swarmnode.roles.training.worker.error_feedback import ErrorFeedback, Link
-from swarmnode.roles.training.worker.link_durations import LinkDurations
 from swarmnode.swarm.records.run import AUTO, Compression
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,101 @@ UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
 
 OnChoice = Callable[[PeerId, str, Choice], None]
 """(peer, direction, choice): what goes there travels otherwise from now on"""
+
+
+MAX_LINKS = 64  # those used longest ago are forgotten
+
+Link = tuple[PeerId, str]
+"""To whom, and which way through the model"""
+
+Way = tuple[PeerId, str, bool]
+"""With whom, which way through the model, and whether it is sent or comes in"""
+
+
+class LinkDurations:
+    """How long a microbatch's values take over each link of a stage as they are, in both directions; of the step in force and
+    the one before it: peers that are not met any more are forgotten."""
+
+    def __init__(self) -> None:
+        self._now_s: dict[Way, float] = {}
+        self._before_s: dict[Way, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<LinkDurations of {len(self._now_s)} ways, the longest {self.slowest_s:.3g} s>"
+
+    @property
+    def slowest_s(self) -> float:
+        """The longest, in seconds; 0 where none is known."""
+        return max((*self._now_s.values(), *self._before_s.values()), default=0.0)
+
+    def note(self, way: Way, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+        """Values (however they are encoded) cross a link: the seconds that they would take uncompressed, where that is known."""
+        if not bandwidth_bps:
+            return None
+        self._now_s[way] = found_s = encoded_bytes(values, Codec.NONE) * 8 / bandwidth_bps
+        return found_s
+
+    def end_step(self) -> None:
+        """Another step begins."""
+        self._before_s, self._now_s = self._now_s, {}
+
+
+@dataclass(frozen=True)
+class _LeftOver:
+    values: Sequence[Tensor]  # of whole numbers: zeros
+    memory: Reservation
+
+
+class ErrorFeedback:
+    """What top-k left out of the values of a link, which is added to the next ones (Stich et al., arXiv 1809.07599). On the
+    executor; if the ledger has no room, nothing is kept, and top-k goes on without.
+
+    A microbatch's activations are of other samples than the next one's. What was left out of them is the same for all samples
+    where it is a bias, and noise where it is not: which of them prevails is measured in `docs/decisions/compression.md`.
+    """
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._ledger = ledger
+        self._left: OrderedDict[Link, _LeftOver] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<ErrorFeedback of {len(self._left)} links>"
+
+    def encode(self, values: Sequence[Tensor], link: Link, choice: Choice) -> Encoded:
+        """Descriptors and payloads of the values and what was left out before; keeps what is left out now."""
+        wanted = self._with_left_over(values, link)
+        infos, payloads = encode_values(wanted, choice.codec, choice.keep)
+        said = [decode(info, bytes(payload)) for info, payload in zip(infos, payloads, strict=True)]
+        self._keep(link, [value - told.to(value.device) for value, told in zip(wanted, said, strict=True)])
+        return infos, payloads
+
+    def _with_left_over(self, values: Sequence[Tensor], link: Link) -> Sequence[Tensor]:
+        left = self._left.get(link)
+        if left is None or [value.shape for value in left.values] != [value.shape for value in values]:
+            return values
+        return [value + more.to(value.device) for value, more in zip(values, left.values, strict=True)]
+
+    def _keep(self, link: Link, left: Sequence[Tensor]) -> None:
+        self._forget(link)
+        if not is_finite(left):
+            return
+        if len(self._left) >= MAX_LINKS:
+            self._forget(next(iter(self._left)))
+        try:
+            memory = self._ledger.reserve(Account.ACTIVATIONS, sum(value.nbytes for value in left))
+        except Full:
+            return
+        self._left[link] = _LeftOver(left, memory)
+
+    def _forget(self, link: Link) -> None:
+        left = self._left.pop(link, None)
+        if left is not None:
+            left.memory.release()
+
+    def clear(self) -> None:
+        """Forget it all."""
+        for link in list(self._left):
+            self._forget(link)
 
 
 class ActivationCompressor:

@@ -12,7 +12,7 @@ from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.roles.training.coordinator.answer_times import SILENCE_S, STALLED_S
-from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.coordinator.worker_group import Line
 
 log = logging.getLogger(__name__)
 

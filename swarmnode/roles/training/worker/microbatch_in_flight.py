@@ -25,19 +25,19 @@ from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
-from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP
+from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.roles.training.worker.label_queue import ReceivedLabels
+from swarmnode.roles.training.worker.label_queue import LabelQueue, ReceivedLabels
 from swarmnode.roles.training.worker.meter import TrainingMeter
-from swarmnode.roles.training.worker.training_part import TrainingPart
-from swarmnode.roles.training.worker.training_parts import TrainingParts
-from swarmnode.swarm.records.run import Run
+from swarmnode.roles.training.worker.stage_state import StageState
+from swarmnode.roles.training.worker.training_parts import TrainingPart, TrainingParts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,28 +55,12 @@ class MicrobatchStage(Protocol):
     meter: TrainingMeter
     completed: CompletedWork
     parts: TrainingParts
-
-    @property
-    def run(self) -> Run | None:
-        """The one in force."""
-        ...
-
-    async def updated(self) -> None:
-        """Wait for the update that ends the step before, if one is under way."""
+    state: StageState
+    labels: LabelQueue
+    spot_checks: SpotChecks | None
 
     def lost_counts(self) -> None:
         """A pass back broke off, and with it went what its device had counted."""
-
-    async def labels_of(self, body: Forward) -> ReceivedLabels:
-        """What the loss needs of a microbatch that ends here. Raises PeerError where it does not come."""
-        ...
-
-    def remember(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
-        """A microbatch is about to be computed; what to keep of it for replicas that check. On the bench."""
-        ...
-
-    def note_loss(self, number: int, loss: float) -> None:
-        """A microbatch has been through the whole model."""
 
     def blame(self, error: NotFinite) -> None:
         """A unit met NaN."""
@@ -182,9 +166,9 @@ class MicrobatchInFlight:
         *before, (last, span) = self._passed
         is_end = self.body.hop + 1 == len(self.body.route)
         if is_end and not self._ended:
-            self._labels = await self._stage.labels_of(self.body)
+            self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
         if self._passed[0][0].executor is not last.executor or last.executor is not self._stage.parts.bench:
-            await self._stage.updated()  # which is made on the first device's thread
+            await self._stage.state.updated()  # which is made on the first device's thread
         values: Values | None = None
         for part, units in before:
             values = await self._compute(FORWARD, part, partial(self._outputs, part, units, values))
@@ -204,7 +188,7 @@ class MicrobatchInFlight:
 
     async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
         """Wait for a device, and have it done there. At the last hop's last device the way forward leads back as well."""
-        executor, run = part.executor, self._stage.run
+        executor, run = part.executor, self._stage.state.run
         came_s, size = executor.clock(), 0 if run is None else run.positions
 
         def compute() -> T:
@@ -234,7 +218,7 @@ class MicrobatchInFlight:
         """At the end of the model the loss's gradient is at hand."""
         (loss,) = self._outputs(part, units, values)
         gradients = self._backward(part, units, ())
-        self._stage.note_loss(self.body.number, float(loss))
+        self._stage.state.losses[self.body.number] = float(loss)
         if self.kept is not None:
             self.kept.loss = float(loss)
         return float(loss), gradients
@@ -255,7 +239,8 @@ class MicrobatchInFlight:
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = decode_values(body.values, self._payload, device)
-            self.kept = self._stage.remember(body, self._payload, self._labels)
+            checks, learner = self._stage.spot_checks, self._stage.state.learner
+            self.kept = None if checks is None else checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
         values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
         with self._passing(FORWARD, part, units):
@@ -292,8 +277,8 @@ class MicrobatchInFlight:
     def _passing(self, phase: str, part: TrainingPart, units: Span) -> AbstractContextManager[None]:
         """Around the pass itself. A microbatch that other devices had before is counted already."""
         stage, came = self._stage, part is self._passed[0][0]
-        assert stage.run is not None
-        tokens = stage.run.positions
+        assert stage.state.run is not None
+        tokens = stage.state.run.positions
 
         def told(pass_s: float) -> None:
             part.unit_time.note(units.units, pass_s)
@@ -311,7 +296,7 @@ class MicrobatchInFlight:
         return part.stopwatch.timing(told, WORK[phase] * units.units * tokens)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
-        compressor, run = self._stage.compressor, self._stage.run
+        compressor, run = self._stage.compressor, self._stage.state.run
         assert run is not None
         compressor.adopt(run.compression)
         infos, payloads = compressor.encode(values, peer, direction, bandwidth_bps)
@@ -359,7 +344,7 @@ class MicrobatchInFlight:
             self._answer.set_exception(error)
 
     def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
-        hop, run = self.body.route[self.body.hop], self._stage.run
+        hop, run = self.body.route[self.body.hop], self._stage.state.run
         if run is not None:
             self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions)
         if self._channel.open:

@@ -26,7 +26,7 @@ from swarmnode.roles.serving.hardware import Hardware, LentDevice
 from swarmnode.roles.serving.span_part import LoadedSpan
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.pass_estimator import PassEstimator
-from swarmnode.roles.training.worker.training_part import LoadUnits, TrainingPart
+from swarmnode.roles.training.worker.training_parts import LoadUnits, TrainingPart
 from swarmnode.swarm.records.run import Run
 
 LoadedSegments = Sequence[Sequence[tuple[int, Segment]]]

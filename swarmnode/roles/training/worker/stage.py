@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
@@ -25,6 +25,7 @@ from swarmnode.codec.training_messages import (
     Forward,
     Labels,
     Lead,
+    ProgressReport,
     Release,
     Restore,
     Status,
@@ -34,7 +35,7 @@ from swarmnode.codec.training_messages import (
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
@@ -42,14 +43,12 @@ from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.training.averaging.all_reduce import AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
-from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.coordinator.worker_group import Line
 from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
-from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.admission import refusal_of
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
 from swarmnode.roles.training.worker.following import Following
-from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 from swarmnode.roles.training.worker.stage_state import StageState
@@ -91,13 +90,13 @@ class TrainingStage:
         self.gate = link_config.gate
         self.following = Following(on_crash=link_config.supervisor.ends_peer)
         self.state = StageState(parts, checkpoint_manager)
-        self.updated = self.state.updated
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
         self.spot_checks = spot_checks
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
         self._admission_queue = AdmissionQueue(parts)
+        self.labels = self._admission_queue.labels
         self.completed = completed or CompletedWork()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -154,34 +153,25 @@ class TrainingStage:
     # -- conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        take = OPENINGS.get(type(body))
         if not self._may_say(channel.peer, body):
             channel.close(Error(ErrorCode.REFUSED))
-        elif isinstance(body, Forward):
-            self._forward(Arrival(channel, body, frame.payload))
-        elif isinstance(body, Labels):
-            self._take_labels(channel, body, frame.payload)
-        elif isinstance(body, Pull):
-            self._all_reducer.hear(channel, body)
-        elif isinstance(body, Lead):
-            self.follow(channel)
-            self.obey(channel, body)
-        elif isinstance(body, Work):
-            self.on_work(channel, body)
-        else:
+        elif take is None:
             channel.close(Error(ErrorCode.MALFORMED))
+        else:
+            take(self, channel, body, frame.payload)
 
     def _may_say(self, peer: PeerId, body: Body) -> bool:
         if isinstance(body, Work):
             return self.gate.may_feed(peer)
         return not isinstance(body, Lead) or self.may_lead(peer)
 
-    def _forward(self, arrival: Arrival) -> None:
-        body = arrival.body
-        refusal = self._refusal_of(body, arrival.channel.peer)
+    def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        arrival, refusal = Arrival(channel, body, payload), self._refusal_of(body, channel.peer)
         if refusal is None and not self._admission_queue.takes(arrival):
             refusal = ErrorCode.BUSY
         if refusal is not None:
-            arrival.channel.close(Fault(0, body.hop, refusal))
+            channel.close(Fault(0, body.hop, refusal))
         elif body.step > self.state.step:
             self._admission_queue.wait(arrival)
         else:
@@ -190,13 +180,12 @@ class TrainingStage:
             self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
 
     def _take_labels(self, channel: Channel, body: Labels, payload: bytes | bytearray) -> None:
-        labels = self._admission_queue.labels
-        refusal = self._refusal_of(body, channel.peer) or labels.put(body, payload)
+        refusal = self._refusal_of(body, channel.peer) or self.labels.put(body, payload)
         if refusal is not None:
             channel.close(Fault(0, body.hop, refusal))
         else:
-            channel.on_frame = lambda _frame, _body: labels.drop([body.lease])
-            channel.on_lost = lambda _error: labels.drop([body.lease])
+            channel.on_frame = lambda _frame, _body: self.labels.drop([body.lease])
+            channel.on_lost = lambda _error: self.labels.drop([body.lease])
 
     def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
         hop, state = body.route[body.hop], self.state
@@ -232,21 +221,9 @@ class TrainingStage:
         discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
 
-    async def labels_of(self, body: Forward) -> ReceivedLabels:
-        """See `MicrobatchStage`."""
-        return await self._admission_queue.labels.take(body.lease, body.within_s)
-
-    def remember(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
-        """What to keep of a microbatch that is computed now, so that replicas may check it."""
-        return None if self.spot_checks is None else self.spot_checks.remember(self.learner, body, payload, labels)
-
     def found_false(self) -> set[PeerId]:
         """By its own spot checks."""
         return set() if self.spot_checks is None else self.spot_checks.found
-
-    def note_loss(self, number: int, loss: float) -> None:
-        """Of a microbatch that the model's last unit has counted; on the bench."""
-        self.state.losses[number] = loss
 
     def blame(self, error: NotFinite) -> None:
         """Let the coordinator know which unit met NaN."""
@@ -257,10 +234,12 @@ class TrainingStage:
 
     # -- the coordinator's word
 
-    def follow(self, line: Line) -> None:
-        """Hear a coordinator's commands on this line."""
+    def follow(self, line: Line, first: Lead | None = None) -> None:
+        """Hear a coordinator's commands on this line, of which `first` may have come already."""
         line.on_frame = lambda _frame, body: self.obey(line, body)
         line.on_lost = lambda error: self.following.lost(line, error)
+        if first is not None:
+            self.obey(line, first)
 
     def obey(self, line: Line, body: Body) -> None:
         """Do what a command says; one of a coordinator that is not in force any more is answered STALE."""
@@ -272,24 +251,24 @@ class TrainingStage:
             line.close(Error(ErrorCode.STALE))
         else:
             self.following.heard()
-            self._do(line, body)
+            if (do := COMMANDS.get(type(body))) is not None:
+                do(self, line, body)
 
-    def _do(self, line: Line, body: Body) -> None:
-        """A command of the coordinator in force; PROGRESS is one to go on waiting."""
-        if isinstance(body, Commit):
-            self._commit(line, body)
-        elif isinstance(body, Release):
-            if body.run == self.state.run_id:
-                self._admission_queue.release(body.leases)
-            self._answer(line, FrameKind.RELEASE)
-        elif isinstance(body, Discard):
-            if body.run == self.state.run_id:
-                self._discard()
-            self._answer(line, FrameKind.DISCARD)
-        elif isinstance(body, Reduce):
-            self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
-        elif isinstance(body, Begin | Sync | Restore):
-            self._move = self._instead_of(self._move, self._moving(line, body))
+    def _release(self, line: Line, body: Release) -> None:
+        if body.run == self.state.run_id:
+            self._admission_queue.release(body.leases)
+        self._answer(line, FrameKind.RELEASE)
+
+    def _discard_for(self, line: Line, body: Discard) -> None:
+        if body.run == self.state.run_id:
+            self._discard()
+        self._answer(line, FrameKind.DISCARD)
+
+    def _begin_reducing(self, line: Line, body: Reduce) -> None:
+        self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
+
+    def _begin_moving(self, line: Line, body: Begin | Sync | Restore) -> None:
+        self._move = self._instead_of(self._move, self._moving(line, body))
 
     def _lead(self, line: Line, body: Lead) -> None:
         """Let go of what is in flight and follow the sender, or tell it which term is in force."""
@@ -397,7 +376,7 @@ class TrainingStage:
         self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step(self.state.step):
-            self._forward(arrival)
+            self._forward(*arrival)
 
     def _forget_records(self) -> None:
         """Nobody can check the step any more."""
@@ -409,6 +388,28 @@ class TrainingStage:
         if self.state.is_due:
             await self.state.save()
         await self._tell(line)
+
+
+OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]] = {
+    Forward: TrainingStage._forward,
+    Labels: TrainingStage._take_labels,
+    Pull: lambda stage, channel, body, _payload: stage._all_reducer.hear(channel, body),
+    Lead: lambda stage, channel, body, _payload: stage.follow(channel, body),
+    Work: lambda stage, channel, body, _payload: stage.on_work(channel, body),
+}
+"""What a conversation may begin with (`docs/training-step.md`)"""
+
+COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
+    Begin: TrainingStage._begin_moving,
+    Restore: TrainingStage._begin_moving,
+    Sync: TrainingStage._begin_moving,
+    Release: TrainingStage._release,
+    Discard: TrainingStage._discard_for,
+    Reduce: TrainingStage._begin_reducing,
+    Commit: TrainingStage._commit,
+    ProgressReport: lambda _stage, _line, _body: None,  # the coordinator lives, which was noted
+}
+"""What the coordinator in force may say, besides LEAD, which makes it that"""
 
 
 async def _settle(future: asyncio.Future[Any]) -> None:

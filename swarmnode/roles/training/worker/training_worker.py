@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.decisions import DecisionLog, Topic
+from swarmnode.decisions import Topic
 from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -45,9 +45,7 @@ from swarmnode.roles.training.worker.part_loading import (
     measure_part,
 )
 from swarmnode.roles.training.worker.stage import TrainingStage
-from swarmnode.roles.training.worker.step_time import StepTime
-from swarmnode.roles.training.worker.training_part import TrainingPart
-from swarmnode.roles.training.worker.training_parts import TrainingParts
+from swarmnode.roles.training.worker.training_parts import TrainingPart, TrainingParts
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.sections import Section, TrainingNews, WorkSpeeds
 from swarmnode.swarm.records.step_load import StepLoad
@@ -55,33 +53,67 @@ from swarmnode.swarm.records.step_load import StepLoad
 log = logging.getLogger(__name__)
 
 
+class StepTime:
+    """Mean seconds of a step, since the first look at which one was done."""
+
+    def __init__(self) -> None:
+        self._first = self._last = (0, 0.0)  # step, and when
+
+    def __repr__(self) -> str:
+        return f"<StepTime {self.step_s:.3f} s, at step {self._last[0]}>"
+
+    @property
+    def step_s(self) -> float:
+        """Infinite before two were seen."""
+        (first, since_s), (last, until_s) = self._first, self._last
+        return (until_s - since_s) / (last - first) if last > first else math.inf
+
+    def note(self, step: int, now_s: float) -> None:
+        """The run is at this step now; one before the last means that it was led back, or is another run."""
+        if not self._first[0] or step < self._last[0]:
+            self._first = step, now_s
+        if step != self._last[0]:
+            self._last = step, now_s
+
+    def rest_s(self, steps: int) -> float:
+        """Until so many are done."""
+        return max(0, steps - self._last[0]) * self.step_s if steps > self._last[0] else 0.0
+
+
 class TrainingWorker:
     """The training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
 
     def __init__(
         self,
+        host: Host,
+        hardware: Hardware,
         training: TrainingStage,
-        election: CoordinatorElection,
         checkpoint_manager: CheckpointManager,
         serving: ServingStage | None,
         capabilities: Sequence[Capability],
-        backups: BackupSender,
-        restoration: Restoration,
-        width: int,
-        decisions: DecisionLog,
-        clock: Callable[[], float],
+        units: int,
+        awaits_others: Callable[[], bool],
     ) -> None:
-        self._width = width
-        self._clock = clock
-        self._decisions = decisions
+        self._host = host
+        self._width = hardware.width
         self._step_time = StepTime()
         self._training = training
-        self._backups = backups
-        self._restoration = restoration
-        self._capabilities = dict(zip(training.parts, capabilities, strict=True))
-        self._election = election
         self._checkpoint_manager = checkpoint_manager
         self._serving = serving
+        self._capabilities = dict(zip(training.parts, capabilities, strict=True))
+        self._backups = BackupSender(host, lambda: checkpoint_manager.store, hardware.config.min_holders)
+        self._restoration = Restoration(host, training, checkpoint_manager, units)
+        clock = host.clock.monotonic
+        self._election = CoordinatorElection(
+            host.directory,
+            training,
+            units,
+            LinkTimes(host.directory, units, hardware.width, hardware.parameters, clock=clock),
+            clock=clock,
+            on_crash=host.supervisor.ends_peer,
+            decisions=host.decisions,
+            awaits_others=awaits_others,
+        )
 
     def __repr__(self) -> str:
         return f"<TrainingWorker {self._training!r}, {self._election!r}>"
@@ -112,25 +144,14 @@ class TrainingWorker:
             await measure_part(host, part, hardware, hardware.lent[device], cache)
             for part, device in zip(parts, devices, strict=True)
         ]
-        election = _election(host, training, checkpoint.units, hardware, awaits_others)
-        backups = BackupSender(host, lambda: checkpoint_manager.store, hardware.config.min_holders)
-        restoration = Restoration(host, training, checkpoint_manager, checkpoint.units)
-        await training.start()
-        election.start()
-        backups.start()
-        restoration.start()
-        return cls(
-            training,
-            election,
-            checkpoint_manager,
-            serving,
-            capabilities,
-            backups,
-            restoration,
-            hardware.width,
-            host.decisions,
-            host.clock.monotonic,
+        worker = cls(
+            host, hardware, training, checkpoint_manager, serving, capabilities, checkpoint.units, awaits_others
         )
+        await training.start()
+        worker._election.start()
+        worker._backups.start()
+        worker._restoration.start()
+        return worker
 
     @property
     def bound(self) -> bool:
@@ -150,7 +171,7 @@ class TrainingWorker:
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
-        self._step_time.note(self._training.state.step, self._clock())
+        self._step_time.note(self._training.state.step, self._host.clock.monotonic())
         step = self._training.state.learnt_step
         news = TrainingNews(training_step=step, step_load=self._step_load(), sends=self._sends())
         own = news, self._speeds()
@@ -182,7 +203,7 @@ class TrainingWorker:
             f"it takes {units * unit_time.timed_s:.3g} s, {off:+.0%} off the {units * unit_time.expected_s:.3g} s of its estimate",
             f"the next run's estimate is multiplied by {unit_time.correction:.2f}",
         )
-        self._decisions.note(
+        self._host.decisions.note(
             Topic.TRAINING, "estimates a microbatch before it has computed one", facts, units=part.span
         )
 
@@ -311,19 +332,4 @@ def _stage(
         completed=host.completed,
         spot_checks=spot_checks,
         on_neighbour_lost=host.lost_neighbour,
-    )
-
-
-def _election(
-    host: Host, training: TrainingStage, units: int, hardware: Hardware, awaits_others: Callable[[], bool]
-) -> CoordinatorElection:
-    return CoordinatorElection(
-        host.directory,
-        training,
-        units,
-        LinkTimes(host.directory, units, hardware.width, hardware.parameters, clock=host.clock.monotonic),
-        clock=host.clock.monotonic,
-        on_crash=host.supervisor.ends_peer,
-        decisions=host.decisions,
-        awaits_others=awaits_others,
     )

@@ -20,7 +20,7 @@ from swarmnode.net.memory.network import Path
 from swarmnode.plan.training.shares import part_shares
 from swarmnode.roles.training.averaging.all_reduce import Agreed
 from swarmnode.roles.training.averaging.attempt import STILL
-from swarmnode.roles.training.averaging.pulls import MAX_EARLY
+from swarmnode.roles.training.averaging.partner import MAX_EARLY
 from swarmnode.swarm.records.run import Averaging
 from tests.net.virtual import in_virtual_time
 from tests.roles.training.averaging.replicas import RUN_ID, Replica, group_of, replicas, within

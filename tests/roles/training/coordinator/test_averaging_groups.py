@@ -17,7 +17,7 @@ from swarmnode.plan.training.averaging_clusters import REST
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Averaging, Run
 
 NAMES = "abcdefgh"
@@ -94,7 +94,7 @@ def test_before_the_first_averaging_what_both_ends_announce_counts() -> None:
     alone, _ = made(announced="a")
     assert set(clusters(alone).values()) == {0}
     told(groups, bps=lambda _sender, _receiver: FAST_BPS)
-    groups.give_up()
+    groups.clusters.give_up()
     assert set(clusters(groups).values()) == {0}, "it is what came of parts that counts"
 
 
@@ -117,7 +117,7 @@ def test_who_is_gone_is_forgotten_and_a_failure_ends_it_for_a_while() -> None:
     groups, _ = made()
     told(groups)
     assert len(set(clusters(groups).values())) == 2
-    groups.give_up()
+    groups.clusters.give_up()
     assert all(set(clusters(groups).values()) == {0} for _ in range(REST - 1))
     assert len(set(clusters(groups).values())) == 2
     assert set(clusters(groups, who="abcd").values()) == {0}

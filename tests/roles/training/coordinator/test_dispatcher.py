@@ -10,14 +10,13 @@ import pytest
 from swarmnode.codec.messages import Body
 from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
-from swarmnode.roles.training.coordinator.leases import OutstandingLease
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 from tests.roles.training.scene import KEY, RUN
 from tests.roles.training_swarm import NoLinkTimes
 
@@ -57,10 +56,10 @@ class Office:
         self.members = {"stage": self.member}
         self.dispatcher = Dispatcher(UNITS, self.members, trainer_connections, self.strikes, links, clock=clock)
         self.dispatcher.term, self.dispatcher.key = 1, KEY
-        self.dispatcher.begin(RUN)
         self.ledger = StepLedger(0, UNITS, RUN.microbatches)
+        self.dispatcher.begin(RUN, self.ledger)
         self.ledger.report("stage", Span(0, UNITS), {})
-        self.dispatcher.dispatch(self.ledger)
+        self.dispatcher.dispatch()
         self.leases = [self._lease(trainer) for trainer in self.trainers]
 
     def _lease(self, trainer: TrainerLine) -> int:
@@ -70,11 +69,12 @@ class Office:
         return told.lease
 
     def held(self, trainer: TrainerLine) -> list[OutstandingLease]:
-        return self.dispatcher.leases.held_by(trainer.peer)
+        return self.ledger.held_by(trainer.peer)
 
     def release(self, lease: int) -> OutstandingLease:
         """The stage has forgotten it."""
-        (record,) = self.dispatcher.released(self.member, (lease,))
+        record = self.ledger.released(lease, self.member.peer)
+        assert record is not None
         return record
 
 
@@ -86,17 +86,19 @@ def office() -> Office:
 def test_a_microbatch_is_done_once_and_by_whom_it_was_given_to(office: Office) -> None:
     one, other = office.trainers
     done = Done(office.leases[0], 1.0, RUN.id)
-    assert office.dispatcher.done(other, done) is None
-    assert len(office.dispatcher.leases) == 2, "it is still out"
-    record = office.dispatcher.done(one, done)
-    assert record is not None and record.lease == office.leases[0]
-    assert office.dispatcher.done(one, done) is None
+    office.dispatcher.done(other, done)
+    assert len(office.ledger.leases) == 2 and 0 in office.ledger.missing(), "it is still out"
+    office.dispatcher.done(one, done)
+    assert [record.lease for record in office.ledger.leases] == [office.leases[1]] and 0 not in office.ledger.missing()
+    office.dispatcher.done(one, Done(office.leases[0], 5.0, RUN.id))
+    assert office.ledger.loss == 1.0, "once"
 
 
 def test_a_loss_that_no_stage_would_have_let_pass_is_its_tellers_fault(office: Office) -> None:
     one, _ = office.trainers
-    assert office.dispatcher.done(one, Done(office.leases[0], math.nan, RUN.id)) is None
-    assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one"}
+    office.dispatcher.done(one, Done(office.leases[0], math.nan, RUN.id))
+    assert 0 in office.ledger.missing()
+    assert office.dispatcher.blame(office.release(office.leases[0])) == {"one"}
 
 
 def test_nobody_gives_up_what_is_another_ones(office: Office) -> None:
@@ -111,18 +113,18 @@ def test_nobody_gives_up_what_is_another_ones(office: Office) -> None:
 def test_who_failed_is_left_alone_for_a_while(office: Office) -> None:
     one, _ = office.trainers
     office.dispatcher.failed(one, Failed(office.leases[0], "stage", ErrorCode.INTERNAL, run=RUN.id))
-    assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one", "stage"}
-    office.dispatcher.dispatch(office.ledger)
+    assert office.dispatcher.blame(office.release(office.leases[0])) == {"one", "stage"}
+    office.dispatcher.dispatch()
     assert not office.held(one), "not at once"
     office.now_s += 1.0
-    office.dispatcher.dispatch(office.ledger)
+    office.dispatcher.dispatch()
     assert office.held(one)
 
 
 def test_labels_that_did_not_come_are_their_trainers_fault(office: Office) -> None:
     one, _ = office.trainers
     office.dispatcher.failed(one, Failed(office.leases[0], "stage", ErrorCode.NOT_FOUND, run=RUN.id))
-    assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one"}
+    assert office.dispatcher.blame(office.release(office.leases[0])) == {"one"}
 
 
 def test_a_lease_that_is_late_is_called_back_from_trainer_and_stages(office: Office) -> None:
@@ -130,17 +132,17 @@ def test_a_lease_that_is_late_is_called_back_from_trainer_and_stages(office: Off
     office.now_s += 1000.0
     office.dispatcher.expire()
     called = [body for body in cast("Any", one.channel).told if isinstance(body, Release)]
-    assert called == [Release((office.leases[0],), RUN.id)] and not office.dispatcher.leases.out
+    assert called == [Release((office.leases[0],), RUN.id)] and not office.ledger.out
     office.ledger.report("stage", Span(0, UNITS), dict.fromkeys(range(UNITS), 1))
     record = office.release(office.leases[0])
     assert record.number == 0
-    assert office.dispatcher.blame(record, office.ledger) == {"one", "stage"}, "counted, and not brought back"
+    assert office.dispatcher.blame(record) == {"one", "stage"}, "counted, and not brought back"
 
 
 def test_nobody_else_is_blamed_for_a_stage_that_is_lost(office: Office) -> None:
     office.dispatcher.lose("stage")
-    for record in office.dispatcher.leases:
-        assert office.dispatcher.blame(record, office.ledger) == frozenset()
+    for record in office.ledger.leases:
+        assert office.dispatcher.blame(record) == frozenset()
 
 
 def test_a_stage_that_is_not_measured_yet_is_forecast_to_be_as_fast_as_most() -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from swarmnode.codec.training_messages import Condition, Status
 from swarmnode.roles.training.coordinator.rendezvous import ANEW_AFTER_S, ROLL_BACK_AFTER_S, Rendezvous, furthest_run
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle
 from swarmnode.swarm.records.run import Run, encode_run
 
 UNITS = 4

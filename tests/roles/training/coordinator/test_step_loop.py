@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from swarmnode.plan.training.coordination import Phase
-from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.coordination import Event
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.view import Span
-from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
+from swarmnode.roles.training.coordinator.averaging_groups import WarmStarts
+from swarmnode.roles.training.coordinator.step_loop import StepLoop
 from tests.roles.training_swarm import toy_batches, toy_run
 
 STEP_S = 12.0  # of one stage alone
 STAGES = ("a", "b", "c")
+LEASE = OutstandingLease(0, 0, (("a", Span(0, 1)),))
 
 
 class Stages:
@@ -22,7 +24,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.here: list[str] = []
-        self.leases: list[int] = []
+        self.ledger = StepLedger(0, 1, 0)
 
     def usable(self) -> list[Any]:
         return [SimpleNamespace(peer=name, span=Span(0, 1)) for name in self.here]
@@ -33,14 +35,14 @@ class Stages:
     def uncovered(self, _units: int) -> bool:
         return not self.here
 
-    def begin(self, _run: object) -> None:
-        """There is nothing that they would have to be told."""
+    def begin(self, _run: object, ledger: StepLedger) -> None:
+        self.ledger = ledger
 
     def passing_s(self, _step: int, _microbatches: int) -> float:
         return STEP_S / len(self.here)
 
-    def dispatch(self, _ledger: StepLedger) -> None:
-        self.leases = [0]
+    def dispatch(self) -> None:
+        self.ledger.grant(LEASE)
 
 
 @pytest.fixture
@@ -50,16 +52,10 @@ def stages() -> Stages:
 
 @pytest.fixture
 def loop(stages: Stages) -> StepLoop:
-    office = SimpleNamespace(
-        units=1,
-        worker_group=stages,
-        dispatcher=stages,
-        trainer_connections=None,
-        strikes=SimpleNamespace(rests=lambda _peer: False),
-        clock=lambda: 0.0,
-        averaging_groups=SimpleNamespace(begin=lambda: None, expected_s=lambda *_: 0.0),
-    )
-    return StepLoop(toy_run(toy_batches(), 3), 0, cast("Office", office))
+    office = SimpleNamespace(units=1, strikes=SimpleNamespace(rests=lambda _peer: False), clock=lambda: 0.0)
+    groups = SimpleNamespace(warm_starts=WarmStarts(), expected_s=lambda *_: 0.0)
+    shared: Any = (office, stages, stages, None, groups, lambda: False)
+    return StepLoop(toy_run(toy_batches(), 3), 0, *shared)
 
 
 def test_stages_that_come_before_anything_is_counted_are_reckoned_with(loop: StepLoop, stages: Stages) -> None:
@@ -67,17 +63,17 @@ def test_stages_that_come_before_anything_is_counted_are_reckoned_with(loop: Ste
     assert loop.expected_s == 0.0
     for count in range(1, len(STAGES) + 1):
         stages.here = list(STAGES[:count])
-        loop.due(Phase.STEPPING)
+        loop.has_come(Event.COUNTED)
         assert loop.expected_s == pytest.approx(STEP_S / count)
 
 
 def test_once_something_is_counted_what_was_expected_stays(loop: StepLoop, stages: Stages) -> None:
     stages.here = ["a", "b"]
-    loop.due(Phase.STEPPING)
-    loop._step_progress.enter(stages.usable())
-    lease = SimpleNamespace(number=0, route=(("a", Span(0, 1)),))
-    loop.count(cast("Any", lease), 1.0)
+    loop.has_come(Event.COUNTED)
+    for stage in stages.usable():
+        stages.ledger.report(stage.peer, stage.span, {})
+    stages.ledger.done(LEASE, 1.0)
     assert loop.counted == 1
     stages.here = ["a", "b", "c"]
-    loop.due(Phase.STEPPING)
+    loop.has_come(Event.COUNTED)
     assert loop.expected_s == pytest.approx(STEP_S / 2)

@@ -7,9 +7,10 @@ from typing import Any, cast
 import pytest
 
 from swarmnode.codec.averaging_messages import Group, How, MemberSpec
+from swarmnode.codec.training_messages import Sync
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.roles.training.coordinator.warm_starts import WarmStarts
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.averaging_groups import WarmStarts
+from swarmnode.roles.training.coordinator.worker_group import WorkerHandle, WorkerState
 
 
 class Line:
@@ -55,7 +56,7 @@ def test_who_comes_or_comes_back_makes_all_begin_anew(warm: WarmStarts, members:
 
 
 def test_who_moves_to_another_step_has_lost_it(warm: WarmStarts, members: list[WorkerHandle]) -> None:
-    members[1].sync(b"", 3, ("a",))
+    members[1].command(Sync(b"", 3, ("a",)))
     assert not warm.may(group("abc"), members)
     members[1].state = WorkerState.USABLE
     assert not warm.may(group("abc"), members), "it is here again, with another learner"

@@ -15,8 +15,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.loopback import Loopback
 from swarmnode.roles.training.coordinator.strikes import Strikes
-from swarmnode.roles.training.coordinator.worker_group import WorkerGroup
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
 
 
 async def turn() -> None:

@@ -12,7 +12,7 @@ from swarmnode.compress.values import decode_values, payload_of
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.compression import Choice
 from swarmnode.roles.measuring.meters import FORWARD
-from swarmnode.roles.training.worker.error_feedback import MAX_LINKS, ErrorFeedback
+from swarmnode.roles.training.worker.activation_compressor import MAX_LINKS, ErrorFeedback
 
 LINK = ("bob", FORWARD)
 FEW = Choice(Codec.TOPK, "", 0.1)

@@ -8,7 +8,7 @@ import torch
 from swarmnode.errors import LocalError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.roles.training.averaging.all_reduce import Agreed
-from swarmnode.roles.training.worker.missed_steps import MAX_MISSED, MissedSteps
+from swarmnode.roles.training.worker.stage_state import MAX_MISSED, MissedSteps
 
 SIZE_BYTES = 4000
 

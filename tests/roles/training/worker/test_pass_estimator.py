@@ -13,8 +13,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.ledger import MemoryLedger
 from swarmnode.plan.view import Span
-from swarmnode.roles.training.worker.pass_estimator import DummyRun, Estimates, PassEstimator
-from swarmnode.roles.training.worker.unit_time import UnitTime
+from swarmnode.roles.training.worker.pass_estimator import DummyRun, Estimates, PassEstimator, UnitTime
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import ToySegment
 from tests.roles.training_swarm import toy_batches, toy_run
