@@ -47,13 +47,13 @@ from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
 from swarmnode.roles.placement import Placement
 from swarmnode.roles.planned_place import PlannedPlace
+from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
-    from swarmnode.node.stage_loader import Stage
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates

@@ -13,19 +13,15 @@ from swarmnode.node.texts import Tell, progress_of
 from swarmnode.plan.view import Span
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host
+from swarmnode.roles.stage import Stage
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.roles.fetching.adapter_files import AdapterFiles
     from swarmnode.roles.fetching.weights import Weights
-    from swarmnode.roles.inference.stage import InferenceStage
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
-    from swarmnode.roles.serving.stage import ServingStage
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates
-    from swarmnode.roles.training.worker.training_worker import TrainingWorker
-
-    Stage = ServingStage | InferenceStage | TrainingWorker
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class StageLoader:
             self.seeder.add_adapters(self.host.swarm.adapters)
         return await (self._train(checkpoint, span) if self.hardware.trains else self._serve(checkpoint, span))
 
-    async def take_up(self, kept: KeptSpan) -> ServingStage:
+    async def take_up(self, kept: KeptSpan) -> Stage:
         """Serve what was kept in memory."""
         from swarmnode.roles.serving.stage import ServingStage
 

@@ -5,32 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
 
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
 from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
-from swarmnode.codec.messages import Body, Error, Hello
+from swarmnode.codec.messages import Body, Error
 from swarmnode.compress.values import Encoded, decode_values, encode_values
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
 from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.compute.graph.costs.forward_memory import forward_bytes
 from swarmnode.compute.graph.segment import GraphSegment
-from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
-from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.ledger import Account
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.interfaces import Buffer, Network
+from swarmnode.net.interfaces import Buffer
 from swarmnode.net.limits.fair_share import FairShare
-from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.credit.completed_work import CompletedWork
+from swarmnode.roles.local_peer import LocalPeer
 from swarmnode.roles.measuring.meters import cause_of
+from swarmnode.roles.serving.hardware import LentDevice
 
 PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
 MOST_S = 600.0  # that a pass may wait and take
@@ -42,32 +40,24 @@ log = logging.getLogger(__name__)
 class InferenceServer:
     """Serves one span of a graph's units. Made, then `start`ed; ended by `close`."""
 
-    def __init__(
-        self,
-        network: Network,
-        hello: Hello,
-        segment: GraphSegment,
-        executor: Executor,
-        link_config: LinkConfig,
-        memory: MemoryLedger,
-        throttle: Throttle,
-        completed: CompletedWork,
-        *,
-        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
-    ) -> None:
-        """`memory` and `throttle` are of the device of `segment`; what is done for others goes into `completed`."""
+    def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
+        """`lent` is the device of `segment`, and `executor` its thread."""
         self.draining = False
+        self._peer = peer
         self._segment = segment
         self._executor = executor
-        self._memory = memory
-        self._throttle = throttle
-        self._completed = completed
+        self._lent = lent
         self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
         self._refusals: Counter[ErrorCode] = Counter()
-        self._tasks = Tasks("inference server", on_crash=link_config.supervisor.ends_conversation)
+        self._tasks = Tasks("inference server", on_crash=peer.link_config.supervisor.ends_conversation)
         self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
         self._board = Switchboard(
-            network, INFER_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+            peer.network,
+            INFER_PROTOCOL,
+            peer.hello,
+            peer.link_config,
+            accept=self._accept,
+            on_peer_lost=peer.lost_neighbour,
         )
 
     def __repr__(self) -> str:
@@ -163,11 +153,11 @@ class InferenceServer:
             raise ProtocolError(f"units {asked.start}:{asked.end} are not here", code=ErrorCode.WRONG_SPAN)
         batch = batch_of(segment.layout, asked.start, told(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
-        limit_bytes = self._memory.limit_bytes
+        limit_bytes = self._lent.ledger.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"a pass of {need_bytes} bytes never fits", code=ErrorCode.TOO_LARGE)
-        with self._memory.reserve(Account.ACTIVATIONS, need_bytes):
+        with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             computing = self._executor.call(
                 Urgency.FORWARD,
                 partial(self._compute, asked, payload, batch),
@@ -177,13 +167,13 @@ class InferenceServer:
             )
             computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
         if asked.work:
-            self._completed.note(asked.work, (asked.end - asked.start) * batch)
+            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch)
         return computed
 
     def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
         """On the compute thread."""
         segment = self._segment
-        with torch.inference_mode(), self._throttle.pass_over(asked.end - asked.start, batch):
+        with torch.inference_mode(), self._lent.throttle.pass_over(asked.end - asked.start, batch):
             values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
             try:
                 results = segment.forward(values, asked.start, asked.end, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.speed import Clock, Speeds, best_s
-from swarmnode.ledger import Account, MemoryLedger, Reservation
+from swarmnode.ledger import Account, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span
@@ -23,10 +22,11 @@ from swarmnode.roles.host import Host
 from swarmnode.roles.inference.server import InferenceServer
 from swarmnode.roles.measuring.capability import Capability, SpeedCache
 from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
 
-class InferenceStage:
+class InferenceStage(Stage):
     """Made by `load`, ended by `close`."""
 
     def __init__(
@@ -68,33 +68,11 @@ class InferenceStage:
                 kind="measure",
                 owner=f"units {units}",
             )
-            server = InferenceServer(
-                host.network,
-                host.hello,
-                segment,
-                executor,
-                host.link_config,
-                lent.ledger,
-                lent.throttle,
-                host.completed,
-                on_neighbour_lost=host.lost_neighbour,
-            )
+            server = InferenceServer(host, segment, executor, lent)
             undo.push_async_callback(server.close)
             await server.start()
             undo.pop_all()
         return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
-
-    @property
-    def bound(self) -> bool:
-        """Whether these units hold something that others do not have."""
-        return False
-
-    async def settled(self) -> None:
-        """Sessions move to other peers at any time."""
-
-    def rest_s(self) -> float:
-        """How long it will be of use: nobody knows an end."""
-        return math.inf
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
@@ -117,9 +95,6 @@ class InferenceStage:
     def take_on(self) -> None:
         """Take passes again, after all."""
         self._server.draining = False
-
-    def keep(self, host: MemoryLedger) -> None:
-        """Nothing: weights that are on the disk are read again soon enough."""
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Free everything."""

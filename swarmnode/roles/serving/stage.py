@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,7 @@ from swarmnode.roles.serving.link_codecs import codec_rules_of
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.span_part import LoadedSpan, SpanPart
+from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 Replica = Sequence[SpanPart]
 
 
-class ServingStage:
+class ServingStage(Stage):
     """Replicas of a span, each in parts on devices of its own, and their server. Made by `load`, ended by `close`."""
 
     def __init__(
@@ -147,22 +147,13 @@ class ServingStage:
             span = loaded[0][-1].span
             compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
             places = [(part.worker, hardware.lent[part.device].ledger) for replica in replicas for part in replica]
-            crashed = host.supervisor.ends_conversation
+            crashed, config = host.supervisor.ends_conversation, hardware.config.server
             server = StageServer(
-                host.network,
-                host.hello,
+                host,
                 [_pipeline(replica, host.link_config.ledger) for replica in replicas],
-                hardware.config.server,
-                host.link_config,
-                host.observed_latency,
-                completed=host.completed,
-                weight_of=lambda client: host.weight_of(client),
-                on_neighbour_lost=host.lost_neighbour,
-                decisions=host.decisions,
-                grammars=Grammars(compiler, host.link_config.ledger, hardware.config.server) if compiler else None,
-                adapters=StageAdapters(adapters, places, hardware.config.server, on_crash=crashed)
-                if adapters
-                else None,
+                config,
+                grammars=Grammars(compiler, host.link_config.ledger, config) if compiler else None,
+                adapters=StageAdapters(adapters, places, config, on_crash=crashed) if adapters else None,
                 codec_rules=codec_rules_of(host, span.dtype),
             )
             undo.push_async_callback(server.close)
@@ -184,18 +175,6 @@ class ServingStage:
         if await part.pack() and not self._server.load:
             await part.measure_again()
         await part.pack_in_company()
-
-    @property
-    def bound(self) -> bool:
-        """Whether these units hold something that others do not have."""
-        return False
-
-    async def settled(self) -> None:
-        """Sessions move to other peers at any time."""
-
-    def rest_s(self) -> float:
-        """How long it will be of use: nobody knows an end."""
-        return math.inf
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
