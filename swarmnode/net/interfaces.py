@@ -7,7 +7,7 @@ holds both to what is promised here. Everything is used on one event loop, and n
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Union
@@ -18,7 +18,7 @@ READ_BYTES = 64 * 1024
 MAX_RECORD_BYTES = 4096
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """One ordered two-way byte stream to a peer whose id the network has authenticated.
 
     One reader at a time, and any number of writers. Both sides end by `close` or `abort`, after which only these two may be called.
@@ -33,10 +33,10 @@ class Stream(Protocol):
     protocol: str
     group: str = ""
 
-    def let_in(self) -> None:
+    def let_in(self) -> None:  # noqa: B027  # most streams have nobody who counts them
         """Note that the peer that opened the stream has been admitted, so that it no longer counts among strangers."""
 
-    def give_place_up(self) -> None:
+    def give_place_up(self) -> None:  # noqa: B027  # as above
         """Note that the stream is about to end, and that another one counts in its stead."""
 
     @abstractmethod

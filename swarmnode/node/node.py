@@ -98,12 +98,9 @@ class Node:
         """What Prometheus may know of this node; before it has joined little."""
         yield Reading(table.MOVES, self._moves)
         yield from self.lending.readings()
-        if self._host is not None:
-            yield from self._host.readings()
-        if self._receipts is not None:
-            yield from self._receipts.readings()
-        if self._stage is not None:
-            yield from self._stage.readings()
+        for source in (self._host, self._receipts, self._stage):
+            if source is not None:
+                yield from source.readings()
 
     def describe(self) -> dict[str, Any]:
         """What its owner may want to know at a glance."""
@@ -209,7 +206,7 @@ class Node:
         await heavy
         from swarmnode.roles.fetching.adapter_files import AdapterFiles
         from swarmnode.roles.fetching.weights import Weights
-        from swarmnode.roles.serving.hardware import Hardware
+        from swarmnode.roles.serving.hardware import Hardware, Workplace
 
         weights = Weights(host)
         adapters = AdapterFiles(host.swarm, weights, seeder) if host.swarm.manifest.adapters else None
@@ -234,23 +231,14 @@ class Node:
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
-        loader = StageLoader(
-            host,
-            hardware,
-            self._executors,
-            seeder,
-            weights,
-            adapters,
-            self._states,
-            self._tell,
-            awaits_others=place.awaits_others,
-        )
+        workplace = Workplace(host, hardware, self._executors, adapters)
+        loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold what the swarm needs most. Ends by errors alone."""
         if self._span is None:
-            self._span = await self._first_span(place, host, loader.hardware)
+            self._span = await self._first_span(place, host, loader.place.hardware)
         while True:
             if self._span.units:
                 await self._serve(host, loader, self._span)
@@ -327,7 +315,7 @@ class Node:
 
     async def _serve(self, host: Host, loader: StageLoader, span: Span) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
-        hardware = loader.hardware
+        hardware = loader.place.hardware
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )

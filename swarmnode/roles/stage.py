@@ -28,6 +28,7 @@ class Stage(Protocol):
 
     async def settled(self) -> None:
         """Wait, for some seconds at most, until nothing is under way that would be lost by leaving now."""
+        return
 
     def rest_s(self) -> float:
         """Return for how many more seconds the stage will be of use; infinite if no end is known."""
@@ -46,9 +47,11 @@ class Stage(Protocol):
 
         The owner may cancel the wait. New work is then still refused until `take_on`.
         """
+        return
 
     def take_on(self) -> None:
         """Take new work again after a `finish`."""
+        return
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, and give what runs up to `timeout_s` seconds to end or to move to other peers.

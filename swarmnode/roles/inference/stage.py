@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import Urgency
 from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
@@ -18,10 +17,9 @@ from swarmnode.ledger import Account, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span
-from swarmnode.roles.host import Host
 from swarmnode.roles.inference.server import InferenceServer
 from swarmnode.roles.measuring.capability import Capability, SpeedCache
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, Workplace
 from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
@@ -42,16 +40,10 @@ class InferenceStage(Stage):
         return f"<InferenceStage {self._server!r}>"
 
     @classmethod
-    async def load(
-        cls,
-        host: Host,
-        checkpoint: GraphCheckpoint,
-        hardware: Hardware,
-        units: Span,
-        executors: Sequence[Executor],
-    ) -> InferenceStage:
+    async def load(cls, place: Workplace, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
         """Load units whose weights are here, measure them, and serve. Raises CheckpointError, LocalError."""
-        (lent,), (executor,) = hardware.lent, executors
+        host, hardware = place.host, place.hardware
+        (lent,), (executor,) = hardware.lent, place.executors
         async with contextlib.AsyncExitStack() as undo:
             weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
             undo.callback(weights.release)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
+from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.costs.crossing import usual_width
 from swarmnode.compute.memory import (
@@ -39,6 +40,9 @@ from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Conditions, SpeedCache, speeds_section
 from swarmnode.swarm.records.sections import Machine, Section
+
+if TYPE_CHECKING:
+    from swarmnode.roles.fetching.adapter_files import AdapterFiles
 
 MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
@@ -255,6 +259,16 @@ class Hardware:
         cache_tokens = min(self.cache_tokens(part.span, self.lent[part.device]) for part in parts)
         fit = describe_fit(self.sizes, units.start, units.end, cache_tokens)
         return fit if len(self.lent) == 1 else f"{fit}, on {len(self.lent)} devices"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a node loads stages: its peer, the devices that it lends, their threads, and the swarm's adapters, if it has any."""
+
+    host: Host
+    hardware: Hardware
+    executors: Sequence[Executor]  # by device
+    adapters: AdapterFiles | None = None
 
 
 def threads_of_devices(config: StageConfig) -> list[int | None]:

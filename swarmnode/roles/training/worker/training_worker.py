@@ -24,7 +24,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, SpeedCache, at_once, speeds_section
 from swarmnode.roles.measuring.meters import TRAIN
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, Workplace
 from swarmnode.roles.serving.stage import ServingStage
 from swarmnode.roles.stage import Stage
 from swarmnode.roles.training.checkpoints.backup_sender import BackupSender
@@ -263,7 +263,7 @@ async def _serve(
     if isinstance(checkpoint, GraphCheckpoint):
         return None
     twins = [[await load_served(checkpoint, *one) for one in replica] for replica in loaded]
-    return await ServingStage.serve(host, twins, hardware, executors)
+    return await ServingStage.serve(Workplace(host, hardware, executors), twins)
 
 
 def _checkpoint_manager(host: Host, states: SharedStates, parts: TrainingParts) -> CheckpointManager:
