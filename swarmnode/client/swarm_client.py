@@ -339,15 +339,16 @@ class SwarmClient(SwarmObserver):
             )
 
         return await asyncio.to_thread(
-            model_class.from_checkpoint,
-            checkpoint,
+            model_class,
+            checkpoint.config,
             open_session,
             run,
-            ends,
-            self.config.prompt_chunk_tokens,
-            await self.limits(),
-            compress,
-            adapter,
+            folder=checkpoint.path,
+            ends=ends,
+            prompt_chunk_tokens=self.config.prompt_chunk_tokens,
+            limits=await self.limits(),
+            compress=compress,
+            adapter=adapter,
         )
 
     # -- the model

@@ -131,15 +131,9 @@ class InferenceServer:
                 code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
                 self._refuse(channel, Error(code, RETRY_S))
             raise
-        except Busy as error:
-            self._refuse(channel, Error(error.code, error.retry_s))
-        except asyncio.TimeoutError:
-            self._refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
-        except ProtocolError as error:
+        except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
             log.info("a pass of %s is refused: %s", channel.peer, error)
-            self._refuse(channel, Error(error.code))
-        except ExecutorDied:
-            self._refuse(channel, Error(ErrorCode.INTERNAL))
+            self._refuse(channel, _refusal(error))
         except PeerError as error:
             log.debug("%s", error)
         except Exception:  # whatever an operator raises about numbers that it does not like
@@ -180,3 +174,12 @@ class InferenceServer:
             except ProtocolError as error:
                 raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
             return encode_values(to_wire(results))
+
+
+def _refusal(error: Exception) -> Error:
+    """Return the answer to a pass that cannot be."""
+    if isinstance(error, ProtocolError):
+        return Error(error.code)
+    if isinstance(error, ExecutorDied):
+        return Error(ErrorCode.INTERNAL)
+    return Error(ErrorCode.BUSY, error.retry_s if isinstance(error, Busy) else RETRY_S)

@@ -26,7 +26,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.serving.client.beginnings import Beginning, Beginnings, PromptUnderWay
+from swarmnode.roles.serving.client.beginnings import Beginning, Beginnings, SharedText
 from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS, codec_named
 from swarmnode.roles.serving.client.ids_entry import ids_entry
@@ -174,7 +174,7 @@ class RingStream:
         """`allowed`: the codecs of the swarm. `beginnings` are those of other texts; this `owner`'s may be used."""
         self._beginnings = beginnings
         self._owner = owner
-        self._under_way: PromptUnderWay | None = None
+        self._under_way: SharedText | None = None
         self._began_elsewhere = False  # so that its hops may not have what an audit asks for
         self.prompt = list(prompt)
         self._options = options
