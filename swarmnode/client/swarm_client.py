@@ -48,6 +48,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 if TYPE_CHECKING:
     import numpy as np
 
+    from swarmnode.compute.graph.layout import Layout
     from swarmnode.roles.inference.remote_module import RemoteModule
     from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
@@ -283,8 +284,7 @@ class SwarmClient(SwarmObserver):
         return RemoteEncoder(module, tokenizer, limits, labels)
 
     async def _open_module(self) -> RemoteModule:
-        module_class = await asyncio.to_thread(_import_module)
-        folder = await self._files.folder()
+        module_class, layout = await asyncio.to_thread(_import_module, await self._files.folder())
 
         def router(span: Span) -> DirectoryRouter:
             return self._router(span, ring=False)
@@ -293,9 +293,9 @@ class SwarmClient(SwarmObserver):
             self._receipts.note(peer, work, served=unit_samples)
 
         config = self.config
-        return await module_class.open(
+        return module_class(
             self._host,
-            folder,
+            layout,
             router,
             patience_s=config.patience_s,
             on_served=served,
@@ -366,11 +366,13 @@ class SwarmClient(SwarmObserver):
         return await self._files.stop_ids()
 
 
-def _import_module() -> type[RemoteModule]:
-    """Off the loop, as what follows."""
+def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
+    """The class, and the graph in a folder: off the loop, as what follows. Raises CheckpointError."""
+    from swarmnode.compute.graph.layout import Layout
+    from swarmnode.compute.graph.serialise import read_graph
     from swarmnode.roles.inference.remote_module import RemoteModule
 
-    return RemoteModule
+    return RemoteModule, Layout(read_graph(folder))
 
 
 def _import_causal_lm() -> tuple[Any, Any]:

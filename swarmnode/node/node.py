@@ -153,23 +153,22 @@ class Node:
     async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host) -> None:
         """Watch over the node's life until it is to leave. Raises what else ended it."""
         stopped = asyncio.ensure_future(until_first(stop.wait(), self.lending.finished()))
-        turned_away = asyncio.ensure_future(host.wait_turned_away())
-        reporting = asyncio.ensure_future(self._report(host))
-        ruling = asyncio.ensure_future(self._follow_rules(host))
+        watched = host.wait_turned_away(), self._report(host), self._follow_rules(host)
+        watching = [asyncio.ensure_future(one) for one in watched]
         broken = asyncio.ensure_future(host.supervisor.broken())
         deaths: list[asyncio.Future[Any]] = [*(executor.died for executor in self._executors), broken]
-        endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, ruling, *deaths}
+        endings: set[asyncio.Future[Any]] = {living, stopped, *watching, *deaths}
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             for death in deaths:
                 if death.done():
                     raise death.result()
-            for ended in (living, turned_away, reporting, ruling):
+            for ended in (living, *watching):
                 if ended.done():
                     await self._look_at_devices(ended.exception())
                     ended.result()
         finally:
-            await cancel_and_wait(stopped, turned_away, reporting, ruling, broken)
+            await cancel_and_wait(stopped, *watching, broken)
 
     async def _look_at_devices(self, error: BaseException | None) -> None:
         """Raises ExecutorDied where an error that nobody expected comes of a device that is lost."""

@@ -73,6 +73,7 @@ class Host:
         self.swarm = swarm
         self.config = config
         self.network = network
+        self.peer_id = network.peer_id  # who we are in the swarm
         self.access_control = access_control
         self.identity = identity
         self.supervisor = supervisor
@@ -115,11 +116,6 @@ class Host:
 
     def __repr__(self) -> str:
         return f"<Host of {self.peer_id} in {self.swarm.name}, {'joined' if self.joined.is_set() else 'alone'}>"
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who we are in the swarm."""
-        return self.network.peer_id
 
     @classmethod
     async def join(

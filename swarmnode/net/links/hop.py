@@ -194,10 +194,10 @@ class Hop:
         if self._reservation is not None:
             self._reservation.count(self.journal_bytes + ENTRY_BYTES * len(self.journal))
 
-    def tell(self, body: Body, *, seq: int = 0) -> None:
+    def tell(self, body: Body) -> None:
         """Send a frame that needs no journal, if the hop is bound."""
         if self._channel is not None and self._channel.open:
-            self._channel.send(body, seq=seq)
+            self._channel.send(body)
 
     def unbind(self) -> None:
         """Leave the current peer in order, and give up an `open` that is under way; the journal stays for the next one."""

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from swarmnode.compute.graph.arrays import input_values, output_arrays
 from swarmnode.compute.graph.boundary import batch_of, check_values, described, from_wire, to_wire, told
 from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.errors import (
     Busy,
     ErrorCode,
@@ -62,7 +60,7 @@ log = logging.getLogger(__name__)
 
 class RemoteModule:
     """Leads passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers have
-    done, `audit_share` of it is computed again by others. Passes may run at once. Made by `open`, ended by `close`."""
+    done, `audit_share` of it is computed again by others. Passes may run at once. Ended by `close`."""
 
     def __init__(
         self,
@@ -88,21 +86,6 @@ class RemoteModule:
 
     def __repr__(self) -> str:
         return f"<RemoteModule {self.graph!r}>"
-
-    @classmethod
-    async def open(
-        cls,
-        host: Host,
-        folder: Path,
-        router: Callable[[Span], Router],
-        *,
-        patience_s: float,
-        on_served: Served,
-        audit_share: float,
-    ) -> RemoteModule:
-        """Read the graph in `folder`; for the rest see the class. Raises CheckpointError."""
-        layout = await asyncio.to_thread(lambda: Layout(read_graph(folder)))
-        return cls(host, layout, router, patience_s=patience_s, on_served=on_served, audit_share=audit_share)
 
     async def close(self) -> None:
         """End all links, and audits that are under way."""

@@ -45,6 +45,7 @@ class InferenceServer:
         self.draining = False
         self._peer = peer
         self._segment = segment
+        self.label = f"{segment.start}:{segment.end}"  # as metrics write the units
         self._executor = executor
         self._lent = lent
         self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
@@ -71,10 +72,9 @@ class InferenceServer:
 
     def readings(self) -> Readings:
         """What runs here, and what was refused."""
-        span = f"{self._segment.start}:{self._segment.end}"
-        yield Reading(table.SESSIONS, self.load, (span,))
+        yield Reading(table.SESSIONS, self.load, (self.label,))
         for code in ErrorCode:
-            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
+            yield Reading(table.REFUSALS, self._refusals[code], (self.label, cause_of(code)))
 
     async def start(self) -> None:
         """Answer from now on."""

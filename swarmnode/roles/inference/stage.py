@@ -18,8 +18,8 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span
 from swarmnode.roles.inference.server import InferenceServer
-from swarmnode.roles.measuring.capability import Capability, SpeedCache
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, Workplace
+from swarmnode.roles.measuring.capability import Capability
+from swarmnode.roles.serving.hardware import Hardware, Workplace
 from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
@@ -28,13 +28,12 @@ class InferenceStage(Stage):
     """Made by `load`, ended by `close`."""
 
     def __init__(
-        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation, label: str
+        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation
     ) -> None:
         self._hardware = hardware
         self._server = server
         self._capability = capability
         self._weights = weights
-        self._label = label
 
     def __repr__(self) -> str:
         return f"<InferenceStage {self._server!r}>"
@@ -50,13 +49,10 @@ class InferenceStage(Stage):
             segment = await asyncio.to_thread(
                 load_segment, checkpoint.path, units.start, units.end, device=lent.device.torch_device
             )
-            cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
-            conditions = hardware.conditions(host.swarm.id, units.units, lent)
+            once = partial(measure, segment, host.clock.compute)
             capability = await executor.call(
                 Urgency.CONTROL,
-                lambda: Capability.of(
-                    conditions, cache, partial(measure, segment, host.clock.compute), clock=host.clock.monotonic
-                ),
+                lambda: place.measure(units.units, lent, once),
                 kind="measure",
                 owner=f"units {units}",
             )
@@ -64,7 +60,7 @@ class InferenceStage(Stage):
             undo.push_async_callback(server.close)
             await server.start()
             undo.pop_all()
-        return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
+        return cls(hardware, server, capability, weights)
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
@@ -72,7 +68,7 @@ class InferenceStage(Stage):
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
-        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._label,))
+        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._server.label,))
         yield from self._server.readings()
 
     async def drain(self, timeout_s: float) -> None:

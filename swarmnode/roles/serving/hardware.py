@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from swarmnode.compute.memory import (
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import prepare_span
+from swarmnode.compute.speed import Speeds
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
@@ -38,7 +39,7 @@ from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import Conditions, SpeedCache, speeds_section
+from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.swarm.records.sections import Machine, Section
 
 if TYPE_CHECKING:
@@ -269,6 +270,17 @@ class Workplace:
     hardware: Hardware
     executors: Sequence[Executor]  # by device
     adapters: AdapterFiles | None = None
+
+    @property
+    def speed_cache(self) -> SpeedCache:
+        """The speeds that were measured on this machine before."""
+        return SpeedCache(self.host.config.home / SPEEDS_FILE, now=self.host.clock.unix)
+
+    def measure(self, units: int, lent: LentDevice, once: Callable[[], Speeds], *, lasting: bool = True) -> Capability:
+        """Return how fast so many units are on a device, by what is known of it, else by measuring them `once`. To be called on the
+        device's thread; `lasting`: see `Capability`."""
+        conditions = self.hardware.conditions(self.host.swarm.id, units, lent)
+        return Capability.of(conditions, self.speed_cache, once, lasting=lasting, clock=self.host.clock.monotonic)
 
 
 def threads_of_devices(config: StageConfig) -> list[int | None]:

@@ -61,11 +61,6 @@ class Pipeline:
         return Span(self.workers[0].runner.span.start, self.workers[-1].runner.span.end)
 
     @property
-    def queued(self) -> int:
-        """Jobs that wait, at any device."""
-        return sum(worker.queued for worker in self.workers)
-
-    @property
     def load(self) -> float:
         """Sessions for its speed, with one more."""
         return (1 + len(self._passed)) / self._units_per_s

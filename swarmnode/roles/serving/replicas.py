@@ -32,14 +32,13 @@ class Replicas:
         pipelines: Sequence[Pipeline],
         sessions: Mapping[bytes, StageSession],
         config: ServerConfig,
-        adapters: StageAdapters | None = None,
+        adapters: StageAdapters,
     ) -> None:
         self._pipelines = pipelines
         self._sessions = sessions
         self._config = config
         self._adapters = adapters
-        if adapters is not None:
-            adapters.free_cache = self._free_kept
+        adapters.free_cache = self._free_kept
         runner = pipelines[0].workers[0].runner
         self.span: Span = pipelines[0].span
         self.vocab_size: int = runner.span.vocab_size
@@ -99,13 +98,10 @@ class Replicas:
         for pipeline in fitting:
             if _take(pipeline, key, claimant, body):
                 return pipeline
-        while fitting and (self._let_adapter_go() or self._make_room(fitting[0], key, claimant, body)):
+        while fitting and (self._adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
             if _take(fitting[0], key, claimant, body):
                 return fitting[0]
         raise Busy("there is no room for the session", retry_s=self._config.retry_s)
-
-    def _let_adapter_go(self) -> bool:
-        return self._adapters is not None and self._adapters.make_room()
 
     def _free_kept(self) -> bool:
         """Whether a session that is only kept for another text has made room, the one that was used the longest ago."""

@@ -63,14 +63,15 @@ class StageServer:
         adapters: StageAdapters | None = None,
         codec_rules: CodecRules = CodecRules(),
     ) -> None:
-        """`pipelines` are the replicas of one span. `grammars` where tokens are drawn here, by a checkpoint with a tokenizer;
-        `adapters` where the swarm has any."""
+        """`pipelines` are the replicas of one span; without `grammars` or `adapters` sessions that ask for one are refused."""
         self.peer, self.config, self.codec_rules = peer, config, codec_rules
         self.draining = False
-        self._grammars, self._adapters = grammars, adapters
+        links = peer.link_config
+        self._grammars = grammars or Grammars(None, links.ledger, config)
+        self._adapters = adapters or StageAdapters(None, (), config, on_crash=links.supervisor.ends_conversation)
         self._tasks = Tasks("stage server", on_crash=None)
         self._sessions: dict[bytes, StageSession] = {}
-        self._replicas = Replicas(pipelines, self._sessions, config, adapters)
+        self._replicas = Replicas(pipelines, self._sessions, config, self._adapters)
         self.meter = self._replicas.meter
         self._early = EarlyAttaches(config)
         self._keys = itertools.count()
@@ -82,12 +83,12 @@ class StageServer:
             peer.network,
             SESSION_PROTOCOL,
             peer.hello,
-            peer.link_config,
+            links,
             accept=self._accept,
             on_peer_lost=peer.lost_neighbour,
         )
         self._traces = TraceLog()  # of sessions that are over
-        self._trace_server = trace_server(peer.network, peer.hello, peer.link_config, self.trace)
+        self._trace_server = trace_server(peer.network, peer.hello, links, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -151,10 +152,8 @@ class StageServer:
             self._watching.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self._tasks.close()
-        if self._grammars is not None:
-            self._grammars.close()
-        if self._adapters is not None:
-            await self._adapters.close()
+        self._grammars.close()
+        await self._adapters.close()
         await self._trace_server.close()
         await self.switchboard.close()
 
@@ -165,7 +164,7 @@ class StageServer:
         gone = self._sessions.pop(session)
         self._traces.keep(gone.trace_id, gone.trace)
         self._replicas.of(gone.key).forget(gone.key)
-        self._leave_adapter(gone.key)
+        self._adapters.leave(gone.key)
         if not self._sessions:
             self._idle.set()
 
@@ -203,12 +202,8 @@ class StageServer:
         lacks_grammar = draws_by_grammar(body) and body.session not in self._sessions
         return lacks_grammar or not self._has_adapter(body)
 
-    def _leave_adapter(self, key: int) -> None:
-        if self._adapters is not None:
-            self._adapters.leave(key)
-
     def _has_adapter(self, body: Open) -> bool:
-        return not body.adapter or (self._adapters is not None and body.adapter in self._adapters)
+        return not body.adapter or body.adapter in self._adapters
 
     async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
         """Compile the grammar beside the loop first, and bring the adapter."""
@@ -216,12 +211,8 @@ class StageServer:
         with self._refusing(channel, body):
             if draws_by_grammar(body) and body.session not in self._sessions:
                 assert body.sampling is not None and body.sampling.grammar is not None
-                if self._grammars is None:
-                    raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
                 grammar = await self._grammars.compile(body.sampling.grammar)
             if body.adapter:
-                if self._adapters is None:
-                    raise ProtocolError("the swarm has no adapters", code=ErrorCode.INVALID_REQUEST)
                 await self._adapters.bring(body.adapter)
             if channel.open:  # who asked may be gone
                 self._open(channel, body, text, grammar)
@@ -279,12 +270,11 @@ class StageServer:
     def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
         """Make a session, beside the one that it begins as if that is here. Raises as `_admit` does."""
         key, source = next(self._keys), self._source_of(body)
-        if self._adapters is not None:
-            self._adapters.use(body.adapter, key)  # or it might make room for its own session
+        self._adapters.use(body.adapter, key)  # or it might make room for its own session
         try:
             pipeline = self._admit(key, claimant, body, beside=None if source is None else source.key)
         except (ProtocolError, Busy):
-            self._leave_adapter(key)
+            self._adapters.leave(key)
             raise
         session = self._sessions[body.session] = StageSession(self, pipeline, body, key, grammar)
         if source is not None and body.branch is not None:

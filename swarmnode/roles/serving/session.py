@@ -83,7 +83,7 @@ class StageSession:
         self._output_stream = OutputStream()
         self.transcript = Transcript(self._downstream, self._output_stream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
-        self._ring = Ring(host.switchboard, self._from_ring)
+        self._ring = Ring(host.switchboard, self._from_ring, self._in_force)
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None

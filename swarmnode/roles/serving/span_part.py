@@ -14,9 +14,9 @@ from swarmnode.compute.serving.trial import try_span
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.ledger import Account, Reservation
 from swarmnode.plan.view import Span
-from swarmnode.roles.measuring.capability import Capability, SpeedCache
+from swarmnode.roles.measuring.capability import Capability
 from swarmnode.roles.measuring.meters import DECODE
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Workplace
+from swarmnode.roles.serving.hardware import Workplace
 from swarmnode.roles.serving.worker import Worker
 
 COMPANY_PASSES = 64  # of several sessions, after which more are expected
@@ -62,8 +62,8 @@ class SpanPart:
     @classmethod
     async def start(cls, place: Workplace, loaded: LoadedSpan) -> SpanPart:
         """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError where the device cannot compute it."""
-        hardware, clock = place.hardware, place.host.clock
-        span, lent, executor = loaded.span, hardware.lent[loaded.device], place.executors[loaded.device]
+        hardware, executor = place.hardware, place.executors[loaded.device]
+        span, lent = loaded.span, hardware.lent[loaded.device]
         units = Span(span.start, span.end)
         cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.cache_bytes_per_token)
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
@@ -76,22 +76,15 @@ class SpanPart:
             await worker.start()
             if lent.device.kind != "cpu":
                 await worker.call("try the span", lambda: try_span(runner))
-            cache = SpeedCache(place.host.config.home / SPEEDS_FILE, now=clock.unix)
-            conditions = hardware.conditions(place.host.swarm.id, units.units, lent)
-            measure = partial(measure_serving, runner, clock=clock.compute)
+            measure = partial(measure_serving, runner, clock=place.host.clock.compute)
             lasting = not span.packings.at_once  # else a few units will do: all is measured again once they are packed
             at_first = partial(measure, few=not lasting)
             capability = await worker.call(
-                "measure", lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
+                "measure", lambda: place.measure(units.units, lent, at_first, lasting=lasting)
             )
             worker.expect(capability.speeds)
             undo.pop_all()
         return cls(loaded, runner, worker, capability, measure, passes)
-
-    @property
-    def label(self) -> str:
-        """Its units as metrics write them."""
-        return self.worker.meter.label
 
     @property
     def units(self) -> int:

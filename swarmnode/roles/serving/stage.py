@@ -19,12 +19,12 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
-from swarmnode.roles.measuring.capability import SpeedCache, in_sequence, serving_section
+from swarmnode.roles.measuring.capability import in_sequence, serving_section
 from swarmnode.roles.question_server import QuestionServer
 from swarmnode.roles.serving.adapters import StageAdapters
 from swarmnode.roles.serving.audits.audit_server import Author, audit_server
 from swarmnode.roles.serving.grammars import Grammars
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, Workplace
+from swarmnode.roles.serving.hardware import Hardware, Workplace
 from swarmnode.roles.serving.kept_span import KeptSpan
 from swarmnode.roles.serving.link_codecs import codec_rules_of
 from swarmnode.roles.serving.pipeline import Pipeline
@@ -54,6 +54,7 @@ class ServingStage(Stage):
         self._server = server
         self._statements = statements
         self._tasks = tasks
+        self._parts = [part for replica in replicas for part in replica]
         for part in self._parts:
             if any(part.span.packings):
                 tasks.spawn(self._pack(part), "pack")
@@ -76,9 +77,8 @@ class ServingStage(Stage):
 
     @classmethod
     async def _load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
-        host, hardware = place.host, place.hardware
-        cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
-        layout = hardware.lay_out(units, cache, host.swarm.id)
+        hardware = place.hardware
+        layout = hardware.lay_out(units, place.speed_cache, place.host.swarm.id)
         async with contextlib.AsyncExitStack() as undo:
             loaded = [[await _load_part(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
             stage = await cls.serve(place, loaded)
@@ -110,13 +110,12 @@ class ServingStage(Stage):
             span = loaded[0][-1].span
             compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
             places = [(part.worker, hardware.lent[part.device].ledger) for replica in replicas for part in replica]
-            crashed = host.supervisor.ends_conversation
             server = StageServer(
                 host,
                 [_pipeline(replica, host.link_config.ledger) for replica in replicas],
                 config,
-                grammars=Grammars(compiler, host.link_config.ledger, config) if compiler else None,
-                adapters=StageAdapters(place.adapters, places, config, on_crash=crashed) if place.adapters else None,
+                grammars=Grammars(compiler, host.link_config.ledger, config),
+                adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
                 codec_rules=codec_rules_of(host, span.dtype),
             )
             undo.push_async_callback(server.close)
@@ -128,10 +127,6 @@ class ServingStage(Stage):
             undo.pop_all()
             gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
         return cls(hardware, replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
-
-    @property
-    def _parts(self) -> list[SpanPart]:
-        return [part for replica in self._replicas for part in replica]
 
     async def _pack(self, part: SpanPart) -> None:
         """Sessions go on beside it. It is measured again if nobody computes now, else real work will show it."""
@@ -148,7 +143,7 @@ class ServingStage(Stage):
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
         for part in self._parts:
-            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.label,))
+            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
         yield from self._server.readings()
 
     async def drain(self, timeout_s: float) -> None:

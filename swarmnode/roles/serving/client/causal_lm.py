@@ -99,8 +99,8 @@ class RemoteCache(Cache):
 class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A causal LM whose layers live in a swarm. Use it as any transformers model: `model.generate(ids, num_beams=4)`.
 
-    `run` executes a coroutine on the client's loop from the calling thread. `folder` holds the checkpoint's configurations, and need
-    hold no weights. Not for training: outputs carry no graph.
+    `run` executes a coroutine on the client's loop from the calling thread. `folder` holds the checkpoint's configurations; weights
+    are not needed. Not for training: outputs carry no graph.
     """
 
     config_class = PretrainedConfig

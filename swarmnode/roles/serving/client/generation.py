@@ -26,7 +26,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.serving.client.beginnings import Beginning, Beginnings, SharedText
+from swarmnode.roles.serving.client.beginnings import Beginnings, SharedText
 from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS, codec_named
 from swarmnode.roles.serving.client.ids_entry import ids_entry
@@ -172,7 +172,8 @@ class RingStream:
         owner: str = "",
     ) -> None:
         """`allowed`: the codecs of the swarm. `beginnings` are those of other texts; this `owner`'s may be used."""
-        self._beginnings = beginnings
+        self._beginnings = Beginnings() if beginnings is None else beginnings
+        self._is_kept = beginnings is not None and options.grammar is None  # once it is whole
         self._owner = owner
         self._under_way: SharedText | None = None
         self._began_elsewhere = False  # so that its hops may not have what an audit asks for
@@ -224,11 +225,11 @@ class RingStream:
             raise
         finally:
             self._meter.sessions[ending] += 1
-            if self._beginnings is not None and self._under_way is not None:
+            if self._under_way is not None:
                 self._beginnings.leave(self._under_way)
             if is_audited:
                 pass  # whoever audits closes it
-            elif ending == "done" and final and self._beginnings is not None and not self._spec.follows_grammar:
+            elif ending == "done" and final and self._is_kept:
                 await self._beginnings.keep(self._owner, self._session, self.text[:-1])
             else:
                 await self._session.close()
@@ -240,13 +241,11 @@ class RingStream:
 
     async def _begin(self) -> int:
         """Open the session, or go on with one: how many positions of the prompt need not be sent."""
-        found = Beginning()
-        if self._beginnings is not None:
-            found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._config.progress_s)
-            if found.goes_on is not None:
-                self._session = found.goes_on
-                self._session.go_on(self._spec, found.length)
-            self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
+        found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._config.progress_s)
+        if found.goes_on is not None:
+            self._session = found.goes_on
+            self._session.go_on(self._spec, found.length)
+        self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
         if found.source is not None:
             self._session.begin_as(found.source, found.truncations, self._entries(0, found.length))
         self._began_elsewhere = found.length > 0
