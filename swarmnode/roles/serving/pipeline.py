@@ -41,6 +41,7 @@ class Pipeline:
 
     def __init__(self, workers: Sequence[Worker], journals: MemoryLedger, *, units_per_s: float = 1.0) -> None:
         self.workers = tuple(workers)
+        self.span = Span(workers[0].runner.span.start, workers[-1].runner.span.end)
         self.watch = ComputeWatch()
         self.memory = SessionMemory([worker.runner.pool.budget for worker in workers], journals)
         self.clock = workers[0].clock
@@ -54,11 +55,6 @@ class Pipeline:
 
     def __contains__(self, session: int | None) -> bool:
         return session in self._passed
-
-    @property
-    def span(self) -> Span:
-        """All of its units."""
-        return Span(self.workers[0].runner.span.start, self.workers[-1].runner.span.end)
 
     @property
     def load(self) -> float:

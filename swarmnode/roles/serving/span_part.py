@@ -46,6 +46,7 @@ class SpanPart:
     ) -> None:
         self.device = loaded.device
         self.span = loaded.span
+        self.units = self.span.end - self.span.start  # how many there are
         self.worker = worker
         self._runner = runner
         self._capability = capability
@@ -85,11 +86,6 @@ class SpanPart:
             worker.expect(capability.speeds)
             undo.pop_all()
         return cls(loaded, runner, worker, capability, measure, passes)
-
-    @property
-    def units(self) -> int:
-        """How many there are."""
-        return self.span.end - self.span.start
 
     @property
     def speeds(self) -> Speeds:
