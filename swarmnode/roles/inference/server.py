@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from functools import lru_cache, partial
 
 import torch
@@ -20,14 +19,14 @@ from swarmnode.compute.graph.costs.forward_memory import forward_bytes
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
 from swarmnode.ledger import Account
-from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.limits.fair_share import FairShare
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.view import Span
 from swarmnode.roles.local_peer import LocalPeer
-from swarmnode.roles.measuring.meters import cause_of
+from swarmnode.roles.measuring.meters import RefusalMeter
 from swarmnode.roles.serving.hardware import LentDevice
 
 PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
@@ -45,11 +44,10 @@ class InferenceServer:
         self.draining = False
         self._peer = peer
         self._segment = segment
-        self.label = f"{segment.start}:{segment.end}"  # as metrics write the units
         self._executor = executor
         self._lent = lent
         self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
-        self._refusals: Counter[ErrorCode] = Counter()
+        self._refusals = RefusalMeter(Span(segment.start, segment.end))
         self._tasks = Tasks("inference server", on_crash=peer.link_config.supervisor.ends_conversation)
         self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
         self._board = Switchboard(
@@ -72,9 +70,7 @@ class InferenceServer:
 
     def readings(self) -> Readings:
         """What runs here, and what was refused."""
-        yield Reading(table.SESSIONS, self.load, (self.label,))
-        for code in ErrorCode:
-            yield Reading(table.REFUSALS, self._refusals[code], (self.label, cause_of(code)))
+        return self._refusals.readings(self.load)
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -95,10 +91,10 @@ class InferenceServer:
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
         if not isinstance(body, Infer):
-            self._refuse(channel, Error(ErrorCode.MALFORMED))
+            self._refusals.refuse(channel, Error(ErrorCode.MALFORMED))
             return
         if self.draining:
-            self._refuse(channel, Error(ErrorCode.DRAINING))
+            self._refusals.refuse(channel, Error(ErrorCode.DRAINING))
             return
         task = self._tasks.spawn(self._answer(channel, body, frame.payload), f"pass of {channel.peer}")
         yielding = self._passes.take(task, channel.claimant)
@@ -106,7 +102,7 @@ class InferenceServer:
         if yielding is not None:
             yielding.cancel()
         if yielding is task:  # which never began
-            self._refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
+            self._refusals.refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
             return
 
         def gone(*_: object) -> None:
@@ -114,10 +110,6 @@ class InferenceServer:
 
         channel.on_lost = gone
         channel.on_frame = gone  # END is all that may come
-
-    def _refuse(self, channel: Channel, error: Error) -> None:
-        self._refusals[ErrorCode(error.code)] += 1
-        channel.close(error)
 
     async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
         """Compute, and tell the result or why there is none."""
@@ -129,16 +121,16 @@ class InferenceServer:
         except asyncio.CancelledError:
             if channel.open:  # another peer's came first, or this node ends
                 code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
-                self._refuse(channel, Error(code, RETRY_S))
+                self._refusals.refuse(channel, Error(code, RETRY_S))
             raise
         except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
             log.info("a pass of %s is refused: %s", channel.peer, error)
-            self._refuse(channel, _refusal(error))
+            self._refusals.refuse(channel, _refusal(error))
         except PeerError as error:
             log.debug("%s", error)
         except Exception:  # whatever an operator raises about numbers that it does not like
             log.exception("a pass of %s failed", channel.peer)
-            self._refuse(channel, Error(ErrorCode.INTERNAL))
+            self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
 
     async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
         """Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""

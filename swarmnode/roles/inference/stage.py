@@ -28,12 +28,13 @@ class InferenceStage(Stage):
     """Made by `load`, ended by `close`."""
 
     def __init__(
-        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation
+        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation, label: str
     ) -> None:
         self._hardware = hardware
         self._server = server
         self._capability = capability
         self._weights = weights
+        self._label = label
 
     def __repr__(self) -> str:
         return f"<InferenceStage {self._server!r}>"
@@ -60,7 +61,7 @@ class InferenceStage(Stage):
             undo.push_async_callback(server.close)
             await server.start()
             undo.pop_all()
-        return cls(hardware, server, capability, weights)
+        return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
@@ -68,7 +69,7 @@ class InferenceStage(Stage):
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
-        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._server.label,))
+        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._label,))
         yield from self._server.readings()
 
     async def drain(self, timeout_s: float) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from swarmnode.codec.frames import Frame
@@ -16,14 +15,13 @@ from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.decisions import Topic
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
-from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.local_peer import LocalPeer
-from swarmnode.roles.measuring.meters import cause_of
+from swarmnode.roles.measuring.meters import RefusalMeter
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.adapters import StageAdapters
@@ -75,7 +73,7 @@ class StageServer:
         self.meter = self._replicas.meter
         self._early = EarlyAttaches(config)
         self._keys = itertools.count()
-        self._refusals: Counter[ErrorCode] = Counter()
+        self._refusals = RefusalMeter(self._replicas.span)
         self._watching: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,11 +99,8 @@ class StageServer:
 
     def readings(self) -> Readings:
         """What the sessions do here and take, and what was refused."""
-        span = f"{self._replicas.span.start}:{self._replicas.span.end}"
         yield from self._replicas.readings()
-        yield Reading(table.SESSIONS, self.load, (span,))
-        for code in ErrorCode:
-            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
+        yield from self._refusals.readings(self.load)
 
     def session(self, session: bytes) -> StageSession | None:
         """The session with this id, while it lasts."""
@@ -225,9 +220,8 @@ class StageServer:
         except (ProtocolError, Busy) as error:
             code, trace = ErrorCode(error.code), trace_id(body.session).hex()
             log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
-            self._refusals[code] += 1
             self._note(f"refuses a session: {code.name}", channel.peer, body)
-            channel.close(Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
+            self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
     def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
         """Bind a session to this channel. `text` came with it, `grammar` is what its tokens must follow. Raises ProtocolError and
