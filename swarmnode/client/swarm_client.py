@@ -184,18 +184,11 @@ class SwarmClient(SwarmObserver):
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
+        spec = options.spec(prompt, vocabulary=limits.vocabulary, allowed=limits.codecs)
         ring = RingStream(
-            self._switchboard,
-            router,
-            prompt,
+            self._new_session(router, spec, config),
             options,
-            config,
-            vocabulary=limits.vocabulary,
-            allowed=limits.codecs,
-            meter=self._meter,
             audit=self.auditor.take,
-            clock=self._clock,
-            on_over=self._receipts.served,
             beginnings=self._beginnings if kept_for is not None else None,
             owner=kept_for or "",
         )
@@ -239,6 +232,10 @@ class SwarmClient(SwarmObserver):
             raise UsageError(
                 f"the swarm {self.manifest.name} has no language model: it {self.manifest.purpose}, and cannot generate text"
             )
+
+    def _new_session(self, router: DirectoryRouter, spec: SessionSpec, config: ClientConfig) -> ClientSession:
+        meter, clock, on_over = self._meter, self._clock, self._receipts.served
+        return ClientSession(self._switchboard, router, spec, config, meter=meter, clock=clock, on_over=on_over)
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
         announced = self._host.directory.peers().values()
@@ -328,15 +325,7 @@ class SwarmClient(SwarmObserver):
         router = self._router(span, ring=False)
 
         def open_session(spec: SessionSpec) -> ClientSession:
-            return ClientSession(
-                self._switchboard,
-                router,
-                spec,
-                self.config,
-                meter=self._meter,
-                clock=self._clock,
-                on_over=self._receipts.served,
-            )
+            return self._new_session(router, spec, self.config)
 
         return await asyncio.to_thread(
             model_class,

@@ -137,7 +137,7 @@ async def test_a_stranger_who_knows_everything_but_has_no_invite_gets_nothing(ti
         board = Switchboard(stranger, "/swarmnode/manifest/1", Hello(VERSION, club.swarm.id), LinkConfig())
         assert not await stranger.connect(club.swarm.bootstraps, timeout_s=5), "the table let a stranger in"
         with pytest.raises(PeerError) as caught:
-            async for _frame, body in ask(board, club.door.peer_id, GetManifest()):
+            async for _frame, body in ask(board, club.door.host.peer_id, GetManifest()):
                 assert not isinstance(body, ManifestReply)
         assert caught.value.code is ErrorCode.REFUSED
         await board.close()

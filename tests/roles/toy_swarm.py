@@ -33,7 +33,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.compute_watch import Running
@@ -251,15 +251,10 @@ class ToySwarm:
         return swarm
 
     def ring(self, prompt: Sequence[int], count: int, **options: Any) -> RingStream:
-        return RingStream(
-            self.switchboard,
-            self.router,
-            prompt,
-            GenerateOptions(max_new_tokens=count, **options),
-            self.config,
-            meter=self.meter,
-            clock=asyncio.get_running_loop().time,
-        )
+        wanted, clock = GenerateOptions(max_new_tokens=count, **options), asyncio.get_running_loop().time
+        spec, config = wanted.spec(prompt), self.config
+        session = ClientSession(self.switchboard, self.router, spec, config, meter=self.meter, clock=clock)
+        return RingStream(session, wanted)
 
     @property
     def loads(self) -> list[int]:

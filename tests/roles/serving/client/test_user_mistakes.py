@@ -96,7 +96,8 @@ class TinySwarm:
 
     async def generate(self, count: int) -> list[int]:
         options = GenerateOptions(max_new_tokens=count)
-        return [token async for token in RingStream(self.switchboard, self.router, PROMPT, options, self.config)]
+        session = ClientSession(self.switchboard, self.router, options.spec(PROMPT), self.config)
+        return [token async for token in RingStream(session, options)]
 
     def expected(self, count: int) -> list[int]:
         ids = list(PROMPT)
