@@ -106,9 +106,10 @@ class RemoteModule:
     async def ask(self, hop: HopSpec, values: Values, batch: int) -> Values:
         """What one peer makes of them. Raises PeerError, also for NaN that did not go in, NetworkDown."""
         infos, payload = encode_values(to_wire(values))
+        unit_s = self.observed_latency.unit_s(hop.peer)
         within_s = HOP.wait_s(
             rtt_s=self._board.rtt_s(hop.peer),
-            work_s=self._expected_s(hop, batch),
+            work_s=None if unit_s is None else unit_s * batch * (hop.end - hop.start),
             size_bytes=2 * sum(map(len, payload)),
             bytes_per_s=(self._board.bandwidth_bps(hop.peer) or 0.0) / 8 or None,
         )
@@ -124,10 +125,6 @@ class RemoteModule:
             self._on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
             return computed
         raise ProtocolError("a peer ended a conversation without an answer", peer=hop.peer)
-
-    def _expected_s(self, hop: HopSpec, batch: int) -> float | None:
-        unit_s = self.observed_latency.unit_s(hop.peer)
-        return None if unit_s is None else unit_s * batch * (hop.end - hop.start)
 
 
 class _Pass:
