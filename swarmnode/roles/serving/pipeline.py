@@ -91,9 +91,18 @@ class Pipeline:
         """Make room for a session before any job of it is run; its memory is promised already. For `owner` and `weight` see
         `Worker.open`."""
         parts = {worker: part for worker in self.workers if (part := _part(worker, opened)).units > 0}
-        asked = {name: getattr(opened, name) for name in ("rows", "max_length", "padding", "adapter")}
         for worker, part in parts.items():
-            worker.open(session, owner=owner, weight=weight, start=part.start, end=part.end, **asked)
+            worker.open(
+                session,
+                owner=owner,
+                weight=weight,
+                start=part.start,
+                end=part.end,
+                rows=opened.rows,
+                max_length=opened.max_length,
+                padding=opened.padding,
+                adapter=opened.adapter,
+            )
         self._passed[session] = tuple(parts)
 
     def fork(self, source: int, session: int, length: int) -> None:

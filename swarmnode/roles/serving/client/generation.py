@@ -27,6 +27,7 @@ from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS, codec_named
 from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
+from swarmnode.roles.serving.client.session_stats import SessionStats
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 
@@ -130,7 +131,7 @@ class GenerateOptions:
 
 
 @dataclass
-class Generation:
+class Generation(SessionStats):
     """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
 
     `trace` is what `swarmnode trace` takes. `logprobs`, where they were asked for: for each token its own first, then the most
@@ -141,10 +142,7 @@ class Generation:
     text: str | None = None
     first_token_s: float = 0.0
     seconds: float = 0.0
-    reroutes: int = 0
-    longest_stall_s: float = 0.0
     route: tuple[HopSpec, ...] = ()
-    faults: list[tuple[str, str]] = field(default_factory=list)
     trace: str = ""
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, that the first hop had from an earlier text
@@ -232,6 +230,7 @@ class RingStream:
         if found.goes_on is not None:
             self._session = found.goes_on
             self._session.go_on(self._spec, found.length)
+        self._session.stats = self.result
         self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
         if found.source is not None:
             self._session.begin_as(found.source, found.truncations, self._entries(0, found.length))
@@ -251,7 +250,7 @@ class RingStream:
             self._session.send(entry, expect=len(self.prompt))
 
     def _note(self, token: int, elapsed_s: float) -> None:
-        result, stats, meter = self.result, self._session.stats, self._session.meter
+        result, meter = self.result, self._session.meter
         meter.tokens += 1
         if not result.ids:
             result.first_token_s = elapsed_s
@@ -262,6 +261,3 @@ class RingStream:
         result.trace = self._session.trace_id.hex()
         result.seconds = elapsed_s
         result.route = self._session.route
-        result.reroutes = stats.reroutes
-        result.longest_stall_s = stats.longest_stall_s
-        result.faults = stats.faults
