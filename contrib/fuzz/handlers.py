@@ -40,7 +40,8 @@ from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.roles.credit.priorities import CLAIM_PROTOCOL
 from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL
-from swarmnode.roles.fetching.seeder import MANIFEST_PROTOCOL, WEIGHTS_PROTOCOL
+from swarmnode.roles.fetching.newcomer import MANIFEST_PROTOCOL
+from swarmnode.roles.fetching.seeder import WEIGHTS_PROTOCOL
 from swarmnode.roles.measuring.bandwidth import PROBE_PROTOCOL
 from swarmnode.roles.measuring.trace_server import TRACE_PROTOCOL
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL

@@ -49,6 +49,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 if TYPE_CHECKING:
     import numpy as np
 
+    from swarmnode.compute.graph.layout import Layout
     from swarmnode.roles.inference.remote_module import RemoteModule
     from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
@@ -179,18 +180,11 @@ class SwarmClient(SwarmObserver):
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
+        spec = options.spec(prompt, vocabulary=limits.vocabulary, allowed=limits.codecs)
         ring = RingStream(
-            self._switchboard,
-            router,
-            prompt,
+            self._new_session(router, spec, config),
             options,
-            config,
-            vocabulary=limits.vocabulary,
-            allowed=limits.codecs,
-            meter=self._meter,
             audit=self.auditor.take,
-            clock=self._clock,
-            on_over=self._receipts.served,
             beginnings=self._beginnings if kept_for is not None else None,
             owner=kept_for or "",
         )
@@ -234,6 +228,10 @@ class SwarmClient(SwarmObserver):
             raise UsageError(
                 f"the swarm {self.manifest.name} has no language model: it {self.manifest.purpose}, and cannot generate text"
             )
+
+    def _new_session(self, router: DirectoryRouter, spec: SessionSpec, config: ClientConfig) -> ClientSession:
+        meter, clock, on_over = self._meter, self._clock, self._receipts.served
+        return ClientSession(self._switchboard, router, spec, config, meter=meter, clock=clock, on_over=on_over)
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
         announced = self._host.directory.peers().values()
@@ -279,8 +277,7 @@ class SwarmClient(SwarmObserver):
         return RemoteEncoder(module, tokenizer, limits, labels)
 
     async def _open_module(self) -> RemoteModule:
-        module_class = await asyncio.to_thread(_import_module)
-        folder = await self._files.folder()
+        module_class, layout = await asyncio.to_thread(_import_module, await self._files.folder())
 
         def router(span: Span) -> DirectoryRouter:
             return self._router(span, ring=False)
@@ -289,9 +286,9 @@ class SwarmClient(SwarmObserver):
             self._receipts.note(peer, work, served=unit_samples)
 
         config = self.config
-        return await module_class.open(
+        return module_class(
             self._host,
-            folder,
+            layout,
             router,
             patience_s=config.patience_s,
             on_served=served,
@@ -324,26 +321,19 @@ class SwarmClient(SwarmObserver):
         router = self._router(span, ring=False)
 
         def open_session(spec: SessionSpec) -> ClientSession:
-            return ClientSession(
-                self._switchboard,
-                router,
-                spec,
-                self.config,
-                meter=self._meter,
-                clock=self._clock,
-                on_over=self._receipts.served,
-            )
+            return self._new_session(router, spec, self.config)
 
         return await asyncio.to_thread(
-            model_class.from_checkpoint,
-            checkpoint,
+            model_class,
+            checkpoint.config,
             open_session,
             run,
-            ends,
-            self.config.prompt_chunk_tokens,
-            await self.limits(),
-            compress,
-            adapter,
+            folder=checkpoint.path,
+            ends=ends,
+            prompt_chunk_tokens=self.config.prompt_chunk_tokens,
+            limits=await self.limits(),
+            compress=compress,
+            adapter=adapter,
         )
 
     # -- the model
@@ -361,11 +351,13 @@ class SwarmClient(SwarmObserver):
         return await self._files.stop_ids()
 
 
-def _import_module() -> type[RemoteModule]:
-    """Off the loop, as what follows."""
+def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
+    """The class, and the graph in a folder: off the loop, as what follows. Raises CheckpointError."""
+    from swarmnode.compute.graph.layout import Layout
+    from swarmnode.compute.graph.serialise import read_graph
     from swarmnode.roles.inference.remote_module import RemoteModule
 
-    return RemoteModule
+    return RemoteModule, Layout(read_graph(folder))
 
 
 def _import_causal_lm() -> tuple[Any, Any]:

@@ -29,7 +29,6 @@ from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 from swarmnode.compute.device_fault import forget_traceback, is_device_fault
-from swarmnode.compute.loop_bridge import LoopBridge, fail
 from swarmnode.errors import ExecutorDied, SwarmnodeError
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,15 @@ class Urgency(IntEnum):
 
 
 class WorkItem(ABC):
-    """Something to be done on the device, and for whom (`owner`: a session, a lease). `size` is in positions, 0 if none."""
+    """Work for the device, as an executor runs it. `run` is called at most once; `abandon` at most once, instead of it
+    or after a `run` that raised or hangs.
+
+    Args:
+        kind: What is done, for logs and for whoever watches the device.
+        urgency: Before which others the item goes.
+        owner: For whom: a session or a lease. Empty if for the node itself.
+        size: Positions; 0 if it has none.
+    """
 
     def __init__(self, kind: str, *, urgency: Urgency, owner: str = "", size: int = 0) -> None:
         self.kind = kind
@@ -62,36 +69,60 @@ class WorkItem(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Do it, on the thread. What this raises ends the executor: an item's own errors are part of its result."""
+        """Do the work, on the thread. The thread does nothing else meanwhile.
+
+        Raises:
+            BaseException: Whatever escapes ends the executor. An error of the item's own is part of its result and does not escape.
+        """
 
     @abstractmethod
     def abandon(self, error: Exception) -> None:
-        """Tell whoever waits that it will not be done, on the loop."""
+        """Tell whoever waits that the work will not be done. Called on the loop, also if the thread hangs in `run`.
+
+        Args:
+            error: Why the executor ended.
+        """
 
 
 class WorkSource(Protocol):
-    """Work that decides what comes next when it is its turn. Used on the thread; after the executor's end, on the loop."""
+    """Work that decides what comes next when it is its turn.
+
+    `put` and `take` are called on the thread, never at once; `abandon` on the loop, after the thread has ended or hangs.
+    """
 
     def put(self, item: Any) -> None:
-        """Something new waits."""
+        """Take in what `Executor.submit` was given for this source, in that order.
+
+        Raises:
+            BaseException: Whatever escapes ends the executor.
+        """
 
     def take(self) -> WorkItem | None:
-        """The next item, or None where nothing waits."""
+        """Return the next item to run, or None if nothing waits. Sources are asked in turn.
+
+        Raises:
+            BaseException: Whatever escapes ends the executor.
+        """
 
     def abandon(self, items: Iterable[Any], error: Exception) -> None:
-        """Neither these items, just put, nor any that waits will be done: tell whoever waits for them. On the loop."""
+        """Tell whoever waits that nothing of this source will be done. Nothing is put or taken afterwards but by another `abandon`.
+
+        Args:
+            items: What was submitted and has not been put; what was put and not taken is the source's own to tell.
+            error: Why the executor ended.
+        """
 
 
 class Call(WorkItem, Generic[T]):
     """Runs a function; `future` takes its result or error. One that nobody waits for any more is not run."""
 
     def __init__(
-        self, function: Callable[[], T], future: asyncio.Future[T], bridge: LoopBridge, kind: str, **about: Any
+        self, function: Callable[[], T], future: asyncio.Future[T], post: Callable[..., None], kind: str, **about: Any
     ) -> None:
         super().__init__(kind, **about)
         self.future = future
         self._function = function
-        self._bridge = bridge
+        self._post = post  # `Executor.post`
 
     def run(self) -> None:
         if self.future.cancelled():
@@ -104,12 +135,24 @@ class Call(WorkItem, Generic[T]):
             text = forget_traceback(error)
             if not isinstance(error, SwarmnodeError):
                 log.error("%r failed\n%s", self, text)
-            self._bridge.fail(self.future, error)
+            self._post(_fail, self.future, error)
         else:
-            self._bridge.resolve(self.future, result)
+            self._post(_resolve, self.future, result)
 
     def abandon(self, error: Exception) -> None:
-        fail(self.future, error)
+        _fail(self.future, error)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Give a future an error. Nobody needs to hear of it."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # read once: a caller that has gone leaves no "never retrieved" in the log
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
 class _Calls:
@@ -144,13 +187,13 @@ class Executor:
     def __init__(self, *, threads: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._threads = threads
-        self._bridge = LoopBridge()
+        self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[tuple[WorkSource, Any] | None] = queue.SimpleQueue()
         self._calls = _Calls()
         self._sources: deque[WorkSource] = deque([self._calls])
         self._running: tuple[WorkItem, float] | None = None
         self._over: ExecutorDied | None = None  # why nothing is taken any more
-        self.died: asyncio.Future[ExecutorDied] = asyncio.get_running_loop().create_future()
+        self.died: asyncio.Future[ExecutorDied] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
         self._start()
 
@@ -187,8 +230,8 @@ class Executor:
     ) -> asyncio.Future[T]:
         """Run a function on the thread; its result or error comes back as a future. ExecutorDied where there is no thread. What
         it is for, and for whom, is what is told of a device that hangs or fails."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.submit(self._calls, Call(function, future, self._bridge, kind, urgency=urgency, owner=owner, size=size))
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.submit(self._calls, Call(function, future, self.post, kind, urgency=urgency, owner=owner, size=size))
         return future
 
     def submit(self, source: WorkSource, item: Any) -> None:
@@ -196,7 +239,7 @@ class Executor:
         if self._over is None:
             self._inbox.put((source, item))
         else:
-            self._bridge.post(source.abandon, [item], self._over)
+            self.post(source.abandon, [item], self._over)
 
     async def look(self, error: Exception, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """After an error in what was done for the device beside its thread, as loading is. Raises ExecutorDied where it is lost."""
@@ -211,8 +254,11 @@ class Executor:
             looked.result()
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
-        """From the thread: have the loop call something."""
-        self._bridge.post(callback, *args)
+        """From the thread: have the loop call something. Dropped once the loop has closed: nobody waits for it any more."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.debug("result dropped: the loop has closed")
 
     async def add(self, source: WorkSource) -> None:
         """Let a source have its turns. Raises ExecutorDied."""
@@ -280,7 +326,7 @@ class Executor:
     def _die(self, error: BaseException) -> None:
         log.critical("the compute thread died at %r", self._running, exc_info=error)
         self._over = ExecutorDied(f"the compute thread died at {self.running!r}: {type(error).__name__}: {error}")
-        self._bridge.post(self._died_of, self._over)
+        self.post(self._died_of, self._over)
 
     def _prepare(self) -> None:
         """Before the first item, not before: who makes an executor need not have waited for torch."""

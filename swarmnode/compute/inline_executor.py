@@ -17,9 +17,8 @@ class InlineExecutor(Executor):
 
     def __init__(self, cost_s: CostS = lambda _item: 0.0) -> None:
         self._cost_s = cost_s
-        self._loop = asyncio.get_running_loop()
         self._turn: asyncio.Handle | None = None  # the next step, if one is due
-        super().__init__(clock=self._loop.time)
+        super().__init__(clock=asyncio.get_running_loop().time)
 
     def submit(self, source: WorkSource, item: Any) -> None:
         super().submit(source, item)

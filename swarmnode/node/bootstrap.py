@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmnode.errors import LocalError
-from swarmnode.metrics.metric import Readings
 from swarmnode.net.addressing.addresses import check_port_free, is_loopback, is_public
 from swarmnode.net.identity import Identity
-from swarmnode.net.interfaces import PeerId
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host, HostConfig
@@ -36,18 +34,12 @@ class Bootstrap:
     """Where newcomers look: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
 
     def __init__(self, host: Host, seeder: Seeder, states: SharedStates | None = None) -> None:
-        self._host = host
+        self.host = host  # its swarm has this peer among its bootstrap peers
         self._seeder = seeder
         self._states = states  # where the swarm trains
-        self.invite = host.swarm.invite
 
     def __repr__(self) -> str:
-        return f"<Bootstrap {self._host!r}>"
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who it is in the swarm."""
-        return self._host.peer_id
+        return f"<Bootstrap {self.host!r}>"
 
     @classmethod
     async def start(
@@ -78,33 +70,20 @@ class Bootstrap:
             raise
         return cls(host, seeder, states)
 
-    def readings(self) -> Readings:
-        """What Prometheus may know of this bootstrap peer."""
-        return self._host.readings()
-
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set. Raises LocalError where a part of it died of a bug."""
         await self.watch(stop.wait())
 
     async def watch(self, work: Awaitable[T]) -> T:
         """Live for as long as other work takes: its result. Raises LocalError as `run` does, and ends that work."""
-        return await self._host.supervisor.watch(work)
-
-    @property
-    def swarm(self) -> Swarm:
-        """The swarm, with this among its bootstrap peers."""
-        return self._host.swarm
-
-    async def addresses(self) -> list[str]:
-        """Multiaddrs under which newcomers reach it."""
-        return await self._host.network.addresses()
+        return await self.host.supervisor.watch(work)
 
     async def close(self) -> None:
         """Leave the swarm: weights and states first, then the network."""
         if self._states is not None:
             await self._states.close()
         await self._seeder.close()
-        await self._host.close()
+        await self.host.close()
 
 
 async def _shared_states(host: Host) -> SharedStates | None:

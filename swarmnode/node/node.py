@@ -47,13 +47,13 @@ from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
 from swarmnode.roles.placement import Placement
 from swarmnode.roles.planned_place import PlannedPlace
+from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
-    from swarmnode.node.stage_loader import Stage
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates
@@ -98,12 +98,9 @@ class Node:
         """What Prometheus may know of this node; before it has joined little."""
         yield Reading(table.MOVES, self._moves)
         yield from self.lending.readings()
-        if self._host is not None:
-            yield from self._host.readings()
-        if self._receipts is not None:
-            yield from self._receipts.readings()
-        if self._stage is not None:
-            yield from self._stage.readings()
+        for source in (self._host, self._receipts, self._stage):
+            if source is not None:
+                yield from source.readings()
 
     def describe(self) -> dict[str, Any]:
         """What its owner may want to know at a glance."""
@@ -156,23 +153,22 @@ class Node:
     async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host) -> None:
         """Watch over the node's life until it is to leave. Raises what else ended it."""
         stopped = asyncio.ensure_future(until_first(stop.wait(), self.lending.finished()))
-        turned_away = asyncio.ensure_future(host.wait_turned_away())
-        reporting = asyncio.ensure_future(self._report(host))
-        ruling = asyncio.ensure_future(self._follow_rules(host))
+        watched = host.wait_turned_away(), self._report(host), self._follow_rules(host)
+        watching = [asyncio.ensure_future(one) for one in watched]
         broken = asyncio.ensure_future(host.supervisor.broken())
         deaths: list[asyncio.Future[Any]] = [*(executor.died for executor in self._executors), broken]
-        endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, ruling, *deaths}
+        endings: set[asyncio.Future[Any]] = {living, stopped, *watching, *deaths}
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             for death in deaths:
                 if death.done():
                     raise death.result()
-            for ended in (living, turned_away, reporting, ruling):
+            for ended in (living, *watching):
                 if ended.done():
                     await self._look_at_devices(ended.exception())
                     ended.result()
         finally:
-            await cancel_and_wait(stopped, turned_away, reporting, ruling, broken)
+            await cancel_and_wait(stopped, *watching, broken)
 
     async def _look_at_devices(self, error: BaseException | None) -> None:
         """Raises ExecutorDied where an error that nobody expected comes of a device that is lost."""
@@ -209,7 +205,7 @@ class Node:
         await heavy
         from swarmnode.roles.fetching.adapter_files import AdapterFiles
         from swarmnode.roles.fetching.weights import Weights
-        from swarmnode.roles.serving.hardware import Hardware
+        from swarmnode.roles.serving.hardware import Hardware, Workplace
 
         weights = Weights(host)
         adapters = AdapterFiles(host.swarm, weights, seeder) if host.swarm.manifest.adapters else None
@@ -234,23 +230,14 @@ class Node:
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
-        loader = StageLoader(
-            host,
-            hardware,
-            self._executors,
-            seeder,
-            weights,
-            adapters,
-            self._states,
-            self._tell,
-            awaits_others=place.awaits_others,
-        )
+        workplace = Workplace(host, hardware, self._executors, adapters)
+        loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold what the swarm needs most. Ends by errors alone."""
         if self._span is None:
-            self._span = await self._first_span(place, host, loader.hardware)
+            self._span = await self._first_span(place, host, loader.place.hardware)
         while True:
             if self._span.units:
                 await self._serve(host, loader, self._span)
@@ -327,7 +314,7 @@ class Node:
 
     async def _serve(self, host: Host, loader: StageLoader, span: Span) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
-        hardware = loader.hardware
+        hardware = loader.place.hardware
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmnode.compute.executor import Executor
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.texts import Tell, progress_of
 from swarmnode.plan.view import Span
 from swarmnode.roles.fetching.seeder import Seeder
-from swarmnode.roles.host import Host
+from swarmnode.roles.stage import Stage
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.roles.fetching.adapter_files import AdapterFiles
     from swarmnode.roles.fetching.weights import Weights
-    from swarmnode.roles.inference.stage import InferenceStage
-    from swarmnode.roles.serving.hardware import Hardware
+    from swarmnode.roles.serving.hardware import Workplace
     from swarmnode.roles.serving.kept_span import KeptSpan
-    from swarmnode.roles.serving.stage import ServingStage
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates
-    from swarmnode.roles.training.worker.training_worker import TrainingWorker
-
-    Stage = ServingStage | InferenceStage | TrainingWorker
 
 
 @dataclass(frozen=True)
 class StageLoader:
-    """Loads spans one after another. `executors`: by device; `adapters`: where the swarm has any; `states`: where it trains;
-    `awaits_others`: whether what is to begin had better wait until others are at their places."""
+    """Loads spans one after another. `states`: where the swarm trains; `awaits_others`: whether what is to begin had better wait
+    until others are at their places."""
 
-    host: Host
-    hardware: Hardware
-    executors: Sequence[Executor]
+    place: Workplace
     seeder: Seeder
     weights: Weights
-    adapters: AdapterFiles | None
     states: SharedStates | None
     tell: Tell
     awaits_others: Callable[[], bool]
@@ -46,29 +36,29 @@ class StageLoader:
     async def load(self, span: Span) -> Stage:
         """Fetch the weights of a span, give them to others from now on, and load them. Raises LocalError, CheckpointError,
         ExecutorDied."""
-        checkpoint = await self._fetch(span)
+        checkpoint, swarm = await self._fetch(span), self.place.host.swarm
         if self.weights.cache is not None:
             self.seeder.add_cache(self.weights.cache, (span.start, span.end))
-        elif self.host.swarm.checkpoint is not None:
-            self.seeder.add_folder(self.host.swarm.checkpoint, self.weights.verified)
-        if self.host.swarm.adapters is not None:
-            self.seeder.add_adapters(self.host.swarm.adapters)
-        return await (self._train(checkpoint, span) if self.hardware.trains else self._serve(checkpoint, span))
+        elif swarm.checkpoint is not None:
+            self.seeder.add_folder(swarm.checkpoint, self.weights.verified)
+        if swarm.adapters is not None:
+            self.seeder.add_adapters(swarm.adapters)
+        return await (self._train(checkpoint, span) if self.place.hardware.trains else self._serve(checkpoint, span))
 
-    async def take_up(self, kept: KeptSpan) -> ServingStage:
+    async def take_up(self, kept: KeptSpan) -> Stage:
         """Serve what was kept in memory."""
         from swarmnode.roles.serving.stage import ServingStage
 
-        return await ServingStage.take_up(self.host, kept, self.executors, self.adapters)
+        return await ServingStage.take_up(self.place, kept)
 
     async def _fetch(self, span: Span) -> Checkpoint:
         """What else loading takes is done while the weights are on their way."""
         outline = await self.weights.outline()
-        progress = progress_of(self.tell, self.host.clock.monotonic)
+        progress = progress_of(self.tell, self.place.host.clock.monotonic)
         fetching = asyncio.ensure_future(self.weights.span(span, progress))
         try:
-            if not self.hardware.trains:
-                await asyncio.to_thread(self.hardware.prepare, outline, span)
+            if not self.place.hardware.trains:
+                await asyncio.to_thread(self.place.hardware.prepare, outline, span)
             return await fetching
         finally:
             await cancel_and_wait(fetching)
@@ -79,16 +69,16 @@ class StageLoader:
         from swarmnode.roles.serving.stage import ServingStage
 
         if isinstance(checkpoint, GraphCheckpoint):
-            return await InferenceStage.load(self.host, checkpoint, self.hardware, span, self.executors)
-        executors, adapters = self.executors, self.adapters
-        return await ServingStage.load(self.host, checkpoint, self.hardware, span, executors, adapters)
+            return await InferenceStage.load(self.place, checkpoint, span)
+        return await ServingStage.load(self.place, checkpoint, span)
 
     async def _train(self, checkpoint: Checkpoint, span: Span) -> Stage:
         from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
         assert self.states is not None
+        place, states = self.place, self.states
         worker = await TrainingWorker.load(
-            self.host, checkpoint, self.hardware, span, self.executors, self.states, self.awaits_others
+            place.host, checkpoint, place.hardware, span, place.executors, states, self.awaits_others
         )
         worker.listen(self.tell)
         return worker

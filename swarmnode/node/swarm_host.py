@@ -32,7 +32,7 @@ class SwarmHost:
     def readings(self) -> Readings:
         """What Prometheus may know: the node's figures, and before it is there the door's."""
         if self._door is not None and not self.node.has_joined:
-            return self._door.readings()
+            return self._door.host.readings()
         return self.node.readings()
 
     async def run(self, stop: asyncio.Event, opened: Callable[[Swarm, list[str]], Awaitable[None]]) -> None:
@@ -44,7 +44,7 @@ class SwarmHost:
             self._swarm, self._door_config, file=self._swarm.file, platform=self._platform
         )
         try:
-            await opened(self._door.swarm, await self._door.addresses())
+            await opened(self._door.host.swarm, await self._door.host.network.addresses())
             await self._door.watch(self.node.run(stop))
         finally:
             await self._door.close()

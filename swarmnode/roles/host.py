@@ -73,6 +73,7 @@ class Host:
         self.swarm = swarm
         self.config = config
         self.network = network
+        self.peer_id = network.peer_id  # who we are in the swarm
         self.access_control = access_control
         self.identity = identity
         self.supervisor = supervisor
@@ -115,11 +116,6 @@ class Host:
 
     def __repr__(self) -> str:
         return f"<Host of {self.peer_id} in {self.swarm.name}, {'joined' if self.joined.is_set() else 'alone'}>"
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who we are in the swarm."""
-        return self.network.peer_id
 
     @classmethod
     async def join(
@@ -302,7 +298,7 @@ class Host:
             try:
                 raw = await fetch_manifest(
                     self.network,
-                    self._manifest_sources(),
+                    list(dict.fromkeys([*self._others(), *self.bootstraps()])),
                     self.hello,
                     self.link_config,
                     drop=self.directory.suspect,
@@ -319,9 +315,6 @@ class Host:
         """The peers that the invite and the user name, whether or not they have announced themselves."""
         named = map(peer_of, self._named_bootstraps())
         return list(dict.fromkeys(peer for peer in named if peer is not None))
-
-    def _manifest_sources(self) -> Sequence[PeerId]:
-        return list(dict.fromkeys([*self._others(), *self.bootstraps()]))
 
     def lost_neighbour(self, error: PeerError) -> None:
         """A link ended by the peer's fault: routing and placement learn of it at once, here and only here. Who refused us is

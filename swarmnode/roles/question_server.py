@@ -1,16 +1,17 @@
-"""Answers the questions of a protocol of its own: to each peer one at a time, since an answer is so much longer."""
+"""Questions to one peer, and the server that answers them: to each peer one at a time, since an answer is much longer."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Hello
-from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
@@ -20,6 +21,9 @@ from swarmnode.net.tasks import Tasks
 log = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 1.0
+SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
+MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
+Reply = TypeVar("Reply", bound=Body)
 
 
 class Answer(NamedTuple):
@@ -83,3 +87,62 @@ class QuestionServer:
             log.debug("%s", error)
         finally:
             self._answering.discard(channel.peer)
+
+
+async def ask(
+    board: Switchboard,
+    peer: PeerId,
+    question: Body,
+    *,
+    payload: Sequence[Buffer] = (),
+    silence_s: float = SILENCE_S,
+) -> AsyncIterator[tuple[Frame, Body]]:
+    """The answers to a question, until the peer ends the conversation; each may take `silence_s`.
+
+    Raises PeerLost, PeerRefused, NetworkDown.
+    """
+    answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
+
+    def hear(frame: Frame, body: Body) -> None:
+        if answers.qsize() >= MAX_WAITING:
+            raise ProtocolError("a peer sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
+        if isinstance(body, Error):
+            answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=peer))
+        else:
+            answers.put_nowait(None if isinstance(body, End) else (frame, body))
+
+    channel = await board.call(peer, hear, answers.put_nowait)
+    silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
+    try:
+        channel.send(question, payload=payload)
+        while True:
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
+            alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)
+            try:
+                item = await answers.get()
+            finally:
+                alarm.cancel()
+            if item is None:
+                return
+            if isinstance(item, PeerError):
+                raise item
+            yield item
+    finally:
+        channel.close()
+
+
+async def ask_one(
+    board: Switchboard,
+    peer: PeerId,
+    question: Body,
+    kind: type[Reply],
+    *,
+    payload: Sequence[Buffer] = (),
+    silence_s: float = SILENCE_S,
+) -> tuple[Reply, Buffer]:
+    """Return the first answer of this kind, and its payload. Raises ProtocolError if there is none, PeerLost, PeerRefused,
+    NetworkDown."""
+    async for frame, body in ask(board, peer, question, payload=payload, silence_s=silence_s):
+        if isinstance(body, kind):
+            return body, frame.payload
+    raise ProtocolError("a peer ended a conversation without an answer", peer=peer)

@@ -28,7 +28,7 @@ from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.net.virtual import in_virtual_time
-from tests.roles.toy_swarm import HELLO, link_config
+from tests.roles.toy_swarm import HELLO, ToyPeer, link_config
 
 UNITS = LAYERS + 2
 HIDDEN = 32
@@ -71,7 +71,7 @@ class Attacked:
         self.runner = StageRunner(span, RunnerConfig(1 << 24, capture=False))
         self.worker = Worker(self.runner, self.executor)
         link = replace(link_config(), ledger=ledger)
-        self.server = StageServer(self.network, HELLO, [Pipeline([self.worker], ledger)], ServerConfig(), link)
+        self.server = StageServer(ToyPeer(self.network, link), [Pipeline([self.worker], ledger)], ServerConfig())
         self.board = Switchboard(self.client, SESSION_PROTOCOL, HELLO, link_config())
         self.route = (HopSpec(self.network.peer_id, span.start, span.end),)
 

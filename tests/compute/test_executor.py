@@ -192,3 +192,24 @@ def test_faults_of_a_device_are_known_from_others() -> None:
     assert is_device_fault(RuntimeError("CUDA error: device-side assert triggered"))
     assert not is_device_fault(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_device_fault(MemoryError())
+
+
+async def test_what_nobody_waits_for_any_more_is_dropped_quietly(executor: Executor) -> None:
+    go = threading.Event()
+    held = [executor.call(Urgency.CONTROL, act, kind="act") for act in (go.wait, lambda: 1 // 0)]
+    for future in held:
+        future.cancel()
+    go.set()
+    assert await executor.call(Urgency.CONTROL, lambda: 7, kind="act") == 7
+    assert all(future.cancelled() for future in held) and not executor.died.done()
+
+
+def test_what_comes_after_the_loop_has_closed_is_dropped() -> None:
+    async def make() -> Executor:
+        executor = Executor()
+        await executor.close()
+        return executor
+
+    executor, called = asyncio.run(make()), []
+    executor.post(called.append, 1)
+    assert not called

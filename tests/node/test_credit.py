@@ -21,7 +21,7 @@ from swarmnode.roles.credit import priorities
 from swarmnode.roles.credit.receipt_issuer import GATHER_S, ReceiptIssuer
 from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL, ReceiptKeeper
 from swarmnode.roles.credit.worker_credits import folder_credits
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.records.manifest import CREDIT, TRAIN
 from swarmnode.swarm.records.receipt import Receipt, sign_receipt
 from swarmnode.swarm.records.run import Run

@@ -197,6 +197,6 @@ async def test_a_leaving_node_hands_its_sessions_over(founded: Founded, tiny: Ti
 @in_virtual_time
 async def test_the_swarm_serves_without_its_bootstrap_peer(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
     async with two_by_two(founded, tmp_path) as (swarm, door, client):
-        swarm.world.kill(door.peer_id)
+        swarm.world.kill(door.host.peer_id)
         result = await client.generate(PROMPT, max_new_tokens=TOKENS)
         assert result.ids == tiny.alone(PROMPT, TOKENS)

@@ -287,7 +287,7 @@ async def test_what_the_input_is_at_fault_for_blames_nobody(tmp_path: Path, modu
                     assert len(said) == 2 and not blamed
         async with blaming(swarm) as (client, blamed):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="for so large an input"):
-                patch.setattr("swarmnode.roles.inference.client.MAX_PAYLOAD_BYTES", 100)
+                patch.setattr("swarmnode.roles.inference.remote_module.MAX_PAYLOAD_BYTES", 100)
                 await client.infer(arrays)
             assert_close(await client.infer(arrays), arrays)
 

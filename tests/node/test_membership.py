@@ -18,9 +18,9 @@ from swarmnode.net.identity import Identity
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.node.bootstrap import Bootstrap
-from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.peers.trust import parse_trust
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.records.manifest import PRIVATE
@@ -137,7 +137,7 @@ async def test_a_stranger_who_knows_everything_but_has_no_invite_gets_nothing(ti
         board = Switchboard(stranger, "/swarmnode/manifest/1", Hello(VERSION, club.swarm.id), LinkConfig())
         assert not await stranger.connect(club.swarm.bootstraps, timeout_s=5), "the table let a stranger in"
         with pytest.raises(PeerError) as caught:
-            async for _frame, body in ask(board, club.door.peer_id, GetManifest()):
+            async for _frame, body in ask(board, club.door.host.peer_id, GetManifest()):
                 assert not isinstance(body, ManifestReply)
         assert caught.value.code is ErrorCode.REFUSED
         await board.close()

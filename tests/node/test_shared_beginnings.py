@@ -222,4 +222,4 @@ async def test_what_others_say_at_the_same_time_cannot_be_timed(founded: Founded
 
 
 def test_a_client_without_sessions_says_so() -> None:
-    assert repr(Beginnings()) == "<Beginnings: <KeptSessions, 0 of them>, 0 prompts under way>"
+    assert repr(Beginnings()) == "<Beginnings: 0 texts kept, 0 prompts under way>"

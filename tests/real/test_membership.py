@@ -15,7 +15,7 @@ from swarmnode.net.identity import Identity
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.real.forked import ForkedSwarm
 from tests.tiny import PROMPT, TinyModel

@@ -7,7 +7,7 @@ import asyncio
 from swarmnode.codec.messages import Error, HopSpec, Mode, Open, Sampling
 from swarmnode.errors import ErrorCode
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
 from tests.roles.toy_swarm import HELLO, ToySwarm, link_config
 
@@ -41,13 +41,10 @@ class Greedy:
         return channel
 
     def stream(self, count: int) -> RingStream:
+        options, clock = GenerateOptions(max_new_tokens=count), asyncio.get_running_loop().time
+        swarm = self.swarm
         return RingStream(
-            self.board,
-            self.swarm.router,
-            PROMPT,
-            GenerateOptions(max_new_tokens=count),
-            self.swarm.config,
-            clock=asyncio.get_running_loop().time,
+            ClientSession(self.board, swarm.router, options.spec(PROMPT), swarm.config, clock=clock), options
         )
 
     @property

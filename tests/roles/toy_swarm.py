@@ -10,8 +10,8 @@ import asyncio
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,18 +20,20 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache_budget import CacheBudget
 from swarmnode.compute.serving.sampler import Drawn
 from swarmnode.config import ClientConfig, ServerConfig
-from swarmnode.errors import NoRoute
+from swarmnode.decisions import DecisionLog
+from swarmnode.errors import NoRoute, PeerError
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld, Path
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.serving.pass_cost import PassCost
 from swarmnode.plan.view import Span
+from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.compute_watch import Running
@@ -165,6 +167,22 @@ class ToyWorker:
         return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 
+@dataclass
+class ToyPeer:
+    """Stands in for `Host`, as servers know it (`LocalPeer`)."""
+
+    network: Network
+    link_config: LinkConfig
+    hello: Hello = HELLO
+    observed_latency: ObservedLatency = field(default_factory=ObservedLatency)
+    completed: CompletedWork = field(default_factory=CompletedWork)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
+    weight_of: Callable[[PeerId], float] = lambda _client: 1.0
+
+    def lost_neighbour(self, error: PeerError) -> None:
+        """Routes are the client's business."""
+
+
 class Volunteer:
     """A peer that serves some units."""
 
@@ -176,7 +194,7 @@ class Volunteer:
         self.ledger = MemoryLedger()
         link = replace(link_config(), ledger=self.ledger)
         pipeline = Pipeline([self.worker], self.ledger)  # type: ignore[list-item]
-        self.server = StageServer(self.network, HELLO, [pipeline], config, link)
+        self.server = StageServer(ToyPeer(self.network, link), [pipeline], config)
 
 
 class ToyRouter(Router):
@@ -233,15 +251,10 @@ class ToySwarm:
         return swarm
 
     def ring(self, prompt: Sequence[int], count: int, **options: Any) -> RingStream:
-        return RingStream(
-            self.switchboard,
-            self.router,
-            prompt,
-            GenerateOptions(max_new_tokens=count, **options),
-            self.config,
-            meter=self.meter,
-            clock=asyncio.get_running_loop().time,
-        )
+        wanted, clock = GenerateOptions(max_new_tokens=count, **options), asyncio.get_running_loop().time
+        spec, config = wanted.spec(prompt), self.config
+        session = ClientSession(self.switchboard, self.router, spec, config, meter=self.meter, clock=clock)
+        return RingStream(session, wanted)
 
     @property
     def loads(self) -> list[int]:

@@ -50,18 +50,18 @@ def bootstrap(
 
     async def serve(stop: asyncio.Event) -> None:
         peer = await Bootstrap.start(loaded, node.host, file=loaded.file)
-        invite = None if loaded.private else peer.invite
+        invite = None if loaded.private else peer.host.swarm.invite
         try:
-            addresses = await peer.addresses()
+            addresses = await peer.host.network.addresses()
             if as_json:
-                print_json({"event": "joined", "peer": peer.peer_id, "addresses": addresses, "invite": invite})
+                print_json({"event": "joined", "peer": peer.host.peer_id, "addresses": addresses, "invite": invite})
             else:
-                say(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
+                say(f"Bootstrap peer {peer.host.peer_id} of swarm {loaded.name} listens on:")
                 for address in addresses:
                     say(f"  {address}")
                 hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(str(loaded.file))}"
                 say(f"{hint}\nCtrl-C stops it.")
-            async with watch.over(loaded.name, peer.readings):
+            async with watch.over(loaded.name, peer.host.readings):
                 await peer.run(stop)
         finally:
             await peer.close()

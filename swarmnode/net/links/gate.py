@@ -17,11 +17,7 @@ class GuardedLink(Protocol):
     """What a gate sees of a link (`link.py`)."""
 
     peer: PeerId
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
-        ...
+    closed: bool  # whether nothing can be sent any more
 
     def send(self, body: Body) -> None:
         """Queue a frame. Raises PeerLost on a closed link."""

@@ -65,40 +65,20 @@ class Hop:
         self._on_frame = on_frame
         self._on_fault = on_fault
         self._reservation = reservation
-        self._journal: list[Entry] = []
-        self._journal_bytes = 0
-        self._end = 0
-        self._truncations = 0  # the number of the last
+        self.journal: list[Entry] = []  # what was sent, and may have to be sent again
+        self.journal_bytes = 0  # of its payloads
+        self.end = 0  # positions journalled
+        self.had = 0  # positions that the current peer held when it was bound: it was sent what lies beyond
+        self.truncations = 0  # how often positions were taken back: the number of the last time
         self._channel: Channel | None = None
         self._ready: asyncio.Future[int] | None = None
         self._error: PeerError | None = None
         self._live = False
-        self._have = 0  # positions that the peer held when it was bound
         self._attempt = 0  # counts bindings: what an earlier one still hears or awaits is void
 
     def __repr__(self) -> str:
         where = f"to {self._channel.peer}" if self._channel else "unbound"
         return f"<Hop {where} {'live' if self._live else 'waiting'} journal of {self.end} positions, {self.journal_bytes} bytes>"
-
-    @property
-    def end(self) -> int:
-        """Number of positions journalled."""
-        return self._end
-
-    @property
-    def journal_bytes(self) -> int:
-        """Payload that the journal holds."""
-        return self._journal_bytes
-
-    @property
-    def had(self) -> int:
-        """Positions that the current peer held when it was bound: it was sent what lies beyond."""
-        return self._have
-
-    @property
-    def journal(self) -> Sequence[Entry]:
-        """What was sent, and may have to be sent again."""
-        return self._journal
 
     @property
     def peer(self) -> PeerId | None:
@@ -133,7 +113,7 @@ class Hop:
         self._ready, self._channel, self._error = ready, channel, None
         try:
             channel.send(body, payload=(text,) if text else ())
-            have = self._have = await _answer(channel, ready)
+            have = self.had = await _answer(channel, ready)
             await self._replay(attempt, channel, have)
         except (PeerError, asyncio.CancelledError):
             self._leave(attempt)
@@ -143,9 +123,9 @@ class Hop:
         sent = 0
         self._check_bound(attempt, channel)  # an error may have come together with READY
         # A peer that has not heard of a truncation holds what is not in the journal any more.
-        lacking = min([have, *(entry.start for entry in self._journal if entry.truncate is not None)])
-        while sent < len(self._journal):  # the journal may grow while we wait for the link to drain
-            entry = self._journal[sent]
+        lacking = min([have, *(entry.start for entry in self.journal if entry.truncate is not None)])
+        while sent < len(self.journal):  # the journal may grow while we wait for the link to drain
+            entry = self.journal[sent]
             sent += 1
             if entry.end > lacking:
                 _send(channel, entry)
@@ -170,59 +150,54 @@ class Hop:
 
     def record(self, entry: Entry) -> bool:
         """Journal an entry without sending it (the peer got it in another way). False where it was there already."""
-        if entry.truncate is not None and entry.truncate.number > self._truncations:
+        if entry.truncate is not None and entry.truncate.number > self.truncations:
             self._truncate(entry.truncate)
         if entry.end <= self.end:
             return False
-        self._journal.append(entry)
-        self._journal_bytes += entry.payload_bytes
-        self._end = entry.end
+        self.journal.append(entry)
+        self.journal_bytes += entry.payload_bytes
+        self.end = entry.end
         self._count()
         return True
 
     def begin_as(self, other: Hop, end: int) -> int:
         """Journal the first positions of another session's edge, of which the peer hears otherwise; their bytes are there once.
         Returns how many: at most `end`, and none of an entry that only is to be had whole."""
-        for entry in other._journal:
+        for entry in other.journal:
             is_cut = entry.count < entry.body.tensor.shape[1] or entry.end > end
             if entry.start >= end or (is_cut and not _is_divisible(entry)):
                 break
             self.record(replace(entry if entry.end <= end else _front(entry, end - entry.start), truncate=None))
-        return self._end
-
-    @property
-    def truncations(self) -> int:
-        """How often positions were taken back."""
-        return self._truncations
+        return self.end
 
     def cut(self, truncate: Truncate) -> None:
         """Forget what lies beyond, of which the peer hears otherwise."""
-        if truncate.number > self._truncations and truncate.to < self._end:
+        if truncate.number > self.truncations and truncate.to < self.end:
             self._truncate(truncate)
 
     def truncation(self, to: int) -> Truncate:
         """The next one, for an entry that begins at position `to`."""
-        return Truncate(self._truncations + 1, to)
+        return Truncate(self.truncations + 1, to)
 
     def _truncate(self, truncate: Truncate) -> None:
         """Forget what lies beyond. Of an entry across it the front counts."""
-        self._truncations, self._end = truncate.number, truncate.to
-        self._journal = [
+        self.truncations, self.end = truncate.number, truncate.to
+        self.journal = [
             entry if entry.end <= truncate.to else _front(entry, truncate.to - entry.start)
-            for entry in self._journal
+            for entry in self.journal
             if entry.start < truncate.to
         ]
-        self._journal_bytes = sum(entry.payload_bytes for entry in self._journal)
+        self.journal_bytes = sum(entry.payload_bytes for entry in self.journal)
         self._count()
 
     def _count(self) -> None:
         if self._reservation is not None:
-            self._reservation.count(self._journal_bytes + ENTRY_BYTES * len(self._journal))
+            self._reservation.count(self.journal_bytes + ENTRY_BYTES * len(self.journal))
 
-    def tell(self, body: Body, *, seq: int = 0) -> None:
+    def tell(self, body: Body) -> None:
         """Send a frame that needs no journal, if the hop is bound."""
         if self._channel is not None and self._channel.open:
-            self._channel.send(body, seq=seq)
+            self._channel.send(body)
 
     def unbind(self) -> None:
         """Leave the current peer in order, and give up an `open` that is under way; the journal stays for the next one."""

@@ -62,13 +62,13 @@ class Link:
         self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
         self._early: list[Frame] = []  # frames that came in one read with HELLO
         self._sending = SendQueue(self._stream, config.ledger)
-        self._closed = False
+        self.closed = False  # whether nothing can be sent any more
         self._ended_here = False
         self._lost: PeerError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "busy" if self.busy else "idle"
+        state = "closed" if self.closed else "busy" if self.busy else "idle"
         rtt = "?" if self.rtt_s is None else f"{self.rtt_s * 1e3:.1f} ms"
         return f"<Link to {self.peer} {state} rtt {rtt} sent {self.sent_bytes} received {self.received_bytes} bytes>"
 
@@ -76,11 +76,6 @@ class Link:
     def sent_bytes(self) -> int:
         """Handed to the network so far."""
         return self._sending.sent_bytes
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
-        return self._closed
 
     @property
     def rtt_s(self) -> float | None:
@@ -121,9 +116,7 @@ class Link:
             link.send(config.gate.greeting(hello))
             # To reach it took a round trip at least: so a process that hangs is told from a way that is long.
             theirs = await link._handshake(link._loop.time() - began_s)
-            check_greeting(theirs, hello, link.peer)
-            config.gate.admit(peer, protocol, theirs, answers=True)
-            config.peer_versions.greeted(link.claimant, theirs)
+            link._let_in(theirs, hello, answers=True)
             config.gate.opened(link)
         except BaseException:
             link.abort()
@@ -136,9 +129,7 @@ class Link:
         link = cls(stream, config)
         try:
             theirs = await link._handshake(config.link_statistics.rtt_s(stream.peer))
-            check_greeting(theirs, hello, link.peer)
-            config.gate.admit(stream.peer, stream.protocol, theirs, answers=False)
-            config.peer_versions.greeted(link.claimant, theirs)
+            link._let_in(theirs, hello, answers=False)
         except ProtocolError as error:
             await link._refuse(error.code)
             raise
@@ -149,6 +140,12 @@ class Link:
         link.send(config.gate.greeting(hello))
         config.gate.opened(link)
         return link
+
+    def _let_in(self, theirs: Hello, ours: Hello, *, answers: bool) -> None:
+        """Admit the peer by its greeting; `answers` where it is to serve us. Raises ProtocolError."""
+        check_greeting(theirs, ours, self.peer)
+        self._config.gate.admit(self.peer, self._stream.protocol, theirs, answers=answers)
+        self._config.peer_versions.greeted(self.claimant, theirs)
 
     async def _handshake(self, rtt_s: float | None) -> Hello:
         try:
@@ -186,7 +183,7 @@ class Link:
 
         The payload's parts are byte buffers that nobody changes until they are sent.
         """
-        if self._closed:
+        if self.closed:
             raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
         if self._sending.full:
             self._fail(PeerLost(f"peer {self.peer} does not take what it is sent", peer=self.peer))
@@ -206,7 +203,7 @@ class Link:
             self._tick_soon()
 
     def _flush(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             self._config.traffic.sent_bytes[self._protocol] += self._sending.flush()
@@ -296,7 +293,7 @@ class Link:
                 on_frame(frame, body)
                 self._came()
             elif isinstance(body, Ping):
-                if not self._closed:  # what was sent before the end may still be on its way out
+                if not self.closed:  # what was sent before the end may still be on its way out
                     self.send(Pong(self._throughput_meter.rate_bps or 0.0), seq=frame.seq)
                 if self._throughput_meter.rate_bps:
                     self._config.link_statistics.received(self.peer, self._throughput_meter.rate_bps)
@@ -323,7 +320,7 @@ class Link:
         self._heartbeat.left(self._loop.time())
 
     def _tick(self, expected_at: float | None = None) -> None:
-        if self._closed:
+        if self.closed:
             return
         heartbeat, now_s = self._heartbeat, self._loop.time()
         self._sending.count()
@@ -346,7 +343,7 @@ class Link:
     def _tick_soon(self) -> None:
         """The link was idle, and is not any more: its next beat was to be far away."""
         soon_s = self._loop.time() + self._config.heartbeat.busy_s
-        if self._timer is not None and not self._closed and self._timer.when() > soon_s:
+        if self._timer is not None and not self.closed and self._timer.when() > soon_s:
             self._timer.cancel()
             self._tick_at(soon_s)
 
@@ -377,13 +374,13 @@ class Link:
 
     def cut(self, code: ErrorCode) -> None:
         """End the link at once, letting the peer know why: it is not welcome any more."""
-        if not self._closed:
+        if not self.closed:
             self.send(Error(code))
             self._flush()
             self._fail(PeerRefused(f"this peer does not admit {self.peer} any more", code=code, peer=self.peer))
 
     def _end(self) -> None:
-        self._closed = True
+        self.closed = True
         self._sending.give_up()
         self._config.gate.closed(self)
         if self._timer is not None:
@@ -391,7 +388,7 @@ class Link:
 
     async def close(self) -> None:
         """End the link in order: the peer reads END. Safe to call twice."""
-        if self._closed:
+        if self.closed:
             return
         self.send(End())
         self._flush()

@@ -47,7 +47,7 @@ class RateLimitedStream(Stream):
     def __init__(
         self, stream: Stream, rate_limiter: RateLimiter, *, on_left: Callable[[], None] = lambda: None
     ) -> None:
-        self.peer = stream.peer
+        self.peer, self.protocol, self.group = stream.peer, stream.protocol, stream.group
         self._stream = stream
         self._rate_limiter = rate_limiter
         self._on_left = on_left  # called when bytes have left

@@ -25,26 +25,18 @@ OnLost = Callable[[PeerError], None]
 class Channel:
     """One conversation on a link. The two callbacks may be exchanged while it lives; both are called from the loop."""
 
-    __slots__ = ("_line", "number", "on_frame", "on_lost")
+    __slots__ = ("_line", "claimant", "number", "on_frame", "on_lost", "peer")
 
     def __init__(self, line: _Line, number: int, on_frame: OnFrame, on_lost: OnLost) -> None:
         self._line = line
+        self.peer: PeerId = line.link.peer  # at the other end
+        self.claimant: Claimant = line.link.claimant  # for whom a limit counts what is done here
         self.number = number
         self.on_frame = on_frame
         self.on_lost = on_lost
 
     def __repr__(self) -> str:
         return f"<Channel {self.number} to {self.peer} {'open' if self.open else 'closed'}>"
-
-    @property
-    def peer(self) -> PeerId:
-        """Who is at the other end."""
-        return self._line.link.peer
-
-    @property
-    def claimant(self) -> Claimant:
-        """For whom a limit counts what is done here."""
-        return self._line.link.claimant
 
     @property
     def rtt_s(self) -> float | None:

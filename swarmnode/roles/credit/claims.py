@@ -16,8 +16,8 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.credit import credit_of
 from swarmnode.roles.credit.priorities import CLAIM_PROTOCOL
-from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.records.manifest import CREDIT
 from swarmnode.swarm.records.receipt import Receipt
 from swarmnode.swarm.records.voucher import Voucher, sign_voucher

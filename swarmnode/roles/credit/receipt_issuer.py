@@ -15,8 +15,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL
-from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host
+from swarmnode.roles.question_server import ask
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.swarm.records.receipt import MAX_BATCH_S, Receipt, sign_receipt
 

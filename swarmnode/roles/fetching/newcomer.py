@@ -12,10 +12,10 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.roles.fetching.seeder import MANIFEST_PROTOCOL
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
 
+MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
 NEXT_PEER_S = 0.2  # after which one more peer is asked, whatever became of those before
 TIMEOUT_S = 20.0
 

@@ -12,12 +12,12 @@ from swarmnode.net.interfaces import Network
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.roles.fetching.chunk_server import ChunkServer, Offer
+from swarmnode.roles.fetching.newcomer import MANIFEST_PROTOCOL
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.swarm.storage.weight_cache import WeightCache
 
-MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
 WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
-from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks
-from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.codec.messages import Chunk, GetChunks
+from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.records import manifest as manifests
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent
 
-SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
 HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
-MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
-
-
-Reply = TypeVar("Reply", bound=Body)
 
 
 class Source(ABC):
@@ -44,65 +38,6 @@ def largest_answer_bytes(manifest: manifests.Manifest) -> int:
     adapters = (adapter.weights for adapter in manifest.adapters or ())
     longest = max(file.chunks() for file in (*manifest.files, *adapters))
     return max(CHUNK_BYTES, longest * HASH_BYTES)
-
-
-async def ask(
-    board: Switchboard,
-    peer: PeerId,
-    question: Body,
-    *,
-    payload: Sequence[Buffer] = (),
-    silence_s: float = SILENCE_S,
-) -> AsyncIterator[tuple[Frame, Body]]:
-    """The answers to a question, until the peer ends the conversation; each may take `silence_s`.
-
-    Raises PeerLost, PeerRefused, NetworkDown.
-    """
-    answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
-
-    def hear(frame: Frame, body: Body) -> None:
-        if answers.qsize() >= MAX_WAITING:
-            raise ProtocolError("a peer sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
-        if isinstance(body, Error):
-            answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=peer))
-        else:
-            answers.put_nowait(None if isinstance(body, End) else (frame, body))
-
-    channel = await board.call(peer, hear, answers.put_nowait)
-    silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
-    try:
-        channel.send(question, payload=payload)
-        while True:
-            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
-            alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)
-            try:
-                item = await answers.get()
-            finally:
-                alarm.cancel()
-            if item is None:
-                return
-            if isinstance(item, PeerError):
-                raise item
-            yield item
-    finally:
-        channel.close()
-
-
-async def ask_one(
-    board: Switchboard,
-    peer: PeerId,
-    question: Body,
-    kind: type[Reply],
-    *,
-    payload: Sequence[Buffer] = (),
-    silence_s: float = SILENCE_S,
-) -> tuple[Reply, Buffer]:
-    """Return the first answer of this kind, and its payload. Raises ProtocolError if there is none, PeerLost, PeerRefused,
-    NetworkDown."""
-    async for frame, body in ask(board, peer, question, payload=payload, silence_s=silence_s):
-        if isinstance(body, kind):
-            return body, frame.payload
-    raise ProtocolError("a peer ended a conversation without an answer", peer=peer)
 
 
 class PeerSource(Source):

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
 
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
 from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
-from swarmnode.codec.messages import Body, Error, Hello
+from swarmnode.codec.messages import Body, Error
 from swarmnode.compress.values import Encoded, decode_values, encode_values
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
 from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.compute.graph.costs.forward_memory import forward_bytes
 from swarmnode.compute.graph.segment import GraphSegment
-from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
-from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.interfaces import Buffer, Network
+from swarmnode.ledger import Account
+from swarmnode.metrics.metric import Readings
+from swarmnode.net.interfaces import Buffer
 from swarmnode.net.limits.fair_share import FairShare
-from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.credit.completed_work import CompletedWork
-from swarmnode.roles.measuring.meters import cause_of
+from swarmnode.plan.view import Span
+from swarmnode.roles.local_peer import LocalPeer
+from swarmnode.roles.measuring.meters import RefusalMeter
+from swarmnode.roles.serving.hardware import LentDevice
 
 PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
 MOST_S = 600.0  # that a pass may wait and take
@@ -42,32 +39,24 @@ log = logging.getLogger(__name__)
 class InferenceServer:
     """Serves one span of a graph's units. Made, then `start`ed; ended by `close`."""
 
-    def __init__(
-        self,
-        network: Network,
-        hello: Hello,
-        segment: GraphSegment,
-        executor: Executor,
-        link_config: LinkConfig,
-        memory: MemoryLedger,
-        throttle: Throttle,
-        completed: CompletedWork,
-        *,
-        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
-    ) -> None:
-        """`memory` and `throttle` are of the device of `segment`; what is done for others goes into `completed`."""
+    def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
+        """`lent` is the device of `segment`, and `executor` its thread."""
         self.draining = False
+        self._peer = peer
         self._segment = segment
         self._executor = executor
-        self._memory = memory
-        self._throttle = throttle
-        self._completed = completed
+        self._lent = lent
         self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
-        self._refusals: Counter[ErrorCode] = Counter()
-        self._tasks = Tasks("inference server", on_crash=link_config.supervisor.ends_conversation)
+        self._refusals = RefusalMeter(Span(segment.start, segment.end))
+        self._tasks = Tasks("inference server", on_crash=peer.link_config.supervisor.ends_conversation)
         self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
         self._board = Switchboard(
-            network, INFER_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+            peer.network,
+            INFER_PROTOCOL,
+            peer.hello,
+            peer.link_config,
+            accept=self._accept,
+            on_peer_lost=peer.lost_neighbour,
         )
 
     def __repr__(self) -> str:
@@ -81,10 +70,7 @@ class InferenceServer:
 
     def readings(self) -> Readings:
         """What runs here, and what was refused."""
-        span = f"{self._segment.start}:{self._segment.end}"
-        yield Reading(table.SESSIONS, self.load, (span,))
-        for code in ErrorCode:
-            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
+        return self._refusals.readings(self.load)
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -105,10 +91,10 @@ class InferenceServer:
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
         if not isinstance(body, Infer):
-            self._refuse(channel, Error(ErrorCode.MALFORMED))
+            self._refusals.refuse(channel, Error(ErrorCode.MALFORMED))
             return
         if self.draining:
-            self._refuse(channel, Error(ErrorCode.DRAINING))
+            self._refusals.refuse(channel, Error(ErrorCode.DRAINING))
             return
         task = self._tasks.spawn(self._answer(channel, body, frame.payload), f"pass of {channel.peer}")
         yielding = self._passes.take(task, channel.claimant)
@@ -116,7 +102,7 @@ class InferenceServer:
         if yielding is not None:
             yielding.cancel()
         if yielding is task:  # which never began
-            self._refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
+            self._refusals.refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
             return
 
         def gone(*_: object) -> None:
@@ -124,10 +110,6 @@ class InferenceServer:
 
         channel.on_lost = gone
         channel.on_frame = gone  # END is all that may come
-
-    def _refuse(self, channel: Channel, error: Error) -> None:
-        self._refusals[ErrorCode(error.code)] += 1
-        channel.close(error)
 
     async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
         """Compute, and tell the result or why there is none."""
@@ -139,22 +121,16 @@ class InferenceServer:
         except asyncio.CancelledError:
             if channel.open:  # another peer's came first, or this node ends
                 code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
-                self._refuse(channel, Error(code, RETRY_S))
+                self._refusals.refuse(channel, Error(code, RETRY_S))
             raise
-        except Busy as error:
-            self._refuse(channel, Error(error.code, error.retry_s))
-        except asyncio.TimeoutError:
-            self._refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
-        except ProtocolError as error:
+        except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
             log.info("a pass of %s is refused: %s", channel.peer, error)
-            self._refuse(channel, Error(error.code))
-        except ExecutorDied:
-            self._refuse(channel, Error(ErrorCode.INTERNAL))
+            self._refusals.refuse(channel, _refusal(error))
         except PeerError as error:
             log.debug("%s", error)
         except Exception:  # whatever an operator raises about numbers that it does not like
             log.exception("a pass of %s failed", channel.peer)
-            self._refuse(channel, Error(ErrorCode.INTERNAL))
+            self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
 
     async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
         """Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
@@ -163,11 +139,11 @@ class InferenceServer:
             raise ProtocolError(f"units {asked.start}:{asked.end} are not here", code=ErrorCode.WRONG_SPAN)
         batch = batch_of(segment.layout, asked.start, told(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
-        limit_bytes = self._memory.limit_bytes
+        limit_bytes = self._lent.ledger.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"a pass of {need_bytes} bytes never fits", code=ErrorCode.TOO_LARGE)
-        with self._memory.reserve(Account.ACTIVATIONS, need_bytes):
+        with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             computing = self._executor.call(
                 Urgency.FORWARD,
                 partial(self._compute, asked, payload, batch),
@@ -177,16 +153,25 @@ class InferenceServer:
             )
             computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
         if asked.work:
-            self._completed.note(asked.work, (asked.end - asked.start) * batch)
+            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch)
         return computed
 
     def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
         """On the compute thread."""
         segment = self._segment
-        with torch.inference_mode(), self._throttle.pass_over(asked.end - asked.start, batch):
+        with torch.inference_mode(), self._lent.throttle.pass_over(asked.end - asked.start, batch):
             values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
             try:
                 results = segment.forward(values, asked.start, asked.end, 0)
             except ProtocolError as error:
                 raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
             return encode_values(to_wire(results))
+
+
+def _refusal(error: Exception) -> Error:
+    """Return the answer to a pass that cannot be."""
+    if isinstance(error, ProtocolError):
+        return Error(error.code)
+    if isinstance(error, ExecutorDied):
+        return Error(ErrorCode.INTERNAL)
+    return Error(ErrorCode.BUSY, error.retry_s if isinstance(error, Busy) else RETRY_S)

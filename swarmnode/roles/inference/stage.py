@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import Urgency
 from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.speed import Speeds
 from swarmnode.compute.stopwatch import Clock, best_s
-from swarmnode.ledger import Account, MemoryLedger, Reservation
+from swarmnode.ledger import Account, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span
-from swarmnode.roles.host import Host
 from swarmnode.roles.inference.server import InferenceServer
-from swarmnode.roles.measuring.capability import Capability, SpeedCache
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.measuring.capability import Capability
+from swarmnode.roles.serving.hardware import Hardware, Workplace
+from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
 
-class InferenceStage:
+class InferenceStage(Stage):
     """Made by `load`, ended by `close`."""
 
     def __init__(
@@ -43,59 +41,28 @@ class InferenceStage:
         return f"<InferenceStage {self._server!r}>"
 
     @classmethod
-    async def load(
-        cls,
-        host: Host,
-        checkpoint: GraphCheckpoint,
-        hardware: Hardware,
-        units: Span,
-        executors: Sequence[Executor],
-    ) -> InferenceStage:
+    async def load(cls, place: Workplace, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
         """Load units whose weights are here, measure them, and serve. Raises CheckpointError, LocalError."""
-        (lent,), (executor,) = hardware.lent, executors
+        host, hardware = place.host, place.hardware
+        (lent,), (executor,) = hardware.lent, place.executors
         async with contextlib.AsyncExitStack() as undo:
             weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
             undo.callback(weights.release)
             segment = await asyncio.to_thread(
                 load_segment, checkpoint.path, units.start, units.end, device=lent.device.torch_device
             )
-            cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
-            conditions = hardware.conditions(host.swarm.id, units.units, lent)
+            once = partial(measure, segment, host.clock.compute)
             capability = await executor.call(
                 Urgency.CONTROL,
-                lambda: Capability.of(
-                    conditions, cache, partial(measure, segment, host.clock.compute), clock=host.clock.monotonic
-                ),
+                lambda: place.measure(units.units, lent, once),
                 kind="measure",
                 owner=f"units {units}",
             )
-            server = InferenceServer(
-                host.network,
-                host.hello,
-                segment,
-                executor,
-                host.link_config,
-                lent.ledger,
-                lent.throttle,
-                host.completed,
-                on_neighbour_lost=host.lost_neighbour,
-            )
+            server = InferenceServer(host, segment, executor, lent)
             undo.push_async_callback(server.close)
             await server.start()
             undo.pop_all()
         return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
-
-    @property
-    def bound(self) -> bool:
-        """Whether these units hold something that others do not have."""
-        return False
-
-    async def settled(self) -> None:
-        """Sessions move to other peers at any time."""
-
-    def rest_s(self) -> float:
-        """How long it will be of use: nobody knows an end."""
-        return math.inf
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
@@ -118,9 +85,6 @@ class InferenceStage:
     def take_on(self) -> None:
         """Take passes again, after all."""
         self._server.draining = False
-
-    def keep(self, host: MemoryLedger) -> None:
-        """Nothing: weights that are on the disk are read again soon enough."""
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Free everything."""

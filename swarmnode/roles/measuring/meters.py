@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import SIZES, Histogram
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.plan.view import Span
 
 SERVE, TRAIN = "serve", "train"
@@ -100,6 +102,28 @@ class ClientMeter:
         yield Reading(table.TOKEN_SECONDS, self.token)
         for code in ErrorCode:
             yield Reading(table.REROUTES, self.reroutes[code], (cause_of(code),))
+
+
+class RefusalMeter:
+    """How many requests to one server of a span were refused, by cause."""
+
+    def __init__(self, span: Span) -> None:
+        self._label = f"{span.start}:{span.end}"
+        self._refused: Counter[ErrorCode] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<RefusalMeter of {self._label}: {dict(self._refused)}>"
+
+    def refuse(self, channel: Channel, error: Error) -> None:
+        """End a conversation that asked for what cannot be, and count it."""
+        self._refused[ErrorCode(error.code)] += 1
+        channel.close(error)
+
+    def readings(self, load: int) -> Readings:
+        """Yield the refusals, beside how many requests run."""
+        yield Reading(table.SESSIONS, load, (self._label,))
+        for code in ErrorCode:
+            yield Reading(table.REFUSALS, self._refused[code], (self._label, cause_of(code)))
 
 
 def cause_of(code: ErrorCode) -> str:

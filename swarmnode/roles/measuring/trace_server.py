@@ -14,9 +14,8 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.measuring.trace_log import SessionTrace
-from swarmnode.roles.question_server import Answer, QuestionServer
+from swarmnode.roles.question_server import Answer, QuestionServer, ask
 
 log = logging.getLogger(__name__)
 

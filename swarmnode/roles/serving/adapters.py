@@ -8,6 +8,7 @@ replicas of the stage have the same ones, so that a session may come to any.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,11 +40,11 @@ class _Held:
 
 
 class StageAdapters:
-    """Of one stage, from `bring` to `close`. Used on the loop."""
+    """Of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
 
     def __init__(
         self,
-        files: AdapterFiles,
+        files: AdapterFiles | None,
         places: Sequence[Place],
         config: ServerConfig,
         *,
@@ -52,8 +53,6 @@ class StageAdapters:
         self._files = files
         self._places = places
         self._config = config
-        spans = [worker.runner.span for worker, _ in places]
-        self._units = Span(min(span.start for span in spans), max(span.end for span in spans))
         self._held: dict[str, _Held] = {}  # the one that was used last at the end
         self.free_cache: Callable[[], bool] = lambda: False  # ends a session that is only kept, where there is one
         self._tasks = Tasks("adapters", on_crash=on_crash)
@@ -69,12 +68,12 @@ class StageAdapters:
     async def bring(self, name: str) -> None:
         """Have an adapter, at once where it is here. Raises ProtocolError where the swarm has none of that name, or it cannot be
         computed or had here; Busy where it is still on its way, or there is no memory for it."""
-        if name not in self._files:
+        if self._files is None or name not in self._files:
             raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
         if name in self._held:
             return
         if name not in self._loading:
-            self._loading[name] = self._tasks.spawn(self._load(name), f"load {name}", awaited=True)
+            self._loading[name] = self._tasks.spawn(self._load(self._files, name), f"load {name}", awaited=True)
             self._loading[name].add_done_callback(partial(self._loaded, name))
         loading = self._loading[name]
         await asyncio.wait([loading], timeout=self._config.adapter_s)
@@ -89,8 +88,9 @@ class StageAdapters:
         except (PeerError, LocalError) as error:
             raise ProtocolError(f"the adapter is not to be had: {error}", code=ErrorCode.NOT_FOUND) from error
 
-    async def _load(self, name: str) -> None:
-        file = await self._files.bring(name, self._units)
+    async def _load(self, files: AdapterFiles, name: str) -> None:
+        spans = [worker.runner.span for worker, _ in self._places]
+        file = await files.bring(name, Span(min(span.start for span in spans), max(span.end for span in spans)))
         memory = await self._reserve(file)
         try:
             for worker, _ in self._places:
@@ -112,16 +112,13 @@ class StageAdapters:
 
     async def _reserve(self, file: AdapterFile) -> list[Reservation]:
         """Memory on each device. Raises Full where there is none, even without the adapters and the caches that nobody uses."""
-        memory: list[Reservation] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            memory: list[Reservation] = []
             for worker, ledger in self._places:
                 span = worker.runner.span
                 size_bytes = file.bytes_of(span.family, span.start, span.end, span.dtype)
-                memory.append(await self._room(worker, ledger, size_bytes))
-        except BaseException:
-            for reservation in memory:
-                reservation.release()
-            raise
+                memory.append(undo.enter_context(await self._room(worker, ledger, size_bytes)))
+            undo.pop_all()
         return memory
 
     async def _room(self, worker: Worker, ledger: MemoryLedger, size_bytes: int) -> Reservation:

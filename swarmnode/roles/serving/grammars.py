@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
-from swarmnode.errors import Busy
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 
 
@@ -30,9 +31,10 @@ class Compiler(Protocol):
 
 class Grammars:
     """The first grammar brings the tokenizer into memory, which takes seconds for a large vocabulary: it is in the ledger from
-    before that, and whoever has no grammar notices nothing. A thread of its own, so that one that hangs holds up nobody else's."""
+    before that, and whoever has no grammar notices nothing. A thread of its own, so that one that hangs holds up nobody else's.
+    `compiler` is None where no tokens are drawn, or the checkpoint has no tokenizer."""
 
-    def __init__(self, compiler: Compiler, ledger: MemoryLedger, config: ServerConfig) -> None:
+    def __init__(self, compiler: Compiler | None, ledger: MemoryLedger, config: ServerConfig) -> None:
         self._compiler = compiler
         self._ledger = ledger
         self._config = config
@@ -46,23 +48,25 @@ class Grammars:
     async def compile(self, grammar: Grammar) -> GrammarMatcher:
         """What follows the text of a session. Raises ProtocolError, INVALID_REQUEST, where it is no grammar, or the checkpoint has
         no tokenizer; Busy where too many wait, there is no room for the tokenizer, or it is not done in time."""
+        if self._compiler is None:
+            raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
         if self._waiting >= self._config.max_compiling:
             raise Busy("too many grammars wait to be compiled", retry_s=self._config.retry_s)
         if self._tokenizer is None:
             self._tokenizer = self._ledger.reserve(Account.TOKENIZER, self._compiler.tokenizer_bytes)
         self._waiting += 1  # until it is done, also where nobody waits for it any more
         compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compiler.compile, grammar)
-        compiling.add_done_callback(self._compiled)
+        compiling.add_done_callback(partial(self._compiled, self._compiler))
         try:
             return await asyncio.wait_for(asyncio.shield(compiling), self._config.compile_s)
         except asyncio.TimeoutError:
             raise Busy("a grammar was not compiled in time", retry_s=self._config.retry_s) from None
 
-    def _compiled(self, done: asyncio.Future[GrammarMatcher]) -> None:
+    def _compiled(self, compiler: Compiler, done: asyncio.Future[GrammarMatcher]) -> None:
         self._waiting -= 1
         if not done.cancelled():
             done.exception()  # heard, if only here: who asked may have stopped waiting
-        if not self._waiting and not self._compiler.loaded:
+        if not self._waiting and not compiler.loaded:
             self._release()
 
     def close(self) -> None:

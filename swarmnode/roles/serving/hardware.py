@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
+from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.costs.crossing import usual_width
 from swarmnode.compute.memory import (
@@ -28,6 +29,7 @@ from swarmnode.compute.memory import (
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import prepare_span
+from swarmnode.compute.speed import Speeds
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.counting import format_bytes
@@ -37,8 +39,11 @@ from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import Conditions, SpeedCache, speeds_section
+from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.swarm.records.sections import Machine, Section
+
+if TYPE_CHECKING:
+    from swarmnode.roles.fetching.adapter_files import AdapterFiles
 
 MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
@@ -255,6 +260,27 @@ class Hardware:
         cache_tokens = min(self.cache_tokens(part.span, self.lent[part.device]) for part in parts)
         fit = describe_fit(self.sizes, units.start, units.end, cache_tokens)
         return fit if len(self.lent) == 1 else f"{fit}, on {len(self.lent)} devices"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a node loads stages: its peer, the devices that it lends, their threads, and the swarm's adapters, if it has any."""
+
+    host: Host
+    hardware: Hardware
+    executors: Sequence[Executor]  # by device
+    adapters: AdapterFiles | None = None
+
+    @property
+    def speed_cache(self) -> SpeedCache:
+        """The speeds that were measured on this machine before."""
+        return SpeedCache(self.host.config.home / SPEEDS_FILE, now=self.host.clock.unix)
+
+    def measure(self, units: int, lent: LentDevice, once: Callable[[], Speeds], *, lasting: bool = True) -> Capability:
+        """Return how fast so many units are on a device, by what is known of it, else by measuring them `once`. To be called on the
+        device's thread; `lasting`: see `Capability`."""
+        conditions = self.hardware.conditions(self.host.swarm.id, units, lent)
+        return Capability.of(conditions, self.speed_cache, once, lasting=lasting, clock=self.host.clock.monotonic)
 
 
 def threads_of_devices(config: StageConfig) -> list[int | None]:

@@ -16,24 +16,19 @@ class InputCursor:
     def __init__(self, known: int) -> None:
         self.accepted = 0
         self.known = known
-        self._truncations = 0  # the number of the last that was heard
+        self.truncations = 0  # the number of the last that was heard; 0 where none was
         self._truncate: Truncate | None = None  # that the next input follows
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
 
     def __repr__(self) -> str:
         return f"<InputCursor at {self.accepted}, {len(self._ahead)} tokens ahead, outputs known to {self.known}>"
 
-    @property
-    def truncations(self) -> int:
-        """The number of the last that was heard; 0 where none was."""
-        return self._truncations
-
     def truncate(self, body: Truncate) -> bool:
         """Go on from an earlier position, with the next input. False where that was done before the session moved here."""
-        if body.number <= self._truncations:
+        if body.number <= self.truncations:
             return False
         to = body.to if self._truncate is None else min(body.to, self._truncate.to)
-        self._truncations, self._truncate = body.number, Truncate(body.number, to)
+        self.truncations, self._truncate = body.number, Truncate(body.number, to)
         self.accepted, self.known = body.to, min(self.known, body.to)
         self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
         return True

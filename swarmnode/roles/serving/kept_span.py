@@ -7,30 +7,28 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmnode.compute.model.span import ModelSpan
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.plan.view import Span
 from swarmnode.roles.serving.hardware import Hardware
+from swarmnode.roles.serving.span_part import LoadedSpan
 
 
 @dataclass(frozen=True)
 class KeptSpan:
-    """`replicas` of it, in parts, each with the number of its device. `memory` is what they take in the host's ledger, until
-    `release`, or until they are on their devices again. `hardware` as they were computed with."""
+    """`replicas` of it, in parts. `memory` is what they take in the host's ledger, until `release`, or until they are on their
+    devices again. `hardware` as they were computed with."""
 
     hardware: Hardware
-    replicas: Sequence[Sequence[tuple[int, ModelSpan]]]
+    replicas: Sequence[Sequence[LoadedSpan]]
     memory: Reservation
 
     def __repr__(self) -> str:
         return f"<KeptSpan {self.replicas!r}>"
 
     @classmethod
-    def of(
-        cls, hardware: Hardware, replicas: Sequence[Sequence[tuple[int, ModelSpan]]], host: MemoryLedger
-    ) -> KeptSpan | None:
+    def of(cls, hardware: Hardware, replicas: Sequence[Sequence[LoadedSpan]], host: MemoryLedger) -> KeptSpan | None:
         """Move a span that nobody uses into the host's memory; None for quantised weights, which cannot go there and come back."""
-        spans = [span for replica in replicas for _, span in replica]
+        spans = [part.span for replica in replicas for part in replica]
         if any(span.quantization is not None for span in spans):
             for span in spans:
                 span.close()
@@ -42,11 +40,11 @@ class KeptSpan:
     @property
     def units(self) -> Span:
         """Which they are."""
-        return Span(self.replicas[0][0][1].start, self.replicas[0][-1][1].end)
+        return Span(self.replicas[0][0].span.start, self.replicas[0][-1].span.end)
 
     def release(self) -> None:
         """Free it."""
         for replica in self.replicas:
-            for _, span in replica:
-                span.close()
+            for part in replica:
+                part.span.close()
         self.memory.release()

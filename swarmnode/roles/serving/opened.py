@@ -18,6 +18,11 @@ SESSION_BYTES = 16 * 1024  # of Python's objects around a session
 GRAMMAR_BYTES = 16 << 20  # of what a grammar's lexer may come to keep (`compute/serving/grammar.py`)
 
 
+def is_last(opened: Open) -> bool:
+    """Whether the receiver of an OPEN is the last hop of the route."""
+    return opened.index + 1 == len(opened.route)
+
+
 def units_of(opened: Open) -> tuple[int, int]:
     """The units [start, end) that the receiver of an OPEN computes."""
     hop = opened.route[opened.index]
@@ -27,8 +32,7 @@ def units_of(opened: Open) -> tuple[int, int]:
 def journal_bytes(opened: Open, hidden_size: int) -> int:
     """The most that a session comes to keep here for sending it again (at its last hop outputs, else what the next hop got), and
     of inputs that came in and wait."""
-    last = opened.index + 1 == len(opened.route)
-    sends = not (last and opened.mode == Mode.RING)
+    sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
     return (
         SESSION_BYTES
@@ -52,8 +56,7 @@ def _grammar_bytes(opened: Open) -> int:
 
 def draws_by_grammar(opened: Open) -> bool:
     """Whether the receiver draws the tokens, by a grammar."""
-    is_last = opened.index + 1 == len(opened.route)
-    return is_last and opened.sampling is not None and opened.sampling.grammar is not None
+    return is_last(opened) and opened.sampling is not None and opened.sampling.grammar is not None
 
 
 def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from swarmnode.codec.messages import Open
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.cache_budget import Claim
 from swarmnode.ledger import MemoryLedger
@@ -25,6 +26,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import SERVE
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
+from swarmnode.roles.serving.opened import units_of
 from swarmnode.roles.serving.session_memory import SessionMemory
 
 if TYPE_CHECKING:
@@ -39,8 +41,12 @@ class Pipeline:
 
     def __init__(self, workers: Sequence[Worker], journals: MemoryLedger, *, units_per_s: float = 1.0) -> None:
         self.workers = tuple(workers)
+        self.span = Span(workers[0].runner.span.start, workers[-1].runner.span.end)
         self.watch = ComputeWatch()
         self.memory = SessionMemory([worker.runner.pool.budget for worker in workers], journals)
+        self.clock = workers[0].clock
+        self.pass_cost = workers[-1].scheduler.cost  # of the device whose outputs are sent on
+        self.hidden_size: int = workers[0].runner.span.hidden_size
         self._units_per_s = units_per_s
         self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: those whose units its positions pass, in order
 
@@ -51,27 +57,18 @@ class Pipeline:
         return session in self._passed
 
     @property
-    def span(self) -> Span:
-        """All of its units."""
-        return Span(self.workers[0].runner.span.start, self.workers[-1].runner.span.end)
-
-    @property
-    def queued(self) -> int:
-        """Jobs that wait, at any device."""
-        return sum(worker.queued for worker in self.workers)
-
-    @property
     def load(self) -> float:
         """Sessions for its speed, with one more."""
         return (1 + len(self._passed)) / self._units_per_s
 
     # -- memory
 
-    def cache_bytes(self, rows: int, max_length: int, start: int, end: int) -> tuple[int, ...]:
-        """What a session over units [start, end) takes of each device's cache."""
-        parts = ((worker.runner, self._part(worker, start, end)) for worker in self.workers)
+    def cache_bytes(self, opened: Open) -> tuple[int, ...]:
+        """Return what a session takes of each device's cache, in bytes."""
+        parts = ((worker.runner, _part(worker, opened)) for worker in self.workers)
         return tuple(
-            runner.reservation_bytes(rows, max_length, *part) if part.units > 0 else 0 for runner, part in parts
+            runner.reservation_bytes(opened.rows, opened.max_length, *part) if part.units > 0 else 0
+            for runner, part in parts
         )
 
     def may_hold(self, cache_bytes: Sequence[int]) -> bool:
@@ -90,26 +87,23 @@ class Pipeline:
 
     # -- sessions
 
-    def open(
-        self,
-        session: int,
-        *,
-        start: int,
-        end: int,
-        rows: int,
-        max_length: int,
-        padding: Sequence[int] = (),
-        adapter: str = "",
-        owner: str = "",
-        weight: float = 1.0,
-    ) -> None:
-        """Make room for a session over units [start, end) before any job of it is run; its memory is promised already."""
-        parts = ((worker, self._part(worker, start, end)) for worker in self.workers)
-        held = [(worker, part) for worker, part in parts if part.units > 0]
-        for worker, part in held:
-            reservation = {"rows": rows, "max_length": max_length, "padding": padding, "adapter": adapter}
-            worker.open(session, owner=owner, weight=weight, start=part.start, end=part.end, **reservation)
-        self._passed[session] = tuple(worker for worker, _ in held)
+    def open(self, session: int, opened: Open, *, owner: str = "", weight: float = 1.0) -> None:
+        """Make room for a session before any job of it is run; its memory is promised already. For `owner` and `weight` see
+        `Worker.open`."""
+        parts = {worker: part for worker in self.workers if (part := _part(worker, opened)).units > 0}
+        for worker, part in parts.items():
+            worker.open(
+                session,
+                owner=owner,
+                weight=weight,
+                start=part.start,
+                end=part.end,
+                rows=opened.rows,
+                max_length=opened.max_length,
+                padding=opened.padding,
+                adapter=opened.adapter,
+            )
+        self._passed[session] = tuple(parts)
 
     def fork(self, source: int, session: int, length: int) -> None:
         """Let a session that was just opened begin as another one does, whose first positions `keeps` says are here."""
@@ -132,17 +126,22 @@ class Pipeline:
         for worker in self._passed.pop(session):
             worker.forget(session)
 
-    def submit(self, job: Job, now_s: float) -> None:
-        """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
-        self.watch.submitted(job.session, job.end, job.count, now_s)
+    def submit(self, job: Job) -> None:
+        """Queue a job; see `SessionPipeline`."""
+        self.watch.submitted(job.session, job.end, job.count, job.submitted_s)
         after = len(self._passed[job.session]) - 1
         self._submit(replace(job, stages_after=job.stages_after + after) if after else job, 0, None)
 
-    def stalled(self, now_s: float) -> bool:
+    def computed(self, job: Job, run: Pass) -> None:
+        """Note that a job came back; see `SessionPipeline`."""
+        self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self.clock())
+
+    @property
+    def stalled(self) -> bool:
         """Whether computing stands still, as far as the device tells that has been busy with one thing for longest."""
         running = [worker.running for worker in self.workers]
         longest = max((one for one in running if one is not None), key=lambda one: one.seconds, default=None)
-        return self.watch.stalled(now_s, longest)
+        return self.watch.stalled(self.clock(), longest)
 
     def readings(self) -> Readings:
         """What its devices do and hold."""
@@ -154,12 +153,6 @@ class Pipeline:
             yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
 
     # -- from device to device
-
-    @staticmethod
-    def _part(worker: Worker, start: int, end: int) -> Span:
-        """Of units [start, end) those that a worker has."""
-        span = worker.runner.span
-        return Span(max(start, span.start), min(end, span.end))
 
     def _submit(self, job: Job, place: int, began_s: float | None) -> None:
         """To the worker at this place of those that the session passes; the first of them began with the job at `began_s`."""
@@ -188,6 +181,12 @@ class Pipeline:
             return
         job = replace(job, parts=result.tensors, skip=0, stages_after=job.stages_after - 1, handed_on=True)
         self._submit(job, place + 1, run.began_s if began_s is None else began_s)
+
+
+def _part(worker: Worker, opened: Open) -> Span:
+    """Return those of a session's units that a worker has; not above 0 of them if it has none."""
+    (start, end), span = units_of(opened), worker.runner.span
+    return Span(max(start, span.start), min(end, span.end))
 
 
 def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass) -> None:

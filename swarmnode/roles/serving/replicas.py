@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import Open
 from swarmnode.config import ServerConfig
-from swarmnode.errors import ErrorCode
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.plan.view import Span
 from swarmnode.roles.serving.adapters import StageAdapters
-from swarmnode.roles.serving.opened import journal_bytes, units_of
+from swarmnode.roles.serving.opened import journal_bytes
 from swarmnode.roles.serving.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -24,54 +24,46 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """Of one stage. `sessions` are the server's, by their ids; `adapters` and caches make room for one another where nobody
-    uses them."""
+    """The pipelines of one stage. `sessions` are the server's, by their ids; `adapters` and caches make room for one another where
+    nobody uses them."""
 
     def __init__(
         self,
         pipelines: Sequence[Pipeline],
         sessions: Mapping[bytes, StageSession],
         config: ServerConfig,
-        adapters: StageAdapters | None = None,
+        adapters: StageAdapters,
     ) -> None:
         self._pipelines = pipelines
         self._sessions = sessions
         self._config = config
         self._adapters = adapters
-        if adapters is not None:
-            adapters.free_cache = self._free_kept
+        adapters.free_cache = self._free_kept
         runner = pipelines[0].workers[0].runner
         self.span: Span = pipelines[0].span
-        self.hidden_size: int = runner.span.hidden_size
         self.vocab_size: int = runner.span.vocab_size
         self.position_limit: int | None = runner.span.position_limit  # of every session
         self.meter = pipelines[0].workers[0].meter
-        self.clock = pipelines[0].workers[0].clock
-        self.pass_cost = pipelines[0].workers[-1].scheduler.cost  # of the device whose passes are sent on
 
     def __repr__(self) -> str:
         return f"<Replicas {self._pipelines!r}>"
 
     def of(self, key: int) -> Pipeline:
-        """The one that computes for a session, by its key."""
+        """Return the pipeline that computes for the session of this key."""
         return next(pipeline for pipeline in self._pipelines if key in pipeline)
-
-    @property
-    def waiting(self) -> set[int]:
-        """The keys of the sessions for which something is to be computed."""
-        return {key for pipeline in self._pipelines for key in pipeline.watch.waiting}
 
     @property
     def stalled(self) -> list[Pipeline]:
         """Those whose devices stand still."""
-        return [pipeline for pipeline in self._pipelines if pipeline.stalled(_loop_s())]
+        return [pipeline for pipeline in self._pipelines if pipeline.stalled]
 
     @property
-    def idle(self) -> list[int]:
-        """The keys of sessions that have had no input for a while and wait for nothing, the longest first."""
-        since_s, waiting = _loop_s() - self._config.idle_s, self.waiting
+    def idle(self) -> list[StageSession]:
+        """Sessions that have had no input for a while and wait for nothing, the longest first."""
+        since_s = asyncio.get_running_loop().time() - self._config.idle_s
+        waiting = {key for pipeline in self._pipelines for key in pipeline.watch.waiting}
         idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
-        return [session.key for session in sorted(idle, key=lambda session: session.moved_s)]
+        return sorted(idle, key=lambda session: session.moved_s)
 
     @property
     def free_cache_tokens(self) -> int:
@@ -88,56 +80,42 @@ class Replicas:
         """The memory that there is, and what a session asks for, in sentences."""
         budgets = [worker.runner.pool.budget for pipeline in self._pipelines for worker in pipeline.workers]
         free_bytes, limit_bytes = sum(one.free_bytes for one in budgets), sum(one.limit_bytes for one in budgets)
-        asked_bytes = sum(_cache_bytes(self._pipelines[0], body))
+        asked_bytes = sum(self._pipelines[0].cache_bytes(body)) if body.index < len(body.route) else 0
         return (
             f"{asked_bytes / 1e6:.1f} MB of cache are asked for",
             f"{free_bytes / 1e6:.1f} of {limit_bytes / 1e6:.1f} MB of cache are free now",
         )
 
-    def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline | ErrorCode:
-        """Memory for a session, new or already here; or why there is none. It is `beside` another one where it can be."""
-        able = [pipeline for pipeline in self._pipelines if key in pipeline] or list(self._pipelines)
-        stalled = self.stalled
-        able = [pipeline for pipeline in able if pipeline not in stalled]
+    def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
+        """Promise memory to a session, new or already here, `beside` another one where it can be. Raises ProtocolError if it can
+        never be had here, Busy if not now."""
+        able = [pipeline for pipeline in self._pipelines if key in pipeline] or self._pipelines
+        able = [pipeline for pipeline in able if not pipeline.stalled]
         able.sort(key=lambda pipeline: (beside not in pipeline, pipeline.load))
-        if not able:
-            return ErrorCode.BUSY
-        able = [pipeline for pipeline in able if pipeline.may_hold(_cache_bytes(pipeline, body))]
-        if not able:
-            return ErrorCode.TOO_LARGE
-        return self._reserve(key, claimant, body, able) or ErrorCode.BUSY
-
-    def _reserve(self, key: int, claimant: Claimant, body: Open, pipelines: Sequence[Pipeline]) -> Pipeline | None:
-        """The first that has room, or makes some."""
-        journal = journal_bytes(body, self.hidden_size)
-        sizes = {pipeline: _cache_bytes(pipeline, body) for pipeline in pipelines}
-        for pipeline, cache_bytes in sizes.items():
-            if pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal):
+        fitting = [pipeline for pipeline in able if pipeline.may_hold(pipeline.cache_bytes(body))]
+        if able and not fitting:
+            raise ProtocolError("no device here has so much memory", code=ErrorCode.TOO_LARGE)
+        for pipeline in fitting:
+            if _take(pipeline, key, claimant, body):
                 return pipeline
-        pipeline, cache_bytes = pipelines[0], sizes[pipelines[0]]
-        while self._let_adapter_go() or self._make_room(pipeline, key, claimant, cache_bytes, journal):
-            if pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal):
-                return pipeline
-        return None
-
-    def _let_adapter_go(self) -> bool:
-        return self._adapters is not None and self._adapters.make_room()
+        while fitting and (self._adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
+            if _take(fitting[0], key, claimant, body):
+                return fitting[0]
+        raise Busy("there is no room for the session", retry_s=self._config.retry_s)
 
     def _free_kept(self) -> bool:
         """Whether a session that is only kept for another text has made room, the one that was used the longest ago."""
         return _free_oldest([session for session in self._sessions.values() if session.kept])
 
-    def _make_room(
-        self, pipeline: Pipeline, key: int, claimant: Claimant, cache_bytes: tuple[int, ...], journal_bytes: int
-    ) -> bool:
+    def _make_room(self, pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
         """Whether somebody gave way: one that nobody is bound to, one that is kept for another text, then those of peers that have
         more."""
         here = [session for session in self._sessions.values() if session.key in pipeline]
         orphans = [session for session in here if session.orphaned and session.key != key]
         if _free_oldest(orphans or [session for session in here if session.kept]):
             return True
-        idle = [key for key in self.idle if key in pipeline]
-        ended = set(pipeline.memory.who_gives_way(claimant, cache_bytes, journal_bytes, idle))
+        idle = [session.key for session in self.idle if session.key in pipeline]
+        ended = pipeline.memory.who_gives_way(claimant, *_sizes(pipeline, body), idle)
         for session in [session for session in here if session.key in ended]:
             session.give_up(ErrorCode.BUSY, retry_s=self._config.retry_s)
         return bool(ended)
@@ -150,11 +128,12 @@ def _free_oldest(sessions: Sequence[StageSession]) -> bool:
     return bool(sessions)
 
 
-def _cache_bytes(pipeline: Pipeline, body: Open) -> tuple[int, ...]:
-    """By device, of the units that a session asks for and that are here."""
-    units = units_of(body) if body.index < len(body.route) else (0, 0)
-    return pipeline.cache_bytes(body.rows, body.max_length, *units)
+def _take(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
+    """Promise a session memory; whether there was room."""
+    cache_bytes, journal = _sizes(pipeline, body)
+    return pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
 
 
-def _loop_s() -> float:
-    return asyncio.get_running_loop().time()
+def _sizes(pipeline: Pipeline, body: Open) -> tuple[tuple[int, ...], int]:
+    """Return what a session takes of each device's cache, and of the host for its journal, in bytes."""
+    return pipeline.cache_bytes(body), journal_bytes(body, pipeline.hidden_size)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Open
@@ -12,43 +11,40 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 
 
 class Ring:
-    """Of one session at its first hop: for each epoch a channel to the last one. `on_frame` hears all frames of it."""
+    """Of one session at its first hop: for each epoch a channel to the last one. `on_frame` hears all frames of it; `in_force`
+    tells whether the session goes on by an OPEN."""
 
-    def __init__(self, switchboard: Switchboard, on_frame: Callable[[Frame, Body], None]) -> None:
+    def __init__(
+        self, switchboard: Switchboard, on_frame: Callable[[Frame, Body], None], in_force: Callable[[Open], bool]
+    ) -> None:
         self._switchboard = switchboard
         self._on_frame = on_frame
-        self._opened: Open | None = None  # in force
+        self._in_force = in_force
         self.channel: Channel | None = None
 
     def __repr__(self) -> str:
         return f"<Ring {'open' if self.channel is None else f'by {self.channel.peer}'}>"
 
     def unbind(self) -> None:
-        """Leave the last hop, and give up a `bind` that is under way. Safe to call twice."""
-        channel, self.channel, self._opened = self.channel, None, None
+        """Leave the last hop. Safe to call twice."""
+        channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
 
-    def bind(
-        self, opened: Open, start: Callable[[], int], on_fault: Callable[[PeerError | NetworkDown], None]
-    ) -> Coroutine[Any, Any, None]:
-        """Subscribe to the outputs of an epoch, from where the session is by then; nothing where it was unbound before that.
-        `on_fault` hears that the last hop is not to be had, or lost."""
-        self._opened = opened
-        return self._bind(opened, start, on_fault)
-
-    async def _bind(
+    async def bind(
         self, opened: Open, start: Callable[[], int], on_fault: Callable[[PeerError | NetworkDown], None]
     ) -> None:
-        if opened is not self._opened:
+        """Subscribe to the outputs of an epoch, from where the session is by then, unless the epoch is over. `on_fault` hears that
+        the last hop is not to be had, or lost."""
+        if not self._in_force(opened):
             return
         try:
             channel = await self._switchboard.call(opened.route[-1].peer, self._on_frame, on_fault)
-            if opened is not self._opened:
+            if not self._in_force(opened):
                 channel.close()
                 return
             self.channel = channel
             channel.send(Attach(opened.session, opened.epoch, start=start()))
         except (PeerError, NetworkDown) as error:
-            if opened is self._opened:
+            if self._in_force(opened):
                 on_fault(error)

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Attach, Body, Error, Hello, Open
+from swarmnode.codec.messages import Attach, Body, Error, Open
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
-from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
-from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.decisions import Topic
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
+from swarmnode.metrics.metric import Readings
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
-from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.credit.completed_work import CompletedWork
-from swarmnode.roles.measuring.meters import cause_of
-from swarmnode.roles.measuring.observed_latency import ObservedLatency
+from swarmnode.roles.local_peer import LocalPeer
+from swarmnode.roles.measuring.meters import RefusalMeter
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.adapters import StageAdapters
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.early_attaches import EarlyAttaches
 from swarmnode.roles.serving.grammars import Grammars
-from swarmnode.roles.serving.job import Job, Pass
 from swarmnode.roles.serving.link_codecs import CodecRules
 from swarmnode.roles.serving.opened import (
     check_sampling,
@@ -39,14 +35,12 @@ from swarmnode.roles.serving.opened import (
     is_for,
     shape_of,
     text_of,
-    units_of,
 )
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.replicas import Replicas
 from swarmnode.roles.serving.session import StageSession
-from swarmnode.roles.serving.session_host import HostedSession
 
-WATCH_S = 0.5
+WATCH_S = 0.5  # between two looks at the sessions
 
 log = logging.getLogger(__name__)
 
@@ -59,50 +53,40 @@ class StageServer:
 
     def __init__(
         self,
-        network: Network,
-        hello: Hello,
+        peer: LocalPeer,
         pipelines: Sequence[Pipeline],
         config: ServerConfig,
-        link_config: LinkConfig,
-        observed_latency: ObservedLatency | None = None,
         *,
-        completed: CompletedWork | None = None,
-        weight_of: Callable[[PeerId], float] = lambda _client: 1.0,
-        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
-        decisions: DecisionLog | None = None,
         grammars: Grammars | None = None,
         adapters: StageAdapters | None = None,
         codec_rules: CodecRules = CodecRules(),
     ) -> None:
-        """`pipelines` are the replicas of one span. `grammars` where tokens are drawn here, by a checkpoint with a tokenizer;
-        `adapters` where the swarm has any."""
-        self.config, self.codec_rules = config, codec_rules
-        self._grammars, self._adapters = grammars, adapters
+        """`pipelines` are the replicas of one span; without `grammars` or `adapters` sessions that ask for one are refused."""
+        self.peer, self.config, self.codec_rules = peer, config, codec_rules
+        self.draining = False
+        links = peer.link_config
+        self._grammars = grammars or Grammars(None, links.ledger, config)
+        self._adapters = adapters or StageAdapters(None, (), config, on_crash=links.supervisor.ends_conversation)
         self._tasks = Tasks("stage server", on_crash=None)
-        self._decisions = decisions or DecisionLog()
-        self._network = network
         self._sessions: dict[bytes, StageSession] = {}
-        self._replicas = Replicas(pipelines, self._sessions, config, adapters)
+        self._replicas = Replicas(pipelines, self._sessions, config, self._adapters)
+        self.meter = self._replicas.meter
         self._early = EarlyAttaches(config)
         self._keys = itertools.count()
-        self._refusals: Counter[ErrorCode] = Counter()
+        self._refusals = RefusalMeter(self._replicas.span)
         self._watching: asyncio.TimerHandle | None = None
-        self._sweeping: asyncio.TimerHandle | None = None
-        self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.switchboard = Switchboard(
-            network, SESSION_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+            peer.network,
+            SESSION_PROTOCOL,
+            peer.hello,
+            links,
+            accept=self._accept,
+            on_peer_lost=peer.lost_neighbour,
         )
-        self.hidden_size = self._replicas.hidden_size
-        self.orphan_grace_s = config.orphan_grace_s
-        self.observed_latency = observed_latency or ObservedLatency()
-        self._completed = completed or CompletedWork()
-        self._weight_of = weight_of
-        self.clock = self._replicas.clock  # on which what its jobs take is told, too
-        self.pass_cost = self._replicas.pass_cost
         self._traces = TraceLog()  # of sessions that are over
-        self._trace_server = trace_server(network, hello, link_config, self.trace)
+        self._trace_server = trace_server(peer.network, peer.hello, links, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -115,11 +99,8 @@ class StageServer:
 
     def readings(self) -> Readings:
         """What the sessions do here and take, and what was refused."""
-        span = f"{self._replicas.span.start}:{self._replicas.span.end}"
         yield from self._replicas.readings()
-        yield Reading(table.SESSIONS, self.load, (span,))
-        for code in ErrorCode:
-            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
+        yield from self._refusals.readings(self.load)
 
     def session(self, session: bytes) -> StageSession | None:
         """The session with this id, while it lasts."""
@@ -135,10 +116,6 @@ class StageServer:
         """Answer incoming links from now on."""
         await self.switchboard.start()
         await self._trace_server.start()
-
-    def _kept(self) -> list[StageSession]:
-        """Sessions that are kept for another text."""
-        return [session for session in self._sessions.values() if session.kept]
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
@@ -157,7 +134,7 @@ class StageServer:
 
     def _stop_taking(self) -> None:
         self.draining = True
-        for session in self._kept():
+        for session in [session for session in self._sessions.values() if session.kept]:
             session.free()
 
     def take_on(self) -> None:
@@ -166,71 +143,41 @@ class StageServer:
 
     async def close(self) -> None:
         """Free all sessions and end all links."""
-        for timer in (self._watching, self._sweeping):
-            if timer is not None:
-                timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self._tasks.close()
-        if self._grammars is not None:
-            self._grammars.close()
-        if self._adapters is not None:
-            await self._adapters.close()
+        self._grammars.close()
+        await self._adapters.close()
         await self._trace_server.close()
         await self.switchboard.close()
 
     # -- what sessions need
 
-    def submit(self, job: Job) -> None:
-        """Have the replica that holds the job's session compute it."""
-        if self._watching is None:
-            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
-        self._replicas.of(job.session).submit(job, self._loop_s())
-
-    def computed(self, session: HostedSession, job: Job, run: Pass) -> None:
-        """A job came back from the compute thread."""
-        start, end = units_of(session.opened)
-        self._completed.note(session.id, (end - start) * session.opened.rows * job.count)
-        watch = self._replicas.of(job.session).watch
-        watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
-
-    def _look_at_computing(self) -> None:
-        self._watching = None
-        for pipeline in self._replicas.stalled:
-            log.error("computing stands still: %r", pipeline)
-            waiting = pipeline.watch.waiting
-            for session in [session for session in self._sessions.values() if session.key in waiting]:
-                session.give_up(ErrorCode.PEER_LOST)
-        if self._replicas.waiting:
-            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
-
-    def _sweep_soon(self) -> None:
-        if self._sweeping is None and self._sessions:
-            self._sweeping = asyncio.get_running_loop().call_later(self.config.forgotten_s / 4, self._sweep)
-
-    def _sweep(self) -> None:
-        """End the sessions that nobody has used for long."""
-        self._sweeping, since_s = None, self._loop_s() - self.config.forgotten_s
-        for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
-            session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
-        self._sweep_soon()
-
-    @staticmethod
-    def _loop_s() -> float:
-        return asyncio.get_running_loop().time()
-
-    def note_fault(self, code: ErrorCode) -> None:
-        """A session told its client that a hop fails."""
-        self._replicas.meter.faults[code] += 1
-
-    def freed(self, session: HostedSession) -> None:
-        """A session gives back its place."""
-        if self._sessions.get(session.id) is session:
-            del self._sessions[session.id]
-            self._traces.keep(session.trace_id, session.trace)
-            self._replicas.of(session.key).forget(session.key)
-            self._leave_adapter(session.key)
+    def freed(self, session: bytes) -> None:
+        """Let go of a session that is over; see `SessionHost`."""
+        gone = self._sessions.pop(session)
+        self._traces.keep(gone.trace_id, gone.trace)
+        self._replicas.of(gone.key).forget(gone.key)
+        self._adapters.leave(gone.key)
         if not self._sessions:
             self._idle.set()
+
+    def _watch(self) -> None:
+        """Look at the sessions from time to time, while there are any."""
+        if self._watching is None and self._sessions:
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        """End the sessions that wait for a device that stands still, and those that nobody has used for long."""
+        self._watching, since_s = None, asyncio.get_running_loop().time() - self.config.forgotten_s
+        for pipeline in self._replicas.stalled:
+            log.error("computing stands still: %r", pipeline)
+            for session in [session for session in self._sessions.values() if session.key in pipeline.watch.waiting]:
+                session.give_up(ErrorCode.PEER_LOST)
+        for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
+            session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
+        self._watch()
 
     # -- incoming conversations
 
@@ -238,7 +185,8 @@ class StageServer:
         if isinstance(body, Open) and self._needs_more(body):
             self._tasks.spawn(self._open_with_more(channel, body, frame.payload), "open with a grammar or an adapter")
         elif isinstance(body, Open):
-            self._tell_refusal(channel, body, self._open(channel, body, frame.payload))
+            with self._refusing(channel, body):
+                self._open(channel, body, frame.payload)
         elif isinstance(body, Attach):
             self._attach(channel, body)
         else:
@@ -249,86 +197,85 @@ class StageServer:
         lacks_grammar = draws_by_grammar(body) and body.session not in self._sessions
         return lacks_grammar or not self._has_adapter(body)
 
-    def _leave_adapter(self, key: int) -> None:
-        if self._adapters is not None:
-            self._adapters.leave(key)
-
     def _has_adapter(self, body: Open) -> bool:
-        return not body.adapter or (self._adapters is not None and body.adapter in self._adapters)
+        return not body.adapter or body.adapter in self._adapters
 
     async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
         """Compile the grammar beside the loop first, and bring the adapter."""
         grammar = None
-        try:
+        with self._refusing(channel, body):
             if draws_by_grammar(body) and body.session not in self._sessions:
                 assert body.sampling is not None and body.sampling.grammar is not None
-                if self._grammars is None:
-                    raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
                 grammar = await self._grammars.compile(body.sampling.grammar)
             if body.adapter:
-                if self._adapters is None:
-                    raise ProtocolError("the swarm has no adapters", code=ErrorCode.INVALID_REQUEST)
                 await self._adapters.bring(body.adapter)
-        except ProtocolError as error:
-            self._tell_refusal(channel, body, Error(error.code))
-        except Busy as error:
-            self._tell_refusal(channel, body, Error(error.code, retry_s=error.retry_s))
-        else:
             if channel.open:  # who asked may be gone
-                self._tell_refusal(channel, body, self._open(channel, body, text, grammar))
+                self._open(channel, body, text, grammar)
 
-    def _tell_refusal(self, channel: Channel, body: Open, refusal: Error | None) -> None:
-        """Where there is one."""
-        if refusal is None:
-            return
-        code, trace = ErrorCode(refusal.code), trace_id(body.session).hex()
-        log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
-        self._refusals[code] += 1
-        self._note(f"refuses a session: {code.name}", channel.peer, body)
-        channel.close(refusal)
+    @contextlib.contextmanager
+    def _refusing(self, channel: Channel, body: Open) -> Iterator[None]:
+        """Answer an OPEN with the ProtocolError or Busy that it leads to, if any."""
+        try:
+            yield
+        except (ProtocolError, Busy) as error:
+            code, trace = ErrorCode(error.code), trace_id(body.session).hex()
+            log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
+            self._note(f"refuses a session: {code.name}", channel.peer, body)
+            self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
-    def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> Error | None:
-        """Bind a session to this channel, or say why not. `text` came with it, `grammar` is what its tokens must follow."""
-        if not is_for(body, self._network.peer_id, channel.peer):
-            return Error(ErrorCode.MALFORMED)
-        hop = body.route[body.index]
-        if not self._replicas.span.start <= hop.start < hop.end <= self._replicas.span.end:
-            return Error(ErrorCode.WRONG_SPAN)
-        wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
-        if wrong is not None:
-            return Error(wrong)
-        if not self._has_adapter(body):  # it has gone again, while the session waited for it
-            return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
+    def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
+        """Bind a session to this channel. `text` came with it, `grammar` is what its tokens must follow. Raises ProtocolError and
+        Busy if it cannot be had."""
+        self._check(channel.peer, body, text)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
-            return Error(ErrorCode.STALE)
+            raise ProtocolError("a newer epoch is in force", code=ErrorCode.STALE)
         if session is not None and shape_of(body) != shape_of(session.opened):
             session.free()
             session = None
-        if session is not None and text_of(body) != text_of(session.opened):
-            session.kept = False  # it does not make room for itself
-            refusal = self._admit(session.key, channel.claimant, body)
-            if refusal is not None:
-                session.free()
-                return refusal
         if session is None:
-            session, source = StageSession(self, body, next(self._keys), grammar), self._source_of(body)
-            if self._adapters is not None:
-                self._adapters.use(body.adapter, session.key)  # or it might make room for its own session
-            refusal = self._admit(session.key, channel.claimant, body, beside=source)
-            if refusal is not None:
-                self._leave_adapter(session.key)
-                return refusal
-            if source is not None and body.branch is not None:
-                self._begin_as(source, session, body.branch.length)
-            self._sessions[body.session] = session
+            session = self._new_session(channel.claimant, body, grammar)
             self._note("takes a session", channel.peer, body)
-            self._idle.clear()
-            self._sweep_soon()
+        elif text_of(body) != text_of(session.opened):
+            session.kept = False  # it does not make room for itself
+            try:
+                self._admit(session.key, channel.claimant, body)
+            except (ProtocolError, Busy):
+                session.free()
+                raise
         session.rebind(channel, body, text)
         for early, attach in self._early.take(body.session):
             self._attach(early, attach)
-        return None
+
+    def _check(self, sender: PeerId, body: Open, text: Buffer) -> None:
+        """Raises ProtocolError if a session can never be had here as it is asked for, Busy if its adapter has gone again while the
+        session waited for it."""
+        if not is_for(body, self.peer.network.peer_id, sender):
+            raise ProtocolError("the route does not lead here from the sender")
+        hop, span = body.route[body.index], self._replicas.span
+        if not span.start <= hop.start < hop.end <= span.end:
+            raise ProtocolError("these units are not here", code=ErrorCode.WRONG_SPAN)
+        wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
+        if wrong is not None:
+            raise ProtocolError("the session does not fit the model or the swarm's codecs", code=wrong)
+        if not self._has_adapter(body):
+            raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
+
+    def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
+        """Make a session, beside the one that it begins as if that is here. Raises as `_admit` does."""
+        key, source = next(self._keys), self._source_of(body)
+        self._adapters.use(body.adapter, key)  # or it might make room for its own session
+        try:
+            pipeline = self._admit(key, claimant, body, beside=None if source is None else source.key)
+        except (ProtocolError, Busy):
+            self._adapters.leave(key)
+            raise
+        session = self._sessions[body.session] = StageSession(self, pipeline, body, key, grammar)
+        if source is not None and body.branch is not None:
+            _begin_as(source, session, body.branch.length, pipeline)
+        self._idle.clear()
+        self._watch()
+        return session
 
     def _source_of(self, body: Open) -> StageSession | None:
         """The session that a new one begins as, if it is here."""
@@ -336,12 +283,6 @@ class StageServer:
             return None
         alike = (one for one in self._sessions.values() if shape_of(one.opened) == shape_of(body))
         return next((one for one in alike if one.is_source_of(body)), None)
-
-    def _begin_as(self, source: StageSession, session: StageSession, length: int) -> None:
-        """Let a session that was let in have what is here of its source, which may have given its room for it."""
-        pipeline, length = self._replicas.of(session.key), min(length, source.computed)
-        if pipeline.keeps(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
-            pipeline.fork(source.key, session.key, begun)
 
     def _note(self, what: str, sender: PeerId, body: Open) -> None:
         """Write down what was decided of a session, on the memory and the work that there were."""
@@ -354,35 +295,23 @@ class StageServer:
             "computing stands still" if self._replicas.stalled else "computing goes on",
         )
         about = (sender, trace_id(body.session).hex())
-        self._decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
+        self.peer.decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
 
-    def _admit(self, key: int, claimant: Claimant, body: Open, *, beside: StageSession | None = None) -> Error | None:
+    def _admit(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
         """Reserve memory for a new session, `beside` another one where that can be, or for one that gets another text: it can then
-        never fail half-way for want of it."""
+        never fail half-way for want of it. Raises ProtocolError, also if this node leaves, and Busy."""
         if self.draining:
-            return Error(ErrorCode.DRAINING)
+            raise ProtocolError("this node leaves", code=ErrorCode.DRAINING)
         limit = self._replicas.position_limit
         if limit is not None and body.max_length > limit:
-            return Error(ErrorCode.INVALID_REQUEST)
-        pipeline = self._replicas.reserve(key, claimant, body, beside=None if beside is None else beside.key)
-        if isinstance(pipeline, ErrorCode):
-            return Error(pipeline, retry_s=self.config.retry_s if pipeline == ErrorCode.BUSY else 0.0)
+            raise ProtocolError("the model has fewer positions", code=ErrorCode.INVALID_REQUEST)
+        pipeline = self._replicas.reserve(key, claimant, body, beside=beside)
         if key in pipeline:
             pipeline.extend(key, body.max_length)
-            return None
-        start, end = units_of(body)
-        pipeline.open(
-            key,
-            start=start,
-            end=end,
-            rows=body.rows,
-            max_length=body.max_length,
-            padding=body.padding,
-            adapter=body.adapter,
-            owner=owner_of(claimant) if body.index == 0 else "",  # for whom it is only the first hop knows
-            weight=self._weight_of(claimant.peer),
-        )
-        return None
+        else:
+            owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
+            pipeline.open(key, body, owner=owner, weight=self.peer.weight_of(claimant.peer))
+        return pipeline
 
     @property
     def free_cache_tokens(self) -> int:
@@ -397,3 +326,10 @@ class StageServer:
             channel.close(Error(ErrorCode.STALE))
         else:
             self._early.keep(channel, body)
+
+
+def _begin_as(source: StageSession, session: StageSession, length: int, pipeline: Pipeline) -> None:
+    """Let a session that was let in have what is here of its source, which may have given its room for it."""
+    length = min(length, source.computed)
+    if pipeline.keeps(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
+        pipeline.fork(source.key, session.key, begun)

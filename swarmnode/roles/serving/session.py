@@ -50,10 +50,10 @@ from swarmnode.roles.serving.audits.transcript import Transcript
 from swarmnode.roles.serving.input_cursor import InputCursor
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.roles.serving.link_codecs import LinkCodecs
-from swarmnode.roles.serving.opened import check_input, units_of
+from swarmnode.roles.serving.opened import check_input, is_last, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
 from swarmnode.roles.serving.ring import Ring
-from swarmnode.roles.serving.session_host import SessionHost
+from swarmnode.roles.serving.session_host import SessionHost, SessionPipeline
 
 log = logging.getLogger(__name__)
 
@@ -61,23 +61,29 @@ log = logging.getLogger(__name__)
 class StageSession:
     """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
 
-    def __init__(self, stage: SessionHost, opened: Open, key: int, grammar: GrammarMatcher | None = None) -> None:
-        self._stage = stage
-        self._open = opened
+    def __init__(
+        self,
+        host: SessionHost,
+        pipeline: SessionPipeline,
+        opened: Open,
+        key: int,
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        self._host = host
+        self._pipeline = pipeline
+        self.opened = opened  # the OPEN in force
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
         self.cursor = InputCursor(opened.known)
-        self._codecs = LinkCodecs(opened, stage.codec_rules, stage.hidden_size)
-        self._sampler = (
-            Sampler(opened.sampling, opened.max_length, grammar) if self._is_last and opened.sampling else None
-        )
+        self._codecs = LinkCodecs(opened, host.codec_rules, pipeline.hidden_size)
+        self._sampler = self._new_sampler(grammar)
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
-        self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
+        self._downstream = Hop(host.switchboard, self._from_downstream, self._downstream_failed)
         self._output_stream = OutputStream()
         self.transcript = Transcript(self._downstream, self._output_stream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
-        self._ring = Ring(stage.switchboard, self._from_ring)
+        self._ring = Ring(host.switchboard, self._from_ring, self._in_force)
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
@@ -89,39 +95,30 @@ class StageSession:
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
-        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} {self.cursor!r}>"
+        hop = f"epoch {self.epoch} hop {self.opened.index}"
+        return f"<StageSession {self.trace_id.hex()[:8]} {hop} {state} {self.cursor!r}>"
 
     @property
     def id(self) -> bytes:
         """The 16 bytes by which all hops and the client know the session."""
-        return self._open.session
+        return self.opened.session
 
     @property
     def epoch(self) -> int:
         """Which of the client's routes it is on; grows with each."""
-        return self._open.epoch
-
-    @property
-    def index(self) -> int:
-        """The place of this hop in the route, from 0."""
-        return self._open.index
-
-    @property
-    def opened(self) -> Open:
-        """The OPEN in force."""
-        return self._open
+        return self.opened.epoch
 
     def _new_timing(self) -> Timing:
-        opened, stage = self._open, self._stage
-        return Timing(opened.route, opened.index, stage.observed_latency, stage.clock, ring=opened.mode == Mode.RING)
+        opened, latency = self.opened, self._host.peer.observed_latency
+        return Timing(opened.route, opened.index, latency, self._pipeline.clock, ring=opened.mode == Mode.RING)
 
-    @property
-    def _is_last(self) -> bool:
-        return self.index == len(self._open.route) - 1
+    def _new_sampler(self, grammar: GrammarMatcher | None = None) -> Sampler | None:
+        opened = self.opened
+        return Sampler(opened.sampling, opened.max_length, grammar) if is_last(opened) and opened.sampling else None
 
     @property
     def _feeds_itself(self) -> bool:
-        return self.index == 0 and self._open.mode == Mode.RING
+        return self.opened.index == 0 and self.opened.mode == Mode.RING
 
     def is_source_of(self, opened: Open) -> bool:
         """Whether this is the session that one with a branch begins as, and has the text that its client means."""
@@ -131,7 +128,7 @@ class StageSession:
     def begin_as(self, source: StageSession, length: int) -> int:
         """Begin, before anything else, with so many positions of another session, which were computed here. Returns how many: of
         what was sent on only whole pieces can be sent again. Nothing is stated of a text that was computed in parts."""
-        length = length if self._is_last else self._downstream.begin_as(source._downstream, length)
+        length = length if is_last(self.opened) else self._downstream.begin_as(source._downstream, length)
         self.computed, _ = length, self.cursor.advance(length)
         self.transcript.end()
         return length
@@ -140,8 +137,9 @@ class StageSession:
 
     def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
         """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with the OPEN."""
-        if opened.sampling != self._open.sampling:  # another text
-            self._sampler = Sampler(opened.sampling, opened.max_length) if self._is_last and opened.sampling else None
+        former, self.opened = self.opened, opened
+        if opened.sampling != former.sampling:  # another text
+            self._sampler = self._new_sampler()
             self._output_stream.forget()
         self.kept = False
         if self._upstream is not None:
@@ -149,7 +147,7 @@ class StageSession:
         if self._orphaned is not None:
             self._orphaned.cancel()
             self._orphaned = None
-        self._open, self._upstream, self.cursor.known = opened, channel, opened.known
+        self._upstream, self.cursor.known = channel, opened.known
         if opened.truncate is not None:
             self._cut(opened.truncate)
         accepted = self.cursor.accepted
@@ -164,7 +162,7 @@ class StageSession:
         self._ring.unbind()
         if self._sampler is not None:
             self._sampler.tell(text)
-        if not self._is_last:
+        if not is_last(opened):
             self._tasks.spawn(self._extend(opened, text), "extend the route")
             if self._feeds_itself:
                 fail = partial(self._fault, len(opened.route) - 1)
@@ -174,7 +172,7 @@ class StageSession:
 
     def _in_force(self, opened: Open) -> bool:
         """Whether the session goes on, and by this OPEN: END may come in the same moment."""
-        return opened is self._open and not self._freed
+        return opened is self.opened and not self._freed
 
     async def _extend(self, opened: Open, text: Buffer) -> None:
         if not self._in_force(opened):
@@ -185,13 +183,13 @@ class StageSession:
             await self._downstream.open(peer, forwarded, text)
             self._extended = opened
         except (PeerError, NetworkDown) as error:
-            if opened is self._open:
+            if opened is self.opened:
                 self._fault(opened.index + 1, error)
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
-            code = self._stage.codec_rules.wrong(body) or check_input(
-                self._open, body, frame.seq, self.cursor.accepted, self._stage.hidden_size
+            code = self._host.codec_rules.wrong(body) or check_input(
+                self.opened, body, frame.seq, self.cursor.accepted, self._pipeline.hidden_size
             )
             if code is None:
                 self._accept(frame.seq, body, frame.payload)
@@ -204,7 +202,7 @@ class StageSession:
         elif isinstance(body, KeepCache):
             self.kept = True
             self._downstream.tell(body)
-            if self._stage.draining:  # who leaves keeps nothing
+            if self._host.draining:  # who leaves keeps nothing
                 self.free()
         else:
             self._refuse(ErrorCode.MALFORMED)
@@ -237,17 +235,17 @@ class StageSession:
         start, truncate = self.cursor.advance(end)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
-        then, now_s = self._then(start, end), self._stage.clock()
-        after = len(self._open.route) - 1 - self.index
+        then, now_s = self._then(start, end), self._pipeline.clock()
+        after = len(self.opened.route) - 1 - self.opened.index
         job = Job(self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate)
-        self._stage.submit(job)
+        self._pipeline.submit(job)
 
     def _then(self, start: int, end: int) -> ForwardHidden | Sample | Return:
-        if not self._is_last:
-            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self._stage.pass_cost):
+        if not is_last(self.opened):
+            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self._pipeline.pass_cost):
                 self._tell_client(chosen)
             return ForwardHidden(self._codecs.schedule)
-        if self._sampler is not None and self._open.mode == Mode.RING:
+        if self._sampler is not None and self.opened.mode == Mode.RING:
             return Sample(self._sampler, first=self._sampler.first(self.cursor.known))
         return Return()
 
@@ -256,11 +254,11 @@ class StageSession:
             self._feed(frame.seq, body)
         elif isinstance(body, Error | End):
             code = ErrorCode(body.code) if isinstance(body, Error) else ErrorCode.PEER_LOST
-            self._send_fault(len(self._open.route) - 1, code)
+            self._send_fault(len(self.opened.route) - 1, code)
 
     def _feed(self, position: int, output: Output) -> None:
         """A token that the last hop drew is the next input, unless nothing follows it."""
-        if position < self._open.max_length and not output.final:
+        if position < self.opened.max_length and not output.final:
             self.cursor.hold(position, output.ids[0])
         self._feed_what_waits()
 
@@ -275,9 +273,10 @@ class StageSession:
             return
         self.computed, alone = job.end, run.jobs == 1
         if result.error is not None:
-            self._stage.computed(self, job, run)  # while the session is there
+            self._note_computed(job, run)  # while the session is there
             # A bad input is the fault of the hop that sent it.
-            self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
+            index = self.opened.index
+            self._send_fault(max(0, index - 1) if result.bad_input else index, result.error)
             self._output_stream.close(Error(result.error))
             self.free()
         elif isinstance(job.then, ForwardHidden):
@@ -292,16 +291,22 @@ class StageSession:
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
             self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs, at_once=alone)
-        asyncio.get_running_loop().call_soon(self._left, job, run, self._stage.clock())
+        asyncio.get_running_loop().call_soon(self._left, job, run, self._pipeline.clock())
 
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
         """What came of a job was sent."""
         (began_s, ended_s, jobs), came_s = run, job.submitted_s
         self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
         if not self._freed:
-            self._stage.computed(self, job, run)
+            self._note_computed(job, run)
             if job.count == 1:
                 self._tell_ran(job.end)
+
+    def _note_computed(self, job: Job, run: Pass) -> None:
+        """Count the work done for the client, and let the pipeline know that its devices move."""
+        start, end = units_of(self.opened)
+        self._host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
+        self._pipeline.computed(job, run)
 
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""
@@ -313,7 +318,7 @@ class StageSession:
     def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool) -> None:
         self._timing.sent(position + 1)  # in a ring this is the first hop's next step
         self._output_stream.publish(position, output, payload, at_once=at_once)
-        if self._is_last and self._feeds_itself:
+        if is_last(self.opened) and self._feeds_itself:
             self._feed(position, output)
 
     def attach(self, channel: Channel, start: int) -> None:
@@ -325,7 +330,7 @@ class StageSession:
     def _from_subscriber(self, channel: Channel, frame: Frame, body: Body) -> None:
         if isinstance(body, End):
             self._output_stream.detach(channel)
-        elif isinstance(body, Ran) and channel.peer == self._open.route[0].peer:
+        elif isinstance(body, Ran) and channel.peer == self.opened.route[0].peer:
             self._timing.heard(frame.seq, body, channel.rtt_s)
 
     # -- faults and the end
@@ -337,8 +342,8 @@ class StageSession:
             self._tell_client(body)
 
     def _downstream_failed(self, error: PeerError) -> None:
-        if self._extended is self._open:  # else it is of an older epoch, and its loss is why there is a newer one
-            self._fault(self.index + 1, error)
+        if self._extended is self.opened:  # else it is of an older epoch, and its loss is why there is a newer one
+            self._fault(self.opened.index + 1, error)
 
     def _fault(self, index: int, error: PeerError | NetworkDown) -> None:
         code = ErrorCode.PEER_LOST if isinstance(error, NetworkDown) else error.code
@@ -346,7 +351,7 @@ class StageSession:
 
     def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
         self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
-        self._stage.note_fault(code)
+        self._host.meter.faults[code] += 1
         self._tell_client(Fault(self.epoch, index, code, retry_s))
 
     def _tell_client(self, body: Fault | LinkCodec) -> None:
@@ -360,7 +365,7 @@ class StageSession:
 
     def give_up(self, code: ErrorCode, *, retry_s: float = 0.0) -> None:
         """End it here, and let the client take another peer at once, or come again. What may still come of it is void."""
-        self._send_fault(self.index, code, retry_s)
+        self._send_fault(self.opened.index, code, retry_s)
         self.free()
 
     def drain(self) -> None:
@@ -368,11 +373,11 @@ class StageSession:
         if self.orphaned:
             self.free()
         else:
-            self._send_fault(self.index, ErrorCode.DRAINING)
+            self._send_fault(self.opened.index, ErrorCode.DRAINING)
 
     def _upstream_lost(self, error: PeerError) -> None:
         self._log.info("session %s: upstream is gone (%s)", self.trace_id.hex()[:8], error)
-        self._orphaned = asyncio.get_running_loop().call_later(self._stage.orphan_grace_s, self.free)
+        self._orphaned = asyncio.get_running_loop().call_later(self._host.config.orphan_grace_s, self.free)
 
     @property
     def orphaned(self) -> bool:
@@ -392,7 +397,7 @@ class StageSession:
         if self._upstream is not None:
             self._upstream.close()
         self._output_stream.close()
-        self._stage.freed(self)
+        self._host.freed(self.id)
 
     async def close(self) -> None:
         """Free, and wait for the tasks of this session."""

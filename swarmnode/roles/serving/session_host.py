@@ -1,56 +1,73 @@
-"""What a session and the server that it runs on know of one another."""
+"""The neighbours of a session at one hop: the server that holds it, and what computes its positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from swarmnode.codec.messages import Open
-from swarmnode.errors import ErrorCode
+from swarmnode.config import ServerConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.serving.pass_cost import PassCost
-from swarmnode.roles.measuring.observed_latency import ObservedLatency
-from swarmnode.roles.measuring.trace_log import SessionTrace
+from swarmnode.roles.local_peer import LocalPeer
+from swarmnode.roles.measuring.meters import StageMeter
 from swarmnode.roles.serving.job import Job, Pass
 from swarmnode.roles.serving.link_codecs import CodecRules
 
 
-class HostedSession(Protocol):
-    """A session, as its server counts it."""
+class SessionPipeline(Protocol):
+    """The devices that compute a session's positions, one after another. `Pipeline` is the live one. Used on the loop.
 
-    key: int
-    trace: SessionTrace
-    trace_id: bytes
+    The session has room here from before its first `submit` until the host's `freed`.
 
-    @property
-    def id(self) -> bytes:
-        """The 16 bytes by which all hops and the client know the session."""
+    Attributes:
+        clock: Seconds; the clock on which jobs are submitted and passes are told.
+        pass_cost: How long passes of the last device take, whose outputs are sent on.
+        hidden_size: Width of the hidden states that come in and go out.
+    """
 
-    @property
-    def opened(self) -> Open:
-        """The OPEN in force."""
+    clock: Callable[[], float]
+    pass_cost: PassCost
+    hidden_size: int
+
+    def submit(self, job: Job) -> None:
+        """Queue a job behind the session's earlier ones. Returns at once.
+
+        Args:
+            job: The next positions of the session. They come back by its `done`, on the loop and in their order, joined or cut to
+                other jobs, also if nothing comes of them. After `freed` what still waits does not come back.
+        """
+
+    def computed(self, job: Job, run: Pass) -> None:
+        """Note that a job came back, so that a device that stands still is told from one that works.
+
+        Args:
+            job: The job as `done` got it.
+            run: The pass that it was part of.
+        """
 
 
 class SessionHost(Protocol):
-    """What a session needs of the node that it runs on."""
+    """The server that holds a session. `StageServer` is the live one. Used on the loop.
+
+    Attributes:
+        switchboard: Links to the other hops of a route.
+        peer: This machine's peer.
+        config: Times and limits of the server.
+        codec_rules: The codecs that the swarm allows, and what is known of the links.
+        meter: Counts the faults that sessions tell their clients.
+        draining: Whether this node leaves: nothing is kept for another text then.
+    """
 
     switchboard: Switchboard
-    hidden_size: int
+    peer: LocalPeer
+    config: ServerConfig
     codec_rules: CodecRules
-    pass_cost: PassCost
-    orphan_grace_s: float
-    observed_latency: ObservedLatency
-    clock: Callable[[], float]
+    meter: StageMeter
     draining: bool
 
-    def submit(self, job: Job) -> None:
-        """Run it as soon as the stage comes to it; its `done` is called on the loop."""
+    def freed(self, session: bytes) -> None:
+        """Let go of a session that is over, and of its memory. Called once for each.
 
-    def computed(self, session: HostedSession, job: Job, run: Pass) -> None:
-        """A job came back from the compute thread."""
-
-    def note_fault(self, code: ErrorCode) -> None:
-        """The session told its client that a hop fails."""
-
-    def freed(self, session: HostedSession) -> None:
-        """The session is over."""
+        Args:
+            session: The id by which the hops and the client know it.
+        """

@@ -52,39 +52,22 @@ class SessionMemory:
         return key in self._promises
 
     def take(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
-        """Whether there is room for a session, new or already here, to have so much; it is promised then."""
-        if key in self._promises:
-            return self.grow(key, cache_bytes=cache_bytes, journal_bytes=journal_bytes)
-        return self.reserve(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal_bytes)
-
-    def reserve(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
-        """Whether there is room for a session; it is promised then."""
+        """Return whether there is room for a session, new or already here, to have so much. If not, what it had stays promised."""
+        had = self._promises.get(key)
+        promise = had or Promise(claimant, (0,) * len(cache_bytes), self._ledger.count(Account.JOURNALS))
+        had_journal_bytes = promise.journal.size_bytes
         try:
-            journal = self._ledger.reserve(Account.JOURNALS, journal_bytes)
+            promise.journal.resize(max(had_journal_bytes, journal_bytes))
         except Full:
             return False
-        self._promises[key] = Promise(claimant, cache_bytes, journal)
+        self._promises[key] = replace(promise, cache_bytes=tuple(map(max, promise.cache_bytes, cache_bytes)))
         try:
             self._claim()
         except OutOfCache:
-            self.release(key)
-            return False
-        return True
-
-    def grow(self, key: int, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
-        """Whether there is room for a session to have so much; it is promised then, or else what it had."""
-        had = self._promises[key]
-        had_journal_bytes = had.journal.size_bytes
-        try:
-            had.journal.resize(max(had_journal_bytes, journal_bytes))
-        except Full:
-            return False
-        self._promises[key] = replace(had, cache_bytes=tuple(map(max, had.cache_bytes, cache_bytes)))
-        try:
-            self._claim()
-        except OutOfCache:
-            self._promises[key] = had
-            had.journal.resize(had_journal_bytes)
+            promise.journal.resize(had_journal_bytes)
+            self._promises[key] = promise
+            if had is None:
+                del self._promises[key]
             self._claim()
             return False
         return True

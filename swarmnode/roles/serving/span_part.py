@@ -8,17 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.serving.trial import try_span
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.ledger import Account, Reservation
 from swarmnode.plan.view import Span
-from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import Capability, SpeedCache
+from swarmnode.roles.measuring.capability import Capability
 from swarmnode.roles.measuring.meters import DECODE
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.hardware import Workplace
 from swarmnode.roles.serving.worker import Worker
 
 COMPANY_PASSES = 64  # of several sessions, after which more are expected
@@ -48,6 +46,7 @@ class SpanPart:
     ) -> None:
         self.device = loaded.device
         self.span = loaded.span
+        self.units = self.span.end - self.span.start  # how many there are
         self.worker = worker
         self._runner = runner
         self._capability = capability
@@ -62,9 +61,10 @@ class SpanPart:
         return f"<SpanPart {self.span!r} on device {self.device}>"
 
     @classmethod
-    async def start(cls, host: Host, loaded: LoadedSpan, hardware: Hardware, executor: Executor) -> SpanPart:
+    async def start(cls, place: Workplace, loaded: LoadedSpan) -> SpanPart:
         """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError where the device cannot compute it."""
-        span, lent, clock = loaded.span, hardware.lent[loaded.device], host.clock
+        hardware, executor = place.hardware, place.executors[loaded.device]
+        span, lent = loaded.span, hardware.lent[loaded.device]
         units = Span(span.start, span.end)
         cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.cache_bytes_per_token)
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
@@ -77,27 +77,15 @@ class SpanPart:
             await worker.start()
             if lent.device.kind != "cpu":
                 await worker.call("try the span", lambda: try_span(runner))
-            cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
-            conditions = hardware.conditions(host.swarm.id, units.units, lent)
-            measure = partial(measure_serving, runner, clock=clock.compute)
+            measure = partial(measure_serving, runner, clock=place.host.clock.compute)
             lasting = not span.packings.at_once  # else a few units will do: all is measured again once they are packed
             at_first = partial(measure, few=not lasting)
             capability = await worker.call(
-                "measure", lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
+                "measure", lambda: place.measure(units.units, lent, at_first, lasting=lasting)
             )
             worker.expect(capability.speeds)
             undo.pop_all()
         return cls(loaded, runner, worker, capability, measure, passes)
-
-    @property
-    def label(self) -> str:
-        """Its units as metrics write them."""
-        return self.worker.meter.label
-
-    @property
-    def units(self) -> int:
-        """How many there are."""
-        return self.span.end - self.span.start
 
     @property
     def speeds(self) -> Speeds:

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
@@ -21,29 +19,26 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
-from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import SpeedCache, in_sequence, serving_section
+from swarmnode.roles.measuring.capability import in_sequence, serving_section
 from swarmnode.roles.question_server import QuestionServer
 from swarmnode.roles.serving.adapters import StageAdapters
 from swarmnode.roles.serving.audits.audit_server import Author, audit_server
 from swarmnode.roles.serving.grammars import Grammars
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.hardware import Hardware, Workplace
 from swarmnode.roles.serving.kept_span import KeptSpan
 from swarmnode.roles.serving.link_codecs import codec_rules_of
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.span_part import LoadedSpan, SpanPart
+from swarmnode.roles.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
-
-if TYPE_CHECKING:
-    from swarmnode.roles.fetching.adapter_files import AdapterFiles
 
 log = logging.getLogger(__name__)
 
 Replica = Sequence[SpanPart]
 
 
-class ServingStage:
+class ServingStage(Stage):
     """Replicas of a span, each in parts on devices of its own, and their server. Made by `load`, ended by `close`."""
 
     def __init__(
@@ -59,6 +54,7 @@ class ServingStage:
         self._server = server
         self._statements = statements
         self._tasks = tasks
+        self._parts = [part for replica in replicas for part in replica]
         for part in self._parts:
             if any(part.span.packings):
                 tasks.spawn(self._pack(part), "pack")
@@ -67,102 +63,59 @@ class ServingStage:
         return f"<ServingStage {self._server!r}>"
 
     @classmethod
-    async def load(
-        cls,
-        host: Host,
-        checkpoint: Checkpoint,
-        hardware: Hardware,
-        units: Units,
-        executors: Sequence[Executor],
-        adapters: AdapterFiles | None = None,
-    ) -> ServingStage:
+    async def load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
         """Load a span whose weights are here, measure it, and serve: in float32 where numbers are too large for less. Raises
         CheckpointError, LocalError."""
         try:
-            return await cls._load(host, checkpoint, hardware, units, executors, adapters)
+            return await cls._load(place, checkpoint, units)
         except PrecisionError as error:
-            wider = hardware.in_float32(checkpoint)
+            wider = place.hardware.in_float32(checkpoint)
             if wider is None:
                 raise
             log.warning("%s: they are loaded again, in float32", error)
-        return await cls._load(host, checkpoint, wider, units, executors, adapters)
+        return await cls._load(replace(place, hardware=wider), checkpoint, units)
 
     @classmethod
-    async def _load(
-        cls,
-        host: Host,
-        checkpoint: Checkpoint,
-        hardware: Hardware,
-        units: Units,
-        executors: Sequence[Executor],
-        adapters: AdapterFiles | None,
-    ) -> ServingStage:
-        cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
-        layout = hardware.lay_out(units, cache, host.swarm.id)
+    async def _load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
+        hardware = place.hardware
+        layout = hardware.lay_out(units, place.speed_cache, place.host.swarm.id)
         async with contextlib.AsyncExitStack() as undo:
             loaded = [[await _load_part(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
-            stage = await cls.serve(host, loaded, hardware, executors, adapters)
+            stage = await cls.serve(place, loaded)
             undo.pop_all()
         return stage
 
     @classmethod
-    async def take_up(
-        cls, host: Host, kept: KeptSpan, executors: Sequence[Executor], adapters: AdapterFiles | None = None
-    ) -> ServingStage:
+    async def take_up(cls, place: Workplace, kept: KeptSpan) -> ServingStage:
         """Serve a span that was kept in the host's memory. Raises ExecutorDied."""
         async with contextlib.AsyncExitStack() as undo:
-            loaded: list[list[LoadedSpan]] = []
-            for replica in kept.replicas:
-                loaded.append([])
-                for device, span in replica:
-                    lent = kept.hardware.lent[device]
-                    weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
-                    undo.callback(weights.release)
-                    await asyncio.to_thread(span.move_to, lent.device.torch_device)
-                    loaded[-1].append(LoadedSpan(device, span, weights))
+            loaded = [[await _move_back(part, kept.hardware, undo) for part in replica] for replica in kept.replicas]
             kept.memory.release()
-            stage = await cls.serve(host, loaded, kept.hardware, executors, adapters)
+            stage = await cls.serve(replace(place, hardware=kept.hardware), loaded)
             undo.pop_all()
         return stage
 
     @classmethod
-    async def serve(
-        cls,
-        host: Host,
-        loaded: Sequence[Sequence[LoadedSpan]],
-        hardware: Hardware,
-        executors: Sequence[Executor],
-        adapters: AdapterFiles | None = None,
-    ) -> ServingStage:
-        """Serve replicas of a span that are loaded, in their parts, with `adapters` where the swarm has any; executors are those of
-        the devices. Raises ExecutorDied, and LocalError where a device cannot compute it."""
+    async def serve(cls, place: Workplace, loaded: Sequence[Sequence[LoadedSpan]]) -> ServingStage:
+        """Serve replicas of a span, whose parts are loaded. Raises ExecutorDied, and LocalError if a device cannot compute it."""
+        host, hardware, config = place.host, place.hardware, place.hardware.config.server
         async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
             replicas: list[list[SpanPart]] = []
             for spans in loaded:
                 replicas.append([])
                 for one in spans:
-                    part = await SpanPart.start(host, one, hardware, executors[one.device])
+                    part = await SpanPart.start(place, one)
                     undo.push_async_callback(part.close, keep_span=True)
                     replicas[-1].append(part)
             span = loaded[0][-1].span
             compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
             places = [(part.worker, hardware.lent[part.device].ledger) for replica in replicas for part in replica]
-            crashed = host.supervisor.ends_conversation
             server = StageServer(
-                host.network,
-                host.hello,
+                host,
                 [_pipeline(replica, host.link_config.ledger) for replica in replicas],
-                hardware.config.server,
-                host.link_config,
-                host.observed_latency,
-                completed=host.completed,
-                weight_of=lambda client: host.weight_of(client),
-                on_neighbour_lost=host.lost_neighbour,
-                decisions=host.decisions,
-                grammars=Grammars(compiler, host.link_config.ledger, hardware.config.server) if compiler else None,
-                adapters=StageAdapters(adapters, places, hardware.config.server, on_crash=crashed)
-                if adapters
-                else None,
+                config,
+                grammars=Grammars(compiler, host.link_config.ledger, config),
+                adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
                 codec_rules=codec_rules_of(host, span.dtype),
             )
             undo.push_async_callback(server.close)
@@ -175,27 +128,11 @@ class ServingStage:
             gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
         return cls(hardware, replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
 
-    @property
-    def _parts(self) -> list[SpanPart]:
-        return [part for replica in self._replicas for part in replica]
-
     async def _pack(self, part: SpanPart) -> None:
         """Sessions go on beside it. It is measured again if nobody computes now, else real work will show it."""
         if await part.pack() and not self._server.load:
             await part.measure_again()
         await part.pack_in_company()
-
-    @property
-    def bound(self) -> bool:
-        """Whether these units hold something that others do not have."""
-        return False
-
-    async def settled(self) -> None:
-        """Sessions move to other peers at any time."""
-
-    def rest_s(self) -> float:
-        """How long it will be of use: nobody knows an end."""
-        return math.inf
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
@@ -206,7 +143,7 @@ class ServingStage:
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
         for part in self._parts:
-            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.label,))
+            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
         yield from self._server.readings()
 
     async def drain(self, timeout_s: float) -> None:
@@ -223,7 +160,7 @@ class ServingStage:
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
         """What a closed stage served, in the memory of the host; None where it cannot be there."""
-        replicas = [[(part.device, part.span) for part in replica] for replica in self._replicas]
+        replicas = [[LoadedSpan(part.device, part.span) for part in replica] for replica in self._replicas]
         return KeptSpan.of(self._hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
@@ -257,6 +194,15 @@ async def _load_part(
     undo.callback(span.close)
     weights.count(span.weight_bytes)  # tied ones are here once
     return LoadedSpan(part.device, span, weights)
+
+
+async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
+    """A part that was kept in the host's memory, on its device again."""
+    lent, span = hardware.lent[kept.device], kept.span
+    weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
+    undo.callback(weights.release)
+    await asyncio.to_thread(span.move_to, lent.device.torch_device)
+    return replace(kept, weights=weights)
 
 
 def _pipeline(replica: Replica, journals: MemoryLedger) -> Pipeline:

@@ -88,13 +88,12 @@ class Worker:
         self._executor = executor
         self._stopwatch = Stopwatch(runner.span.device, clock=executor.clock)
         self._waiting: dict[int, deque[Job]] = {}
-        self.steps = 0
         self.positions = 0
         self.on_pass: OnPass = lambda _phase, _sessions, _positions, _units, _seconds: None
         self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
 
     def __repr__(self) -> str:
-        return f"<Worker {self.runner!r} after {self.steps} passes, {len(self._waiting)} sessions waiting>"
+        return f"<Worker {self.runner!r} after {self.positions} positions, {len(self._waiting)} sessions waiting>"
 
     @property
     def queued(self) -> int:
@@ -230,7 +229,6 @@ class Worker:
         outcomes = self._pass(ready, works) if works else []
         for job, flag, outcome in zip(ready, sound, outcomes, strict=True):
             finishes[id(job)] = self._leave(job, flag, outcome, outputs)
-        self.steps += 1
         self.positions += sum(job.count for job in ready)
         fetched = outputs.fetch()
         return [self._finish(job, finishes[id(job)], fetched) for job in batch]

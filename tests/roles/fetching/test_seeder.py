@@ -15,7 +15,8 @@ from swarmnode.roles.fetching.chunk_server import REQUESTS_PER_PEER
 from swarmnode.roles.fetching.fetcher import Fetcher
 from swarmnode.roles.fetching.newcomer import fetch_manifest
 from swarmnode.roles.fetching.seeder import WEIGHTS_PROTOCOL, Seeder
-from swarmnode.roles.fetching.sources import PeerSource, ask, largest_answer_bytes
+from swarmnode.roles.fetching.sources import PeerSource, largest_answer_bytes
+from swarmnode.roles.question_server import ask
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
 from swarmnode.swarm.storage.content import CHUNK_BYTES, checkpoint_files, chunk_hashes, describe_files, matching_hashes
 from swarmnode.swarm.storage.swarmfile import new_swarm

@@ -14,10 +14,10 @@ from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import Path
-from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.measuring.timeline import Late, Timeline, TimelinePart
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import TRACE_PROTOCOL, fetch_traces
+from swarmnode.roles.question_server import ask
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import HELLO, ToySwarm, link_config
 

@@ -22,7 +22,7 @@ from swarmnode.net.memory.network import FakeWorld, Path
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.paths import Paths
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.directory_router import DirectoryRouter
 from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
 from swarmnode.swarm.peers.directory import Directory
@@ -103,7 +103,8 @@ class LiveClient:
     def ring(self, prompt: Sequence[int], count: int) -> RingStream:
         clock = asyncio.get_running_loop().time
         options = GenerateOptions(max_new_tokens=count)
-        return RingStream(self.switchboard, self.router, prompt, options, self.config, clock=clock)
+        spec = options.spec(prompt)
+        return RingStream(ClientSession(self.switchboard, self.router, spec, self.config, clock=clock), options)
 
     async def generate(self, prompt: Sequence[int], count: int) -> Generation:
         stream = self.ring(prompt, count)

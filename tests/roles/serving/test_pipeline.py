@@ -6,12 +6,13 @@ import struct
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnode.codec.messages import Truncate
+from swarmnode.codec.messages import HopSpec, Mode, Open, Truncate
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache_budget import CacheBudget, Claim
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.limits.address_group import Claimant
+from swarmnode.plan.serving.pass_cost import PassCost
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.session_memory import SessionMemory
@@ -20,18 +21,25 @@ INFO = TensorInfo(Codec.NONE, DType.FLOAT32, (1, 1, 1))
 PASS_S = 1.0
 
 
+def opening(start: int, end: int) -> Open:
+    """A session of ten positions over these units."""
+    return Open(bytes(16), 1, (HopSpec("peer", start, end),), 0, Mode.DRIVEN, rows=1, max_length=10)
+
+
 class Recorder:
     """Stands in for a worker: a job waits until `finish`."""
 
     def __init__(self, start: int, end: int, cache_bytes: int = 100) -> None:
         self.runner: Any = SimpleNamespace(
-            span=SimpleNamespace(start=start, end=end, cache_bytes_per_token=2 * (end - start)),
+            span=SimpleNamespace(start=start, end=end, hidden_size=1, cache_bytes_per_token=2 * (end - start)),
             pool=SimpleNamespace(budget=CacheBudget(cache_bytes)),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
         self.opened: dict[int, tuple[int, int]] = {}
         self.jobs: list[Job] = []
         self.running = None
+        self.scheduler = SimpleNamespace(cost=PassCost())
+        self.clock = lambda: 0.0
 
     def open(self, session: int, *, start: int, end: int, **_reservation: Any) -> None:
         self.opened[session] = (start, end)
@@ -58,15 +66,16 @@ class Line:
         self.done: list[tuple[Job, JobResult, Pass]] = []
 
     def open(self, session: int, start: int, end: int) -> None:
-        cache_bytes = self.pipeline.cache_bytes(1, 10, start, end)
-        assert self.pipeline.memory.reserve(session, Claimant("", "peer"), cache_bytes=cache_bytes, journal_bytes=1)
-        self.pipeline.open(session, start=start, end=end, rows=1, max_length=10)
+        opened = opening(start, end)
+        cache_bytes = self.pipeline.cache_bytes(opened)
+        assert self.pipeline.memory.take(session, Claimant("", "peer"), cache_bytes=cache_bytes, journal_bytes=1)
+        self.pipeline.open(session, opened)
 
     def submit(self, session: int, **options: Any) -> None:
         options = {"then": Return(), "stages_after": 1, **options}
         part = (INFO, struct.pack("<f", 9.0))
         job = Job(session, 0, 1, (part,), done=lambda *came: self.done.append(came), submitted_s=0.0, **options)
-        self.pipeline.submit(job, 0.0)
+        self.pipeline.submit(job)
 
 
 async def test_a_job_goes_from_device_to_device_and_what_was_asked_of_it_is_done_by_the_last() -> None:
@@ -139,7 +148,7 @@ async def test_nothing_is_handed_on_for_a_session_that_is_over() -> None:
 
 async def test_the_device_that_has_least_bounds_what_a_session_may_have() -> None:
     line = Line()
-    assert line.pipeline.cache_bytes(1, 10, 2, 8) == (20, 10, 30)
+    assert line.pipeline.cache_bytes(opening(2, 8)) == (20, 10, 30)
     assert line.pipeline.free_cache_tokens([]) == 100 // 6
     assert not line.pipeline.may_hold((20, 10, 101)) and line.pipeline.may_hold((100, 100, 100))
 
@@ -148,9 +157,9 @@ async def test_where_one_device_has_no_room_none_is_promised_any() -> None:
     ledger, budgets = MemoryLedger(), [CacheBudget(100), CacheBudget(50)]
     memory = SessionMemory(budgets, ledger)
     peer = Claimant("", "peer")
-    assert memory.reserve(1, peer, cache_bytes=(40, 40), journal_bytes=5)
-    assert not memory.reserve(2, peer, cache_bytes=(40, 20), journal_bytes=5)
-    assert not memory.grow(1, cache_bytes=(90, 60), journal_bytes=9)
+    assert memory.take(1, peer, cache_bytes=(40, 40), journal_bytes=5)
+    assert not memory.take(2, peer, cache_bytes=(40, 20), journal_bytes=5)
+    assert not memory.take(1, peer, cache_bytes=(90, 60), journal_bytes=9)
     assert [budget.claimed(Claim.PROMISED) for budget in budgets] == [40, 40]
     assert ledger.accounts()[Account.JOURNALS] == 5
 
@@ -158,5 +167,5 @@ async def test_where_one_device_has_no_room_none_is_promised_any() -> None:
 async def test_only_who_has_what_is_lacking_gives_way() -> None:
     memory = SessionMemory([CacheBudget(100), CacheBudget(100)], MemoryLedger())
     for key, cache_bytes in enumerate([(60, 0), (40, 0), (0, 50), (0, 50)]):
-        assert memory.reserve(key, Claimant("a", "a"), cache_bytes=cache_bytes, journal_bytes=0)
+        assert memory.take(key, Claimant("a", "a"), cache_bytes=cache_bytes, journal_bytes=0)
     assert memory.who_gives_way(Claimant("b", "b"), (0, 20), 0, idle=[0, 1, 2, 3]) == [2]

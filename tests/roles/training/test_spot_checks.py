@@ -35,8 +35,7 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.audits.budget import AuditBudget
-from swarmnode.roles.fetching.sources import ask
-from swarmnode.roles.question_server import Answer
+from swarmnode.roles.question_server import Answer, ask
 from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
 from swarmnode.roles.training.spot_checks.suspicions import LOOKS, Suspicions
 from swarmnode.swarm.peers.standing import Standing

@@ -17,8 +17,7 @@ from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.fetching.sources import ask_one
-from swarmnode.roles.question_server import BUSY_RETRY_S
+from swarmnode.roles.question_server import BUSY_RETRY_S, ask_one
 from swarmnode.swarm.records.statement import Statement, open_statement
 
 

@@ -7,6 +7,7 @@ here too where the client holds embedding and head itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -27,7 +28,6 @@ from swarmnode.roles.serving.client.received import Received
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.roles.serving.client.ends import Ends
 
 T = TypeVar("T")
@@ -99,7 +99,8 @@ class RemoteCache(Cache):
 class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A causal LM whose layers live in a swarm. Use it as any transformers model: `model.generate(ids, num_beams=4)`.
 
-    `run` executes a coroutine on the client's loop from the calling thread. Not for training: outputs carry no graph.
+    `run` executes a coroutine on the client's loop from the calling thread. `folder` holds the checkpoint's configurations; weights
+    are not needed. Not for training: outputs carry no graph.
     """
 
     config_class = PretrainedConfig
@@ -112,7 +113,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         open_session: OpenSession,
         run: Callable[[Coroutine[Any, Any, Any]], Any],
         *,
-        generation_config: GenerationConfig | None = None,
+        folder: Path | None = None,
         ends: Ends | None = None,
         prompt_chunk_tokens: int = 128,
         limits: ModelLimits = ModelLimits(),
@@ -128,7 +129,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self._compress = compress
         self._adapter = adapter
         self._limits = limits
-        self.generation_config = generation_config or GenerationConfig.from_model_config(config)
+        self.generation_config = _generation_config(folder) or GenerationConfig.from_model_config(config)
         self.register_buffer("_where", torch.empty(0), persistent=False)  # gives the model a device and a dtype
 
     def __repr__(self) -> str:
@@ -144,35 +145,6 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
     def dtype(self) -> torch.dtype:
         """Of what comes out."""
         return torch.float32
-
-    @classmethod
-    def from_checkpoint(
-        cls,
-        checkpoint: Checkpoint,
-        open_session: OpenSession,
-        run: Callable[[Coroutine[Any, Any, Any]], Any],
-        ends: Ends | None,
-        prompt_chunk_tokens: int,
-        limits: ModelLimits = ModelLimits(),
-        compress: str = "none",
-        adapter: str = "",
-    ) -> RemoteCausalLM:
-        """With the config and generation config of a checkpoint, of which no weights need be here."""
-        try:
-            generation_config = GenerationConfig.from_pretrained(checkpoint.path, local_files_only=True)
-        except OSError:
-            generation_config = None
-        return cls(
-            checkpoint.config,
-            open_session,
-            run,
-            generation_config=generation_config,
-            ends=ends,
-            prompt_chunk_tokens=prompt_chunk_tokens,
-            limits=limits,
-            compress=compress,
-            adapter=adapter,
-        )
 
     # -- transformers' side
 
@@ -326,3 +298,11 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
     def _decode(received: Received) -> torch.Tensor:
         assert received.output.tensor is not None
         return decode(received.output.tensor, received.payload)
+
+
+def _generation_config(folder: Path | None) -> GenerationConfig | None:
+    """Read a checkpoint's generation config; None if it has none."""
+    try:
+        return None if folder is None else GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return None

@@ -94,9 +94,9 @@ class ClientSession:
         self.epoch = 0
         self._switchboard = switchboard
         self._router = router
-        self._config = config
-        self._meter = meter or ClientMeter()
-        self._clock = clock
+        self.config = config
+        self.meter = meter or ClientMeter()
+        self.clock = clock
         self._journal = switchboard.ledger.count(Account.JOURNALS)
         self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error), self._journal)
         self._timing: Timing | None = None
@@ -160,7 +160,7 @@ class ClientSession:
             self._codecs.truncate(begin)
         self.spec, self.stats, self._drawn, self._complete = spec, SessionStats(), [], False
         self._expected, self._wanted = spec.sampling.prompt_length, 1
-        self._last_progress_s = self._clock()
+        self._last_progress_s = self.clock()
 
     @property
     def truncations(self) -> int:
@@ -183,7 +183,7 @@ class ClientSession:
         if expect is not None:
             self._expected = expect
             self._wanted = entry.count if entry.body.want == Want.ALL else 1
-        self._last_progress_s = self._clock()
+        self._last_progress_s = self.clock()
         if self._timing is not None and entry.count == 1:
             self._timing.sent(entry.end)
         self._first.send(entry)
@@ -238,7 +238,7 @@ class ClientSession:
             self._tainted = True  # in a ring it went to the first hop, too
             self._fault(self.epoch, len(self.route) - 1, error)
             return
-        now_s = self._clock()
+        now_s = self.clock()
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
         self._last_progress_s = now_s
         for peer, code in self._blame.progress(self.route):
@@ -270,15 +270,15 @@ class ClientSession:
     async def _mend(self) -> None:
         while True:
             try:
-                epoch, index, error = await asyncio.wait_for(self._faults.get(), self._config.progress_s)
+                epoch, index, error = await asyncio.wait_for(self._faults.get(), self.config.progress_s)
             except asyncio.TimeoutError:
-                if self._clock() - self._last_progress_s < self._config.progress_s or self._received.qsize():
+                if self.clock() - self._last_progress_s < self.config.progress_s or self._received.qsize():
                     continue
                 epoch, index, error = self.epoch, -1, PeerLost("no output although all links are alive")
             if epoch != self.epoch or self._complete:
                 continue
             self.stats.reroutes += 1
-            self._meter.reroutes[error.code] += 1
+            self.meter.reroutes[error.code] += 1
             try:
                 if index >= 0:
                     self._judge(self.route[index], error)
@@ -317,9 +317,9 @@ class ClientSession:
 
         `error` is why a new epoch is needed.
         """
-        deadline_s = self._clock() + self._config.patience_s
+        deadline_s = self.clock() + self.config.patience_s
         while True:
-            now_s = self._clock()
+            now_s = self.clock()
             try:
                 self.route = self._router.route(self._blame.avoided, self.route, self.spec.size)
             except NoRoute as failure:
@@ -336,8 +336,8 @@ class ClientSession:
                 error = failure
                 hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
                 self._judge(hop, failure)
-            if self._clock() >= deadline_s:
-                raise NoRoute(f"no route through the swarm for {self._config.patience_s:.0f} s; at last {error}")
+            if self.clock() >= deadline_s:
+                raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; at last {error}")
 
     async def _open_unless_faulty(self) -> None:
         """Open an epoch. A hop may hear sooner than we that another one is gone: then there is nothing to wait for."""
@@ -382,8 +382,8 @@ class ClientSession:
             self._last.close()
             self._last = None
         ring, observed_latency = spec.mode == Mode.RING, self._router.observed_latency
-        self._timing = Timing(self.route, -1, observed_latency, self._clock, ring=ring)
-        self._cadence = Cadence(self.route[0], observed_latency, self._clock) if ring and len(self.route) == 1 else None
+        self._timing = Timing(self.route, -1, observed_latency, self.clock, ring=ring)
+        self._cadence = Cadence(self.route[0], observed_latency, self.clock) if ring and len(self.route) == 1 else None
         try:
             await self._first.open(self.route[0].peer, opened, spec.text(self._drawn))
             index = len(self.route) - 1

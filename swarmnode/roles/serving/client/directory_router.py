@@ -28,10 +28,7 @@ class DirectoryRouter(Router):
 
     def __init__(self, host: Host, units: int, span: Span, *, ring: bool, trust: Trust = EVERYBODY) -> None:
         self.observed_latency = host.observed_latency
-        self._directory = host.directory
-        self._standing = host.standing
-        self._decisions = host.decisions
-        self._paths = host.paths
+        self._host = host
         manifest = host.swarm.manifest
         self._position_bytes = manifest.model.hidden * BYTES_PER_HIDDEN if manifest is not None else 0
         self._units = units
@@ -45,16 +42,16 @@ class DirectoryRouter(Router):
         return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize = SessionSize()) -> Route:
-        avoid = avoid | self._standing.shunned
+        avoid = avoid | self._host.standing.shunned
         try:
-            return self._route(self._directory.peers(), avoid, keep, size)
+            return self._route(self._host.directory.peers(), avoid, keep, size)
         except NoRoute as error:
             # Better one who failed us a while ago than nobody: who was only asleep is back before it says so.
-            suspects = self._directory.suspects()
+            suspects = self._host.directory.suspects()
             if not suspects:
                 raise
             with contextlib.suppress(NoRoute):
-                return self._route({**suspects, **self._directory.peers()}, avoid, keep, size)
+                return self._route({**suspects, **self._host.directory.peers()}, avoid, keep, size)
             raise error
 
     def _route(
@@ -63,14 +60,14 @@ class DirectoryRouter(Router):
         view = view_of(
             self._units,
             self._trusted(peers.values()),
-            observer=self._directory.network.peer_id,
-            rtt_s=self._paths.link_statistics.rtts_s(),
-            coordinate=self._paths.coordinate,
+            observer=self._host.directory.network.peer_id,
+            rtt_s=self._host.paths.link_statistics.rtts_s(),
+            coordinate=self._host.paths.coordinate,
             unit_s=self.observed_latency.units_s(),
-            weights=self._standing.weights(peers),
+            weights=self._host.standing.weights(peers),
             position_bytes=self._position_bytes,
         )
-        own = self._directory.network.peer_id
+        own = self._host.directory.network.peer_id
         avoid |= self._newcomers_left_out(view, avoid) - {hop.peer for hop in keep}
         try:
             route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep, size=size)
@@ -83,7 +80,7 @@ class DirectoryRouter(Router):
 
     def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
         """Write down what was decided, on what this peer knew of the others."""
-        peers, own = {peer.peer: peer for peer in view.peers}, self._directory.network.peer_id
+        peers, own = {peer.peer: peer for peer in view.peers}, self._host.directory.network.peer_id
         ready = sum(peer.state is State.READY and peer.span.units > 0 for peer in view.peers)
         left_out = avoid & peers.keys()
         facts = [
@@ -97,22 +94,22 @@ class DirectoryRouter(Router):
             facts.append(
                 f"{hop.peer[-8:]} for units {Span(hop.start, hop.end)} {speed}, {counted(peer.sessions, 'session')}, {distance}"
             )
-        self._decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
+        self._host.decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 
     def _newcomers_left_out(self, view: View, avoid: frozenset[PeerId]) -> frozenset[PeerId]:
         """Of most sessions."""
         if self._dice.random() < newcomers.SHARE:
             return frozenset()
-        trust = {peer.peer: self._standing.trust(peer.peer) for peer in view.peers}
+        trust = {peer.peer: self._host.standing.trust(peer.peer) for peer in view.peers}
         return newcomers.dispensable(view, trust, avoid)
 
     def _trusted(self, peers: Iterable[Announcement]) -> list[Announcement]:
         return [peer for peer in peers if self._trust.covers(peer, self._group(peer.peer))]
 
     def suspect(self, peer: PeerId, reason: str) -> None:
-        self._directory.suspect(peer, reason)
+        self._host.directory.suspect(peer, reason)
 
     async def changed(self) -> None:
-        self._directory.hurry()
-        await self._directory.changed(self._directory.revision)
+        self._host.directory.hurry()
+        await self._host.directory.changed(self._host.directory.revision)
         await asyncio.sleep(0)

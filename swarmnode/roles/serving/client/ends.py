@@ -18,6 +18,7 @@ class Ends:
     def __init__(self, embedding: StageRunner, head: StageRunner) -> None:
         self._embedding = embedding
         self._head = head
+        self.hidden_size = embedding.span.hidden_size  # of the states that come in between
 
     def __repr__(self) -> str:
         return f"<Ends {self._embedding!r} {self._head!r}>"
@@ -30,11 +31,6 @@ class Ends:
         head = load_span(checkpoint, units - 1, units)
         head.packings.at_once.run()
         return cls(StageRunner(load_span(checkpoint, 0, 1), nothing), StageRunner(head, nothing))
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states that come in between."""
-        return self._embedding.span.hidden_size
 
     def open(self, session: Hashable, rows: int, max_length: int, padding: Sequence[int]) -> None:
         """Begin a session of so many rows."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,18 +20,14 @@ from swarmnode.codec.sampling import (
     Grammar,
     Sampling,
 )
-from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
-from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.serving.client.beginnings import Beginning, Beginnings, PromptUnderWay
+from swarmnode.roles.serving.client.beginnings import Beginnings, SharedText
 from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS, codec_named
 from swarmnode.roles.serving.client.ids_entry import ids_entry
-from swarmnode.roles.serving.client.router import Router
-from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
+from swarmnode.roles.serving.client.session_stats import SessionStats
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 
@@ -117,9 +112,26 @@ class GenerateOptions:
             grammar=self.grammar,
         )
 
+    def spec(
+        self, prompt: Sequence[int], *, vocabulary: int | None = None, allowed: Collection[int] = SERVING_CODECS
+    ) -> SessionSpec:
+        """Return the session that generates behind a prompt. `allowed`: the codecs of the swarm."""
+        return SessionSpec(
+            Mode.RING,
+            max_length=len(prompt) + self.max_new_tokens - 1,  # the last one is told and not fed
+            sampling=self.sampling(len(prompt)),
+            codec=codec_named(self.compress),
+            adapts=self.compress == AUTO,
+            allowed=frozenset(allowed),
+            prompt_tokens=len(prompt) - 1,  # its last one makes the first new token
+            prompt=tuple(prompt),
+            width=vocabulary or MAX_WIDTH,
+            adapter=self.adapter,
+        )
+
 
 @dataclass
-class Generation:
+class Generation(SessionStats):
     """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
 
     `trace` is what `swarmnode trace` takes. `logprobs`, where they were asked for: for each token its own first, then the most
@@ -130,10 +142,7 @@ class Generation:
     text: str | None = None
     first_token_s: float = 0.0
     seconds: float = 0.0
-    reroutes: int = 0
-    longest_stall_s: float = 0.0
     route: tuple[HopSpec, ...] = ()
-    faults: list[tuple[str, str]] = field(default_factory=list)
     trace: str = ""
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, that the first hop had from an earlier text
@@ -156,54 +165,31 @@ class RingStream:
 
     def __init__(
         self,
-        switchboard: Switchboard,
-        router: Router,
-        prompt: Sequence[int],
+        session: ClientSession,
         options: GenerateOptions,
-        config: ClientConfig,
         *,
-        vocabulary: int | None = None,
-        allowed: Collection[int] = SERVING_CODECS,
-        meter: ClientMeter | None = None,
         audit: Audit = lambda _session, _ids: False,
-        clock: Callable[[], float] = time.monotonic,
-        on_over: Callable[[ServedWork], None] = lambda _served: None,
         beginnings: Beginnings | None = None,
         owner: str = "",
     ) -> None:
-        """`allowed`: the codecs of the swarm. `beginnings` are those of other texts; this `owner`'s may be used."""
-        self._beginnings = beginnings
-        self._owner = owner
-        self._under_way: PromptUnderWay | None = None
-        self._began_elsewhere = False  # so that its hops may not have what an audit asks for
-        self.prompt = list(prompt)
+        """`session` is a new one for the `spec` of `options`. `beginnings` are those of other texts; this `owner`'s may be used."""
+        self._session = session
         self._options = options
-        self._config = config
-        self._meter = meter or ClientMeter()
         self._audit = audit
-        self._clock = clock
-        self._spec = spec = SessionSpec(
-            Mode.RING,
-            max_length=len(self.prompt) + options.max_new_tokens - 1,  # the last one is told and not fed
-            sampling=options.sampling(len(self.prompt)),
-            codec=codec_named(options.compress),
-            adapts=options.compress == AUTO,
-            allowed=frozenset(allowed),
-            prompt_tokens=len(self.prompt) - 1,  # its last one makes the first new token
-            prompt=tuple(self.prompt),
-            width=vocabulary or MAX_WIDTH,
-            adapter=options.adapter,
-        )
-        self._session = ClientSession(
-            switchboard, router, spec, config, meter=self._meter, clock=clock, on_over=on_over
-        )
+        self._beginnings = Beginnings() if beginnings is None else beginnings
+        self._is_kept = beginnings is not None and options.grammar is None  # once it is whole
+        self._owner = owner
+        self._under_way: SharedText | None = None
+        self._began_elsewhere = False  # so that its hops may not have what an audit asks for
+        self._spec = session.spec
+        self.prompt = list(self._spec.prompt)
         self.result = Generation(trace=self._session.trace_id.hex())
 
     def __repr__(self) -> str:
         return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"
 
     async def __aiter__(self) -> AsyncGenerator[int, None]:
-        started_s = self._clock()
+        started_s = self._session.clock()
         ending, final, is_audited = "failed", False, False
         try:
             self._send_prompt(await self._begin())
@@ -212,7 +198,7 @@ class RingStream:
                 if self._under_way is not None:
                     self._under_way.note_output()
                 final = received.output.final
-                self._note(received.output.ids[0], self._clock() - started_s)
+                self._note(received.output.ids[0], self._session.clock() - started_s)
                 if self._options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
@@ -223,12 +209,12 @@ class RingStream:
             ending = "left"
             raise
         finally:
-            self._meter.sessions[ending] += 1
-            if self._beginnings is not None and self._under_way is not None:
+            self._session.meter.sessions[ending] += 1
+            if self._under_way is not None:
                 self._beginnings.leave(self._under_way)
             if is_audited:
                 pass  # whoever audits closes it
-            elif ending == "done" and final and self._beginnings is not None and not self._spec.follows_grammar:
+            elif ending == "done" and final and self._is_kept:
                 await self._beginnings.keep(self._owner, self._session, self.text[:-1])
             else:
                 await self._session.close()
@@ -240,13 +226,12 @@ class RingStream:
 
     async def _begin(self) -> int:
         """Open the session, or go on with one: how many positions of the prompt need not be sent."""
-        found = Beginning()
-        if self._beginnings is not None:
-            found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._config.progress_s)
-            if found.goes_on is not None:
-                self._session = found.goes_on
-                self._session.go_on(self._spec, found.length)
-            self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
+        found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._session.config.progress_s)
+        if found.goes_on is not None:
+            self._session = found.goes_on
+            self._session.go_on(self._spec, found.length)
+        self._session.stats = self.result
+        self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
         if found.source is not None:
             self._session.begin_as(found.source, found.truncations, self._entries(0, found.length))
         self._began_elsewhere = found.length > 0
@@ -256,7 +241,7 @@ class RingStream:
 
     def _entries(self, begin: int, end: int) -> list[Entry]:
         """The prompt's positions in chunks, so that later hops work on the first one while earlier hops work on the next."""
-        size = self._config.prompt_chunk_tokens
+        size = self._session.config.prompt_chunk_tokens
         starts = range(begin, end, size)
         return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]
 
@@ -265,7 +250,7 @@ class RingStream:
             self._session.send(entry, expect=len(self.prompt))
 
     def _note(self, token: int, elapsed_s: float) -> None:
-        result, stats, meter = self.result, self._session.stats, self._meter
+        result, meter = self.result, self._session.meter
         meter.tokens += 1
         if not result.ids:
             result.first_token_s = elapsed_s
@@ -276,6 +261,3 @@ class RingStream:
         result.trace = self._session.trace_id.hex()
         result.seconds = elapsed_s
         result.route = self._session.route
-        result.reroutes = stats.reroutes
-        result.longest_stall_s = stats.longest_stall_s
-        result.faults = stats.faults

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
@@ -12,25 +14,40 @@ from swarmnode.roles.measuring.observed_latency import ObservedLatency
 Route = tuple[HopSpec, ...]
 
 
-class Router:
-    """What a session needs to know of the swarm. The live one reads the directory.
+class Router(Protocol):
+    """The neighbour of a client's session that knows the swarm. The live one reads the directory. Used on the loop.
 
-    Into `observed_latency` goes how fast the peers of its routes turned out to be.
+    Attributes:
+        observed_latency: How fast the peers of the routes turned out to be, as sessions note it.
     """
 
     observed_latency: ObservedLatency
 
+    @abstractmethod
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
-        """The best route now for a session of this size, without the peers in `avoid`, preferring the hops in `keep`.
+        """Return the best route now. Does not wait.
 
-        Raises NoRoute.
+        Args:
+            avoid: Peers that must not be on it.
+            keep: Hops of an earlier route, preferred if others are not much better: their peers have caches.
+            size: Positions of the session.
+
+        Returns:
+            Hops whose units follow one another without a gap, over all units of the router.
+
+        Raises:
+            NoRoute: Some units have no holder but those to avoid.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """A peer failed us; the directory forgets it until it announces itself again."""
-        raise NotImplementedError
+        """Leave a peer that failed out of all routes until it announces itself again.
 
+        Args:
+            peer: The peer.
+            reason: Name of the error, for the log of decisions.
+        """
+
+    @abstractmethod
     async def changed(self) -> None:
-        """Wait until the picture of the swarm changes."""
-        raise NotImplementedError
+        """Wait until the picture of the swarm changes, however long that takes. The caller may cancel it."""

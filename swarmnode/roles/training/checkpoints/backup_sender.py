@@ -17,8 +17,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.training import backups
-from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host
+from swarmnode.roles.question_server import ask
 from swarmnode.roles.training.checkpoints.backup_server import BACKUP_PROTOCOL, PATIENCE_S, SLOWER
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.run import encode_run

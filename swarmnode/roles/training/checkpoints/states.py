@@ -24,7 +24,8 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.chunk_server import weights_link
 from swarmnode.roles.fetching.fetcher import Fetcher
-from swarmnode.roles.fetching.sources import PeerSource, Source, ask
+from swarmnode.roles.fetching.sources import PeerSource, Source
+from swarmnode.roles.question_server import ask
 from swarmnode.roles.training.checkpoints.local_source import NAME, LocalSource
 from swarmnode.roles.training.checkpoints.second_voice import SecondVoice
 from swarmnode.roles.training.checkpoints.state_server import STATE_PROTOCOL, listed_of

@@ -46,7 +46,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.audits.judgement import Judgement, judge_states
 from swarmnode.plan.audits.tolerances import CONTRIBUTED, SMALLEST, Calibration, Tolerance
-from swarmnode.roles.fetching.sources import ask_one
+from swarmnode.roles.question_server import ask_one
 from swarmnode.roles.training.spot_checks.check_server import Committer
 from swarmnode.roles.training.spot_checks.step_records import Place, read_entries
 from swarmnode.roles.training.worker.admission import is_of_its_size

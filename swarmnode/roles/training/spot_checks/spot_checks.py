@@ -33,7 +33,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.audits.budget import AuditBudget, SessionCost
 from swarmnode.plan.audits.judgement import Judgement
 from swarmnode.plan.audits.tolerances import CONTRIBUTED, Calibration
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.question_server import ask
 from swarmnode.roles.training.spot_checks.check_server import Committer, check_server
 from swarmnode.roles.training.spot_checks.examination import (
     Examination,

@@ -14,7 +14,6 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.decisions import Topic
-from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
@@ -25,8 +24,9 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, SpeedCache, at_once, speeds_section
 from swarmnode.roles.measuring.meters import TRAIN
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, Workplace
 from swarmnode.roles.serving.stage import ServingStage
+from swarmnode.roles.stage import Stage
 from swarmnode.roles.training.checkpoints.backup_sender import BackupSender
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.checkpoints.restoration import Restoration
@@ -80,7 +80,7 @@ class StepTime:
         return max(0, steps - self._last[0]) * self.step_s if steps > self._last[0] else 0.0
 
 
-class TrainingWorker:
+class TrainingWorker(Stage):
     """The training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
 
     def __init__(
@@ -259,15 +259,6 @@ class TrainingWorker:
         if self._serving is not None:
             await self._serving.drain(timeout_s)
 
-    def keep(self, host: MemoryLedger) -> None:
-        """What it has learnt is on disk and with other peers: to go on it is fetched again, as it is by then."""
-
-    async def finish(self) -> None:
-        """Nothing that ends by itself runs here: a training goes on without it."""
-
-    def take_on(self) -> None:
-        """It never stopped."""
-
     async def close(self, *, keep_span: bool = False) -> None:
         """Keep the step that is reached, here and where nobody else has it at another peer's, and free everything."""
         await self._restoration.close()
@@ -293,7 +284,7 @@ async def _serve(
     if isinstance(checkpoint, GraphCheckpoint):
         return None
     twins = [[await load_served(checkpoint, *one) for one in replica] for replica in loaded]
-    return await ServingStage.serve(host, twins, hardware, executors)
+    return await ServingStage.serve(Workplace(host, hardware, executors), twins)
 
 
 def _checkpoint_manager(host: Host, states: SharedStates, parts: TrainingParts) -> CheckpointManager:

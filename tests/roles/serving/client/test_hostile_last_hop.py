@@ -45,15 +45,9 @@ async def test_token_ids_beyond_the_vocabulary_are_the_last_hops_fault() -> None
         return JobResult(tokens=tuple((position, (1 << 30,)) for position, _ in came.tokens)) if came.tokens else came
 
     liar.worker._result = lie  # type: ignore[method-assign]
-    stream = RingStream(
-        swarm.switchboard,
-        swarm.router,
-        PROMPT,
-        GenerateOptions(max_new_tokens=8),
-        swarm.config,
-        vocabulary=MODULUS,
-        clock=asyncio.get_running_loop().time,
-    )
+    options, clock = GenerateOptions(max_new_tokens=8), asyncio.get_running_loop().time
+    spec = options.spec(PROMPT, vocabulary=MODULUS)
+    stream = RingStream(ClientSession(swarm.switchboard, swarm.router, spec, swarm.config, clock=clock), options)
     assert [token async for token in stream] == expected(PROMPT, 8)
     assert swarm.router.suspected == [liar.peer]
 

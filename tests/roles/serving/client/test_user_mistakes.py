@@ -32,7 +32,7 @@ from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
-from tests.roles.toy_swarm import HELLO, ToyRouter
+from tests.roles.toy_swarm import HELLO, ToyPeer, ToyRouter
 
 POSITIONS = 32
 VOCABULARY = 97
@@ -56,7 +56,7 @@ class Volunteer:
         self.worker = Worker(StageRunner(stage, RunnerConfig(cache_bytes=1 << 22)), self.executor)
         config = LinkConfig()
         pipeline = Pipeline([self.worker], config.ledger)
-        self.server = StageServer(self.network, HELLO, [pipeline], ServerConfig(), config)
+        self.server = StageServer(ToyPeer(self.network, config), [pipeline], ServerConfig())
 
 
 class TinySwarm:
@@ -96,7 +96,8 @@ class TinySwarm:
 
     async def generate(self, count: int) -> list[int]:
         options = GenerateOptions(max_new_tokens=count)
-        return [token async for token in RingStream(self.switchboard, self.router, PROMPT, options, self.config)]
+        session = ClientSession(self.switchboard, self.router, options.spec(PROMPT), self.config)
+        return [token async for token in RingStream(session, options)]
 
     def expected(self, count: int) -> list[int]:
         ids = list(PROMPT)

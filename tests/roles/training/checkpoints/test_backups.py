@@ -18,7 +18,7 @@ from swarmnode.errors import ErrorCode, LocalError, PeerRefused
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.question_server import ask
 from swarmnode.roles.training.checkpoints.backup_places import AT_ONCE, TURN_S
 from swarmnode.roles.training.checkpoints.backup_server import BACKUP_PROTOCOL, BackupServer
 from swarmnode.roles.training.checkpoints.state_server import StateServer
