@@ -15,18 +15,16 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
-from swarmnode.plan.training.expected_step import ExpectedStep, passing_s
 from swarmnode.plan.training.groups import Count, Holder, make_groups
-from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.rule import SETTLING
 from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_model import Bench, ExpectedStep, passing_s
 from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, book, wire
+from swarmnode.plan.training.wiring import Replica, book, keep_busy, wire
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
-from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import Encoder
 from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
 from swarmnode.simulate.steps.pipelines import beat_s, share_out
@@ -251,13 +249,13 @@ class Training:
         groups = [one for one in self._averaging_groups(lambda _peer, _units: 1) if one.group.how != How.APART]
         shared = [one for one in groups if len(one.group.members) > 1]
         agreeing_s = max(averaging_s(name, shared) for name in self._stages)
-        return forecast_s + agreeing_s if forecast_s else 0.0
+        return forecast_s + agreeing_s
 
     def _admit(self) -> None:
         model = self.world.model
         for peer in self._coming:
             device = peer.device
-            bench = SimulatedBench(self.clock, peer)
+            bench = Bench(self.clock, peer.computes)
             stage = SimulatedStage(peer, peer.peer, bench, peer.life, lambda s, d=device: d.layers(model, s))  # type: ignore[misc]
             layers, tokens = stage.layers(peer.span), self.settings.tokens
             there_and_back_s = device.prompt_s(layers, tokens) + device.backward_s(layers, tokens)
