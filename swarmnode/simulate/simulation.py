@@ -43,7 +43,7 @@ class SimulationResult:
 
 class Simulation:
     """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans`: a plan that
-    is carried out instead of what peers would choose; microbatches go as live coordinators wire
+    is carried out instead of what peers would choose; microbatches go as coordinators wire
     them, or are fixed to `pipelines`. Raises UsageError."""
 
     def __init__(

@@ -18,8 +18,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_fields import MAX_CLUSTERS
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.layouts import dendrogram
-from swarmnode.plan.training.averaging_forecast import AveragingNetwork
-from swarmnode.plan.training.shares import part_shares
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork, part_shares
 from swarmnode.swarm.records.run import Averaging
 
 LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another

@@ -18,8 +18,8 @@ from swarmnode.codec.averaging_messages import Form, Group, How, MemberSpec
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.averaging_forecast import part_shares
 from swarmnode.plan.training.line_forms import line_forms
-from swarmnode.plan.training.shares import part_shares
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Averaging, Run
 

@@ -1,8 +1,8 @@
 """Layout of stages: what all who see the same peers come to alike, without anybody planning for others.
 
-For each cluster of the network, and each number of stages that the model may be cut into, a step is estimated as if everybody had
-found a good place; the best few are laid out, their steps forecast, and the best of these run dry. Of the best one every peer knows
-its own place, which for those outside the cluster is to stand by.
+For each cluster of the network, and each number of stages that the model may be cut into, stages are laid; steps of these layouts
+are sketched, and those of the best played (`step_forecast.py`). Of the best one every peer knows its own place, which for those
+outside the cluster is to stand by.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from swarmnode.plan.view import Span
 
 STANDING_BY = Span(0, 0)
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
-ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 PLAYED = 32  # layouts of which a step is played through, at most
-FEWEST = 40  # shapes that are laid; further ones as long as they may take
-WITHIN = 1.25  # times what is sketched of the best one the others may take at least
+FEWEST = 40  # shapes that are laid in any case, and further ones that may take less than
+WITHIN = 1.25  # times what is sketched of the best layout
 LEFT_OUT = 1.2  # times as long a step must take with all, before most of a few are left out, who may be needed later
 NOTICED_S = 1.0  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
@@ -70,7 +69,7 @@ class StageLayout:
 @dataclass(frozen=True)
 class LikelyLayout:
     """One that comes into question. `step_s`: of its step, the longer for what is fragile, for who is left out, and by what another
-    one than the estimate's best has to be better."""
+    one than the best by sketches has to be better."""
 
     step_s: float
     layout: StageLayout

@@ -1,4 +1,4 @@
-"""The worker of a peer: one pass at a time, scheduled as live nodes do it (`plan/serving/scheduler.py`)."""
+"""A model of the worker of a peer: one pass at a time, in the order of the nodes' scheduler (`plan/serving/scheduler.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What values travel as, link by link and direction by direction: the live controllers' choices
-(`plan/compression.py`)."""
+"""What values travel as, link by link and direction by direction: as the controllers of
+nodes choose it (`plan/compression.py`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Training, microbatch by microbatch, as the coordinator leads it (`roles/training/coordinator/coordinator.py`).
+"""A model of training, microbatch by microbatch, and of its coordinator (`roles/training/coordinator/coordinator.py`).
 
 Microbatches are wired through the replicas that will be done first, a ledger knows which units have counted which of them,
 those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins. What follows from
-what, and who coordinates when the coordinator is lost, is decided by the live node's own table (`plan/training/coordination.py`).
+what, and who coordinates when the coordinator is lost, is decided by the table of nodes (`plan/training/coordination.py`).
+Passes are those of the model of a step (`plan/training/step_model.py`), on peers that may be lost and links that compress.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swarmnode.plan.training.clusters import Clusters
 from swarmnode.plan.training.layout import CLEARLY, STANDING_BY, common_layout, cut
 from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, choose_training_place
-from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
+from swarmnode.plan.training.step_forecast import Clusters, StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import Span
 
 UNITS, NEAR_BPS, FAR_BPS = 8, 1e9, 1e8
