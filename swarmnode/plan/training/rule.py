@@ -91,10 +91,11 @@ class StepOutlook:
 
 class FirstPlaces:
     """Before a run's first step: whether those who are to train are still on their way to their places, as one node sees them at
-    each look for its own. As long as nothing is learnt, a node loads what every volunteer can load; afterwards whoever moves has to
-    be sent parameters and the optimizer's memories of them, over lines that may take minutes for it. A first step that ends while some
-    have moved and others not fixes an order of stages that nobody had chosen. So whoever leads lets them go first, for a while.
-    `clock`: seconds."""
+    each look for its own. `clock`: seconds.
+
+    As long as nothing is learnt, a node loads what every volunteer can load; afterwards whoever moves has to be sent parameters and
+    the optimizer's memories of them, over lines that may take minutes for it. A first step that ends while some have moved and
+    others not fixes an order of stages that nobody had chosen. So whoever leads lets them go first, for a while."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

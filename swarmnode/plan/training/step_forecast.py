@@ -19,7 +19,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.layouts import dendrogram
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.spans.hysteresis import REAL_CHANGE
-from swarmnode.plan.training.averaging_clusters import GAIN, shared, sharings_of
+from swarmnode.plan.training.averaging_clusters import fastest, sharings_of
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork, part_shares
 from swarmnode.plan.training.step_model import passing_s
 from swarmnode.plan.training.transfers import Transfers
@@ -224,10 +224,7 @@ class StepForecast:
         sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
         clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
         several = [one for one in clusterings if 1 < len(set(one)) < len(members)] if self.load.over_clusters else []
-        found = {one: shared(among, gradient_bytes, sharings, one) for one in (flat, *several)}
-        best = min(found, key=lambda one: found[one][0])
-        chosen = best if found[best][0] * GAIN <= found[flat][0] else flat
-        seconds, shares = found[chosen]
+        chosen, seconds, shares = fastest(among, gradient_bytes, sharings, several, flat)
         return seconds, among.homes_s(gradient_bytes, shares, chosen)
 
     # -- sketched
