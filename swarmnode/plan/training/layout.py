@@ -24,7 +24,8 @@ from swarmnode.plan.view import Span
 STANDING_BY = Span(0, 0)
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
-PLAYED = 32  # layouts of which a step is played through, at most
+PLAYED = 32  # layouts of which a step is played through, at most, and
+NEAR = 1.75  # times what is sketched of the best one: so far off are sketches
 FEWEST = 40  # shapes that are laid in any case, and further ones that may take less than
 WITHIN = 1.25  # times what is sketched of the best layout
 LEFT_OUT = 1.2  # times as long a step must take with all, before most of a few are left out, who may be needed later
@@ -105,12 +106,13 @@ def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Seq
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
     usual = sketched[0].layout
     weighed = [replace(one, step_s=_margin(one.layout, usual) * one.step_s) for one in sketched]
+    near = sum(one.step_s <= NEAR * sketched[0].step_s for one in sketched[:PLAYED])
     played = [
         replace(one, step_s=_margin(one.layout, usual) * _weighed_s(forecast.step_s(one.layout.places), one.layout))
-        for one in weighed[:PLAYED]
+        for one in weighed[:near]
     ]
     best_s = min(one.step_s for one in played)
-    later = [replace(one, step_s=max(best_s, one.step_s)) for one in weighed[PLAYED:]]
+    later = [replace(one, step_s=max(best_s, one.step_s)) for one in weighed[near:]]
     return sorted([*played, *later], key=lambda one: float(f"{one.step_s:.6g}"))  # of equal ones the better sketched
 
 
