@@ -1,1 +1,2 @@
-"""A discrete-event simulation of a swarm, which decides with the code that live nodes decide with."""
+"""A model of a swarm in virtual time: peers, links and passes are modelled; decisions are made by the functions of `plan`, as on
+nodes."""

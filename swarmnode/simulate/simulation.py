@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.churn import Change, steady_churn
 from swarmnode.simulate.environment.devices import SimulatedDevice, device_of
 from swarmnode.simulate.environment.links import Links
@@ -43,7 +43,7 @@ class SimulationResult:
 
 class Simulation:
     """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans`: a plan that
-    is carried out instead of what peers would choose; microbatches go as live coordinators wire
+    is carried out instead of what peers would choose; microbatches go as coordinators wire
     them, or are fixed to `pipelines`. Raises UsageError."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Simulation:
         pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
         self.scenario, self.model, self.settings = scenario, model, settings
-        self.clock = SimulatedClock()
+        self.clock = VirtualClock()
         self.measures = Measures(settings.sample_s)
         count = peers or scenario.devices
         links = Links(scenario, [*(index % scenario.devices for index in range(count)), *range(scenario.devices)])

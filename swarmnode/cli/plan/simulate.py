@@ -84,7 +84,7 @@ def simulate(
     report: Path = path_option("Write a page with plots.", metavar="OUT.html", parse=output_path),
     as_json: bool = JSON,
 ) -> None:
-    """Simulate a swarm with the placement, routing and compression that live nodes use, and tell how fast it would be.
+    """Simulate a swarm, and tell how fast it would be: a model whose placement, routing and compression decide as nodes do.
 
     Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """

@@ -6,7 +6,7 @@ what averaging will take (`averaging_forecast.py`). What was chosen stays until 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -18,8 +18,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_fields import MAX_CLUSTERS
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.layouts import dendrogram
-from swarmnode.plan.training.averaging_forecast import AveragingNetwork
-from swarmnode.plan.training.shares import part_shares
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork, part_shares
 from swarmnode.swarm.records.run import Averaging
 
 LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another
@@ -87,15 +86,9 @@ class AveragingClusters:
             return ClusteredGroup(_with_shares(group, places, shares), flat_s, flat_s)
         known, before = self._chosen.get(group.blocks, ((), flat))
         before = before if known == names else flat
-        found = {clusters: shared(among, size_bytes, sharings, clusters) for clusters in {flat, before}}
-        found |= {
-            clusters: shared(among, size_bytes, sharings, clusters) for clusters in _clusterings(among, size_bytes)
-        }
-        best = min(found, key=lambda clusters: (found[clusters][0], clusters))
-        if found[best][0] * GAIN > found[before][0]:
-            best = before
+        clusterings = {flat, *_clusterings(among, size_bytes)}
+        best, seconds, shares = fastest(among, size_bytes, sharings, clusterings, before)
         self._chosen[group.blocks] = names, best
-        seconds, shares = found[best]
         dealt = _with_shares(group, places, shares)
         return ClusteredGroup(_with_clusters(dealt, network, places, best), seconds, flat_s)
 
@@ -118,6 +111,21 @@ def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]
 def sharings_of(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
     """How much each may add up: as its line has it, all alike, or as its slowest path has it."""
     return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(network.slowest_paths_bps().tolist())]
+
+
+def fastest(
+    network: AveragingNetwork,
+    size_bytes: float,
+    sharings: Sequence[Shares],
+    clusterings: Iterable[Clusters],
+    before: Clusters,
+) -> tuple[Clusters, float, Shares]:
+    """Return the clusters over which averaging takes least, its seconds, and the shares; those of `before` unless others are `GAIN`
+    times as fast."""
+    found = {clusters: shared(network, size_bytes, sharings, clusters) for clusters in {before, *clusterings}}
+    best = min(found, key=lambda clusters: (found[clusters][0], clusters))
+    chosen = best if found[best][0] * GAIN <= found[before][0] else before
+    return chosen, *found[chosen]
 
 
 def shared(

@@ -1,15 +1,14 @@
 """Layout of stages: what all who see the same peers come to alike, without anybody planning for others.
 
-For each cluster of the network, and each number of stages that the model may be cut into, a step is estimated as if everybody had
-found a good place; the best few are laid out, their steps forecast, and the best of these run dry. Of the best one every peer knows
-its own place, which for those outside the cluster is to stand by.
+For each cluster of the network, and each number of stages that the model may be cut into, stages are laid; steps of these layouts
+are sketched, and those of the best played (`step_forecast.py`). Of the best one every peer knows its own place, which for those
+outside the cluster is to stand by.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -17,18 +16,18 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from swarmnode.plan.holders import HOLDERS, fragility
-from swarmnode.plan.spans.flow import Bools, Floats, Indexes
-from swarmnode.plan.training.step_forecast import StepForecast
+from swarmnode.plan.spans.flow import Floats, Indexes
+from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.training.wiring import SAME
 from swarmnode.plan.view import Span
 
 STANDING_BY = Span(0, 0)
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
-ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
-SHORTLIST = 20  # candidates of which steps are forecast
-DRY_RUNS = 10  # layouts of which a step is run dry, at most, and
-WITHIN = 1.25  # times what is forecast of the best one: so far off are forecasts of arrangements
+PLAYED = 32  # layouts of which a step is played through, at most, and
+NEAR = 1.75  # times what is sketched of the best one: so far off are sketches
+FEWEST = 40  # shapes that are laid in any case, and further ones that may take less than
+WITHIN = 1.25  # times what is sketched of the best layout
 LEFT_OUT = 1.2  # times as long a step must take with all, before most of a few are left out, who may be needed later
 NOTICED_S = 1.0  # of a step: for less than that nobody is left out, nor a stage left to one holder
 FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
@@ -71,7 +70,7 @@ class StageLayout:
 @dataclass(frozen=True)
 class LikelyLayout:
     """One that comes into question. `step_s`: of its step, the longer for what is fragile, for who is left out, and by what another
-    one than the estimate's best has to be better."""
+    one than the best by sketches has to be better."""
 
     step_s: float
     layout: StageLayout
@@ -99,37 +98,53 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
 
 
 def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Sequence[LikelyLayout]:
-    """Layouts with which fewest places are missing, one at least, the one first with which a step takes least. An estimate that
-    knows nothing of who holds what says which layouts come into question; the best of them is first, unless with another one the
-    step is forecast to be shorter, and clearly so where units have fewer holders."""
-    capacity_N = np.array(capacity_units)
-    candidates = sorted(_candidates(forecast, capacity_N), key=lambda one: (one.missing, one.estimate_s))
-    likely = [one for one in candidates[:SHORTLIST] if one.missing == candidates[0].missing]
-    if not likely:
+    """Return layouts with which fewest places are missing, one at least, the one first with which a step takes least. Sketches of
+    steps say which come into question; the best by them is first, unless with another one the step that is played is shorter, and
+    clearly so where units have fewer holders."""
+    sketched = _sketched(forecast, np.array(capacity_units))
+    if not sketched:
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
-    laid = [_laid(forecast, one, capacity_N) for one in likely]
-    usual = min(laid[0], key=partial(_weighed_s, forecast.arranged_s))
-    if not candidates[0].missing:
-        laid.append(list(_stage_each(forecast, capacity_N)))
-    others = {tuple(layout.places): layout for layouts in laid for layout in layouts if layout.places != usual.places}
-    margins = {usual: 1.0} | {layout: _margin(layout, usual) for layout in others.values()}
-    return _ranked(forecast, margins)
+    usual = sketched[0].layout
+    weighed = [replace(one, step_s=_margin(one.layout, usual) * one.step_s) for one in sketched]
+    near = sum(one.step_s <= NEAR * sketched[0].step_s for one in sketched[:PLAYED])
+    played = [
+        replace(one, step_s=_margin(one.layout, usual) * _weighed_s(forecast.step_s(one.layout.places), one.layout))
+        for one in weighed[:near]
+    ]
+    best_s = min(one.step_s for one in played)
+    later = [replace(one, step_s=max(best_s, one.step_s)) for one in weighed[near:]]
+    return sorted([*played, *later], key=lambda one: float(f"{one.step_s:.6g}"))  # of equal ones the better sketched
 
 
-def _ranked(forecast: StepForecast, margins: Mapping[StageLayout, float]) -> Sequence[LikelyLayout]:
-    """Layouts by their steps, those that are best by an arrangement's forecast by a dry run; each longer by its margin."""
-    arranged = [LikelyLayout(margin * _weighed_s(forecast.arranged_s, one), one) for one, margin in margins.items()]
-    arranged.sort(key=lambda one: one.step_s)
-    near = [one for one in arranged[:DRY_RUNS] if one.step_s <= WITHIN * arranged[0].step_s]
-    ran = [replace(one, step_s=margins[one.layout] * _weighed_s(forecast.dry_run_s, one.layout)) for one in near]
-    best_s = min(one.step_s for one in ran)
-    later = [replace(one, step_s=max(best_s, one.step_s)) for one in arranged[len(near) :]]
-    return sorted([*ran, *later], key=lambda one: one.step_s)
+def _sketched(forecast: StepForecast, capacity_N: Indexes) -> Sequence[LikelyLayout]:
+    """Layouts with which fewest places are missing, by sketches of their steps. Shapes are laid, those first that may take least,
+    until no other one can come near the best."""
+    shapes = sorted(_shapes(forecast, capacity_N), key=lambda one: (one.missing, one.least_s))
+    found, best_s = dict[tuple[Span, ...], LikelyLayout](), math.inf
+    for number, shape in enumerate(shapes):
+        if shape.missing > shapes[0].missing or (number >= FEWEST and shape.least_s > WITHIN * best_s):
+            break
+        found.update(_sketch(forecast, _laid(forecast, shape, capacity_N)))
+        best_s = min(one.step_s for one in found.values())
+    if shapes and not shapes[0].missing:
+        found.update(_sketch(forecast, list(_stage_each(forecast, capacity_N))))
+    return sorted(found.values(), key=lambda one: one.step_s)
 
 
-def _weighed_s(step_s: Callable[[Sequence[Span]], float], layout: StageLayout) -> float:
+def _sketch(forecast: StepForecast, layouts: Sequence[StageLayout]) -> dict[tuple[Span, ...], LikelyLayout]:
+    """By their places."""
+    if not layouts:
+        return {}
+    held_LNU = np.stack([held_units(layout.places, forecast.load.units) for layout in layouts])
+    return {
+        tuple(layout.places): LikelyLayout(_weighed_s(step_s, layout), layout)
+        for layout, step_s in zip(layouts, forecast.sketch_s(held_LNU).tolist(), strict=True)
+    }
+
+
+def _weighed_s(step_s: float, layout: StageLayout) -> float:
     """Of a step, the longer for what is fragile, and for who is left out."""
-    return _cost(layout) * (NOTICED_S + step_s(layout.places))
+    return _cost(layout) * (NOTICED_S + step_s)
 
 
 def _margin(layout: StageLayout, usual: StageLayout) -> float:
@@ -138,13 +153,14 @@ def _margin(layout: StageLayout, usual: StageLayout) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Candidate:
-    """Stages, and the peers that are able to hold one."""
+class _Shape:
+    """Stages, and the peers that are able to hold one. `missing`: places; `least_s`: of a step, were all its peers equally busy and
+    nothing else to do."""
 
     stages: Sequence[Span]
     able: Indexes
-    missing: int  # places
-    estimate_s: float
+    missing: int
+    least_s: float
 
 
 def _left_out_cost(used: int, peers: int) -> float:
@@ -152,18 +168,19 @@ def _left_out_cost(used: int, peers: int) -> float:
     return 1 + (LEFT_OUT - 1) * (1 - used / peers) * min(1.0, FEW / peers)
 
 
-def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candidate]:
+def _shapes(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Shape]:
     groups = list(_groups(forecast))
-    for count in range(1, forecast.load.units + 1):
+    load, peers = forecast.load, forecast.network.peers
+    for count in range(1, load.units + 1):
         stages = cut(forecast.unit_s(count), count)
         roomy_N = capacity_N >= max(stage.units for stage in stages)
         for group in groups:
             able = group[roomy_N[group]]
             if len(able):
+                compute_s = load.microbatches * load.work_U.sum() / forecast.network.work_per_s_N[able].sum()
                 fragile = fragility(min(1.0, max(0, HOLDERS * count - len(able)) / count))
-                cost = fragile * _left_out_cost(len(group), forecast.network.peers)
-                estimate_s = cost * (NOTICED_S + _estimate_s(forecast, stages, able))
-                yield _Candidate(stages, able, max(0, count - len(able)), estimate_s)
+                least_s = fragile * _left_out_cost(len(able), peers) * (NOTICED_S + forecast.latency_s + compute_s)
+                yield _Shape(stages, able, max(0, count - len(able)), float(least_s))
 
 
 def _groups(forecast: StepForecast) -> Iterator[Indexes]:
@@ -176,7 +193,7 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield order_N[member_N[order_N] > 0]
 
 
-def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> Sequence[StageLayout]:
+def _laid(forecast: StepForecast, one: _Shape, capacity_N: Indexes) -> Sequence[StageLayout]:
     """The ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than what pipelines
     hand on; or a stage for each of the fastest teams."""
     able, count = one.able.tolist(), len(one.stages)
@@ -323,53 +340,3 @@ def cut(unit_s_U: Floats, count: int) -> list[Span]:
     for start_of in reversed(starts):
         ends.append(int(start_of[ends[-1]]))
     return [Span(start, end) for start, end in pairwise([0, *reversed(ends)])]
-
-
-def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
-    """A step of those who can hold a stage, laid in the better of two ways: pipelines stay in clusters as far as these are large
-    enough, replicas are all over the network; or stage after stage along the clusters. Fewer peers than stages take as many times
-    longer."""
-    stages, labels_LN = len(cut_out), forecast.clusters.label_LN[:, able]
-    everybody_NN = np.ones((len(able), len(able)), dtype=bool)
-    leaving_LC = np.ceil(stages / forecast.clusters.sizes(able)) - 1  # hops of a pipeline that leave a cluster
-    compute_s = forecast.load.microbatches * _busiest_s(forecast, cut_out, able)
-    pipelines_s = _between_s(forecast, cut_out, able, leaving_LC, everybody_NN)
-    parted_L1 = np.minimum(stages, (np.diff(labels_LN, axis=1) != 0).sum(axis=1, keepdims=True) + 1) - 1
-    whole_stages_s = (
-        _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
-        for stage_N in _stage_numbers(forecast, cut_out, able)
-    )
-    return (compute_s + min(pipelines_s, *whole_stages_s)) * max(1.0, stages / len(able))
-
-
-def _between_s(
-    forecast: StepForecast, cut_out: Sequence[Span], able: Indexes, leaving_LX: Floats, are_replicas_NN: Bools
-) -> float:
-    """What a step takes beside computing, with pipelines so many of whose hops leave clusters of each level, and these who may be
-    replicas of each other."""
-    load, network, stages = forecast.load, forecast.network, len(cut_out)
-    replicas = max(1.0, len(able) / stages)
-    hops_s = float((forecast.clusters.rise_L[:, None] * leaving_LX).sum(axis=0).mean())
-    line_s = 2 * load.microbatches * hops_s / max(1, stages - 1) / replicas
-    gradient_bytes = 2 * max(float(load.gradient_bytes_U[slice(*stage)].sum()) for stage in cut_out)
-    pairs = np.ix_(able, able)
-    averaging_s = gradient_bytes * (1 - 1 / replicas) * float(forecast.line_N[able].max())
-    if replicas > 1:
-        averaging_s += gradient_bytes / replicas * float(forecast.path_NN[pairs][are_replicas_NN].max())
-        averaging_s += 2 * float(network.delay_NN[pairs][are_replicas_NN].max())
-    return line_s + 2 * hops_s + forecast.latency_s + averaging_s
-
-
-def _busiest_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
-    """What a microbatch takes the slowest stage. Cards that are alike are dealt out whole, each to the stage that is slowest so
-    far: of eight, three stages get three, three and two. Others, of which stages may be made about as fast, count by their sum,
-    and so do those that are too few."""
-    work_S = [float(forecast.load.work_U[slice(*stage)].sum()) for stage in cut_out]
-    speeds: list[float] = forecast.network.work_per_s_N[able].tolist()
-    if len(speeds) < len(work_S) or max(speeds) > ALIKE * min(speeds):
-        return sum(work_S) / sum(speeds)
-    stages = [(0.0, number) for number in range(len(work_S))]  # work/s of a stage for each unit of its work
-    for speed in speeds:
-        rate, number = stages[0]
-        heapq.heapreplace(stages, (rate + speed / work_S[number], number))
-    return 1 / stages[0][0]

@@ -97,7 +97,7 @@ class _Worth:
         """With all on these, whose microbatches are played through."""
         holders_U = held_units(spans, forecast.load.units).sum(axis=0)
         fragile = fragility(float((holders_U < HOLDERS).mean()))
-        return cls(int((holders_U == 0).sum()), 0, fragile * forecast.dry_run_s(spans))
+        return cls(int((holders_U == 0).sum()), 0, fragile * forecast.step_s(spans))
 
     def secures(self, now: _Worth) -> bool:
         """Whether more units have a holder or a second one."""
@@ -145,20 +145,18 @@ def choose_training_place(
             return TrainingPlace(place, gain if peers.lack(place, forecast.load.units) else min(gain, POSSIBLE))
     if worth_of[best].missing and layout is not None:
         return None
+    moved, away = (_with(spans, peer, place) for place in (best, STANDING_BY))
     gain, may_stay = worth_of[best].gain(stays), now in windows
-    if gain < math.inf and best != now and _played_gain(forecast, spans, peer, best) < 0:
-        gain = 0.0
+    if gain < math.inf and best != now and gain_of_all(forecast, moved, spans) < 0:
+        gain = 0.0  # sketches find a move, also where one is not enough; no step may become longer by it
     if gain <= hysteresis and not worth_of[best].secures(stays) and may_stay:
         return TrainingPlace(now)
-    missed = max(0.0, 1 - stays.step_s / spare.step_s)
-    return TrainingPlace(best, max(0.0, gain), missed, forecast.fetching_s(peers.spans, peer, best))
+    missed = 1 - forecast.step_s(_with(spans, peer, now)) / forecast.step_s(away)
+    return TrainingPlace(best, max(0.0, gain), max(0.0, missed), forecast.fetching_s(peers.spans, peer, best))
 
 
-def _played_gain(forecast: StepForecast, spans: Sequence[Span], peer: int, place: Span) -> float:
-    """What a move gains where microbatches are played through. Formulas find it, also where one move is not enough; a rehearsal
-    says whether steps become longer by it."""
-    moved = [place if number == peer else span for number, span in enumerate(spans)]
-    return gain_of_all(forecast, moved, spans)
+def _with(spans: Sequence[Span], peer: int, place: Span) -> list[Span]:
+    return [place if number == peer else span for number, span in enumerate(spans)]
 
 
 def gain_of_all(forecast: StepForecast, then: Sequence[Span], now: Sequence[Span]) -> float:
@@ -192,10 +190,10 @@ def _worth(
     forecast: StepForecast, spans: Sequence[Span], peer: int, windows: Sequence[Span], *, secure: bool = False
 ) -> list[_Worth]:
     """Of all on their spans, but this one on each of the windows. `secure`: units with one holder count by themselves."""
-    held_NU = held_units(spans, forecast.load.units)
-    held_NU[peer] = 0.0
-    holders_WU: Floats = held_NU.sum(axis=0) + held_units(windows, forecast.load.units)
+    held_WNU = np.repeat(held_units(spans, forecast.load.units)[None], len(windows), axis=0)
+    held_WNU[:, peer] = held_units(windows, forecast.load.units)
+    holders_WU: Floats = held_WNU.sum(axis=1)
     missing_W, fragile_W = (holders_WU == 0).sum(axis=1), (holders_WU < HOLDERS).sum(axis=1)
-    step_W = forecast.step_s(spans, peer, windows) * fragility(fragile_W / forecast.load.units)
+    step_W = forecast.sketch_s(held_WNU) * fragility(fragile_W / forecast.load.units)
     counted_W = fragile_W if secure else np.zeros_like(fragile_W)
     return [_Worth(*of) for of in zip(missing_W.tolist(), counted_W.tolist(), step_W.tolist(), strict=True)]

@@ -157,5 +157,5 @@ def _with_fewest_moves(forecast: StepForecast, layout: StageLayout, peers: Train
     places.update(zip(others, left.elements(), strict=True))
     staying = [places[one] for one in range(len(peers.spans))]
     fits = all(place.units <= room for place, room in zip(staying, peers.capacity_units, strict=True))
-    as_long_s = AS_LONG * forecast.arranged_s(layout.places)
-    return staying if fits and forecast.arranged_s(staying) <= as_long_s else layout.places
+    as_long_s = AS_LONG * forecast.step_s(layout.places)
+    return staying if fits and forecast.step_s(staying) <= as_long_s else layout.places

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
-from swarmnode.plan.training.first_places import FirstPlaces
 from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, likely_layouts
 from swarmnode.plan.training.placement import (
     HYSTERESIS,
@@ -38,6 +37,7 @@ MUCH = 0.5  # relative, of a step: for less not all go to another layout than th
 RESTS = 20  # times as long as it took to find them layouts are not looked for again, where only links are others
 STANDING_BY_TURNS = 5  # instead of one, unless a run is waited for: where each knows other links, all would go
 
+ON_THE_WAY = frozenset({State.JOINING, State.LOADING, State.DRAINING})
 SEEN_S = 5.0  # until a node looks again, and others see that it has moved
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
@@ -87,6 +87,38 @@ class StepOutlook:
             self._layouts = likely_layouts(forecast, capacities)
             self._rests_until_s = self._clock() + RESTS * (self._clock() - began_s)
         return self._layouts
+
+
+class FirstPlaces:
+    """Before a run's first step: whether those who are to train are still on their way to their places, as one node sees them at
+    each look for its own. `clock`: seconds.
+
+    As long as nothing is learnt, a node loads what every volunteer can load; afterwards whoever moves has to be sent parameters and
+    the optimizer's memories of them, over lines that may take minutes for it. A first step that ends while some have moved and
+    others not fixes an order of stages that nobody had chosen. So whoever leads lets them go first, for a while."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._awaited = False
+        self._places: object = None
+        self._still_until_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<FirstPlaces, {'awaited' if self.awaited else 'taken'}>"
+
+    def note(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
+        """`elsewhere`: whether it is worth it that all go to other places; then these are awaited, and those who are on their way
+        to them, until for `patience_s` nobody has gone anywhere."""
+        on_the_way = any(peer.span.units and peer.state in ON_THE_WAY for peer in peers)
+        places = {peer.peer: (peer.span, peer.state in ON_THE_WAY) for peer in peers}
+        if places != self._places or (elsewhere and not self._awaited):
+            self._places, self._still_until_s = places, self._clock() + patience_s
+        self._awaited = elsewhere or (self._awaited and on_the_way)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a first step had better wait."""
+        return self._awaited and self._clock() < self._still_until_s
 
 
 class TrainingRule:

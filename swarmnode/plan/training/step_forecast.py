@@ -1,11 +1,9 @@
 """What a training step will take, from who holds what: one figure that every peer works out for itself.
 
-Terms that add up: computing, as slow as the units with least speed; lines, on which activations and gradients of all microbatches
-go one after another; the first microbatch's way through all stages; averaging, as slow as the slowest replicas. What must cross
-between those who hold a unit and those who hold the next follows from clusters (`clusters.py`). The worst counts most, but every
-term counts a little (power means), so that peers who see no more than what one of them could do find their way. Where all places
-are compared, some microbatches are played through instead (`rehearsal.py`), and what lines carry goes beside computing; of the best
-of them all are (`dry_run.py`). Who moves alone counts lines in full, and so stays where they are fast.
+Microbatches are played through the stages (`step_model.py`), then gradients are averaged as they will be, and commands waited for.
+Where hundreds of arrangements are looked through, a step is sketched in closed form instead, and the best are played: terms that
+add up are the units with least speed, or the hop that has most to carry; the first microbatch's way; and the slowest replicas. What
+must cross between those who hold a unit and those who hold the next follows from `Clusters`.
 """
 
 from __future__ import annotations
@@ -18,22 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.offline.layouts import dendrogram
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.spans.hysteresis import REAL_CHANGE
-from swarmnode.plan.training.averaging_clusters import GAIN, shared, sharings_of
-from swarmnode.plan.training.averaging_forecast import AveragingNetwork
-from swarmnode.plan.training.clusters import Clusters
-from swarmnode.plan.training.dry_run import dry_run_s
-from swarmnode.plan.training.rehearsal import rehearse
-from swarmnode.plan.training.shares import part_shares
+from swarmnode.plan.training.averaging_clusters import fastest, sharings_of
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork, part_shares
+from swarmnode.plan.training.step_model import passing_s
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 
-COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 16
+COMPUTE_SHARPNESS, AVERAGING_SHARPNESS = 8, 16
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
-LAST = 1.5  # ways of a microbatch, at most, that uneven replicas are waited for: fitted to 197 layouts
+LEVELS = 6  # scales of clusters that are told apart
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
 
 
@@ -97,14 +93,56 @@ class TrainingNetwork:
         return slower_NN
 
 
+class Clusters:
+    """Clusters of N peers at several scales: how slow a link at least has to be crossed to get from one to another. Single linkage
+    turns hops into an ultrametric: two peers are as far apart as the level at which their clusters become one. By it the least
+    that must cross between two sets of peers is a sum over clusters, without any matching (earth mover's distance on a tree).
+    `rise_L`: seconds that a hop which leaves the clusters of a level costs more than one inside; `label_LN`: the cluster of each
+    peer at each level, at the first of which everybody is alone; `order`: all peers, clusters of any level side by side."""
+
+    def __init__(self, hop_NN: Floats) -> None:
+        peers = len(hop_NN)
+        tree = dendrogram(hop_NN)
+        self.order = tree.order
+        scales = _scales(np.unique(tree.gaps)) if peers > 1 else []
+        tops = [-1.0, *(float(scale.max()) for scale in scales[:-1])]
+        self.rise_L: Floats = np.diff([0.0, *(float(scale.mean()) for scale in scales)])
+        self.label_LN: Indexes = np.zeros((len(scales), peers), np.intp)
+        for level, top in enumerate(tops[: len(scales)]):
+            for label, members in enumerate(tree.clusters(top)):
+                self.label_LN[level, members] = label
+
+    def __repr__(self) -> str:
+        counts = [int(labels.max()) + 1 for labels in self.label_LN]
+        return f"<Clusters {counts}, hops of {np.cumsum(self.rise_L).round(4).tolist()} s>"
+
+    def members(self) -> tuple[Floats, Floats]:
+        """All clusters of all levels: [K, N] who is in each, and [K] the seconds of its level."""
+        each = [np.eye(int(labels.max()) + 1)[labels].T for labels in self.label_LN]
+        if not each:
+            return np.zeros((0, self.label_LN.shape[1])), np.zeros(0)
+        return np.concatenate(each), np.repeat(self.rise_L, [len(one) for one in each])
+
+    def sizes(self, chosen: Indexes) -> Floats:
+        """[L, C]: how many of the chosen peers are in the cluster of each."""
+        labels_LC = self.label_LN[:, chosen]
+        sizes_LC: Floats = (labels_LC[:, :, None] == labels_LC[:, None, :]).sum(axis=2).astype(float)
+        return sizes_LC
+
+
+def _scales(heights: Floats) -> list[Floats]:
+    """Heights in groups, cut where one is most times the one before."""
+    steps = np.diff(np.log(np.maximum(heights, 1e-9)))
+    cuts = np.sort(np.argsort(-steps, kind="stable")[: LEVELS - 1])
+    return np.split(heights, cuts + 1)
+
+
 class StepForecast:
     """Of one load on one network."""
 
     def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
         self.load, self.network = load, network
-        self._arranged: dict[tuple[Span, ...], float] = {}
-        self._run: dict[tuple[Span, ...], float] = {}
-        self._closed: dict[tuple[Span, ...], float] = {}
+        self._played_s: dict[tuple[Span, ...], float] = {}
         self.path_NN = network.seconds_per_byte_NN
         apart_NN = self.path_NN + np.where(np.eye(network.peers, dtype=bool), np.inf, 0.0)
         self.line_N = np.where(np.isfinite(apart_NN.min(axis=1)), apart_NN.min(axis=1), 0.0)  # its fastest path
@@ -124,26 +162,23 @@ class StepForecast:
         unit_s_U: Floats = compute_U + 2 * self.load.gradient_bytes_U * self.line_N.max() + 1e-9
         return unit_s_U
 
-    def step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> Floats:
-        """[W]: seconds of a step with `peer` on each of the windows, all others on their spans (empty: they hold nothing)."""
-        held_NU, window_WU = self._held(spans, peer), held_units(windows, self.load.units)
-        return self._passing_s(held_NU, peer, window_WU) + self._averaging_s(held_NU, peer, window_WU)
-
-    def arranged_s(self, spans: Sequence[Span]) -> float:
-        """Seconds of a step with all on their spans, to be compared with other ways to place all: its microbatches are wired, and
-        its gradients averaged, as they will be, as far as units have holders."""
+    def step_s(self, spans: Sequence[Span]) -> float:
+        """Return the seconds of a step with all on their spans: its microbatches played through, gradients averaged as they will
+        be, and commands waited for. Where units have no holder the passes are sketched."""
         key = tuple(spans)
-        if key not in self._arranged:
-            self._arranged[key] = self._played_s(spans) + self._closing_s(spans)
-        return self._arranged[key]
+        if key not in self._played_s:
+            held_NU = held_units(spans, self.load.units)
+            passed_s = passing_s(self.load.units, *self._stages(spans), self.load.microbatches)
+            if not math.isfinite(passed_s):
+                passed_s = float(self._passing_s(held_NU[None])[0])
+            self._played_s[key] = passed_s + self._averaged_s(held_NU) + self._commanded_s(held_NU)
+        return self._played_s[key]
 
-    def dry_run_s(self, spans: Sequence[Span]) -> float:
-        """The same, worked out for every microbatch where units have holders: closer, and slower to find."""
-        key = tuple(spans)
-        if key not in self._run:
-            passing_s = dry_run_s(self.load.units, *self._stages(spans), self.load.microbatches)
-            self._run[key] = passing_s + self._closing_s(spans) if passing_s < math.inf else self.arranged_s(spans)
-        return self._run[key]
+    def sketch_s(self, held_LNU: Floats) -> Floats:
+        """[L]: about what a step takes in each of several arrangements, in closed form: for what is looked through by hundreds, of
+        which the best are played. Close to the slowest of each kind, but every part counts a little (power means): so peers that
+        see no more than what one of them could do find their way."""
+        return self._passing_s(held_LNU) + self._averaging_s(held_LNU)
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
         """Until `peer` has what is learnt of those units of `window` that are not its own yet, each from its fastest holder."""
@@ -154,27 +189,6 @@ class StepForecast:
         path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk, where nobody holds it
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
-    def _held(self, spans: Sequence[Span], but: int) -> Floats:
-        held_NU = held_units(spans, self.load.units)
-        held_NU[but] = 0.0
-        return held_NU
-
-    def _played_s(self, spans: Sequence[Span]) -> float:
-        """Microbatches through all stages and back. Replicas share their work as they are fast; what lines carry, and how long one
-        is under way, a rehearsal tells: the first ones are while no others are computed, one of each replica where most is to be
-        done. And how uneven they are, so that slow ones are waited for at the end. Where units have nobody a formula has to do."""
-        played = rehearse(self.load.units, *self._stages(spans))
-        if played is None:
-            return float(self._passing_s(self._held(spans, 0), 0, held_units(spans[:1], self.load.units))[0])
-        held_NU = held_units(spans, self.load.units)
-        rate_U = self._rates(held_NU, self.network.work_per_s_N).sum(axis=0)
-        shared_s, at_once = float(1 / rate_U.min()), float(held_NU[:, rate_U.argmin()].sum())
-        after_the_first_s = max(
-            (self.load.microbatches - at_once) * shared_s, (self.load.microbatches - 1) * played.line_s, 0.0
-        )
-        uneven = 1 - min(1.0, shared_s / played.peer_s)
-        return after_the_first_s + (1 + LAST * uneven) * played.way_s
-
     def _stages(self, spans: Sequence[Span]) -> tuple[dict[PeerId, Replica], Transfers]:
         """Who holds something, and what lies between them."""
         chosen = [number for number, span in enumerate(spans) if span.units]
@@ -184,14 +198,6 @@ class StepForecast:
         homes = [self.network.homes[number] for number in chosen] if self.network.homes else ()
         transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
         return {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}, transfers
-
-    def _closing_s(self, spans: Sequence[Span]) -> float:
-        """What follows on the microbatches, however these are forecast: averaging, and hearing what to do."""
-        key = tuple(spans)
-        if key not in self._closed:
-            held_NU = held_units(spans, self.load.units)
-            self._closed[key] = self._averaged_s(held_NU) + self._commanded_s(held_NU)
-        return self._closed[key]
 
     def _averaged_s(self, held_NU: Floats) -> float:
         """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
@@ -218,63 +224,48 @@ class StepForecast:
         sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
         clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
         several = [one for one in clusterings if 1 < len(set(one)) < len(members)] if self.load.over_clusters else []
-        found = {one: shared(among, gradient_bytes, sharings, one) for one in (flat, *several)}
-        best = min(found, key=lambda one: found[one][0])
-        chosen = best if found[best][0] * GAIN <= found[flat][0] else flat
-        seconds, shares = found[chosen]
+        chosen, seconds, shares = fastest(among, gradient_bytes, sharings, several, flat)
         return seconds, among.homes_s(gradient_bytes, shares, chosen)
 
-    def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
-        """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""
-        work_N1 = np.maximum(held_NU @ self.load.work_U, 1e-12)[:, None]
-        rates_NU: Floats = held_NU * work_per_s[..., None] / work_N1
-        return rates_NU
+    # -- sketched
 
-    def _passing_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
-        """Microbatches through all stages and back: computing, lines, and the way of the first one."""
-        work_per_s_N = self.network.work_per_s_N
-        others_NU = self._rates(held_NU, work_per_s_N)
-        own_WU = self._rates(window_WU, work_per_s_N[peer : peer + 1])
+    def _passing_s(self, held_LNU: Floats) -> Floats:
+        """Microbatches through all stages and back: computing, with lines beside it, and the way of the first one."""
         least = UNHELD / self.latency_s
-        rate_WU = np.maximum(others_NU.sum(axis=0) + own_WU, least)
-        hops_WV = self._hops_s(others_NU, own_WU, peer, rate_WU)
-        lines_WU = rate_WU**2 / np.maximum((others_NU**2).sum(axis=0) + own_WU**2, least**2)  # that carry side by side
-        count = self.load.microbatches
-        busy_WV = 2 * count * hops_WV / np.minimum(lines_WU[:, 1:], lines_WU[:, :-1])
-        boundaries = max(1, int((hops_WV > 0).sum(axis=1).max(initial=0)))
-        line_W = ((busy_WV**LINE_SHARPNESS).sum(axis=1) / boundaries) ** (1 / LINE_SHARPNESS)
-        compute_W = _mean(count / rate_WU, COMPUTE_SHARPNESS)
-        passing_W: Floats = compute_W + line_W + self.latency_s + 2 * hops_WV.sum(axis=1)
-        return passing_W
+        work_LN = np.maximum(held_LNU @ self.load.work_U, 1e-12)
+        rates_LNU = held_LNU * (self.network.work_per_s_N / work_LN)[..., None]  # microbatches/s through each unit
+        rate_LU = np.maximum(rates_LNU.sum(axis=1), least)
+        lines_LU = rate_LU**2 / np.maximum((rates_LNU**2).sum(axis=1), least**2)  # that carry side by side
+        hops_LV = self._hops_s(rates_LNU, rate_LU)
+        busy_LV = self.load.microbatches * hops_LV / np.minimum(lines_LU[:, 1:], lines_LU[:, :-1])  # each way
+        compute_L = _mean(self.load.microbatches / rate_LU, COMPUTE_SHARPNESS)
+        line_L = busy_LV.max(axis=1, initial=0.0)
+        passing_L: Floats = np.maximum(compute_L, line_L) + self.latency_s + 2 * hops_LV.sum(axis=1)
+        return passing_L
 
-    def _hops_s(self, others_NU: Floats, own_WU: Floats, peer: int, rate_WU: Floats) -> Floats:
-        """[W, V]: seconds of the hop behind each unit but the last, for the mean microbatch: what finds no room with the same
+    def _hops_s(self, rates_LNU: Floats, rate_LU: Floats) -> Floats:
+        """[L, V]: seconds of the hop behind each unit but the last, for the mean microbatch: what finds no room with the same
         peer, or in the same cluster, has to leave it.
 
         Who holds a unit works on as much as it can, or on its share where more is held than is needed: the truth lies between.
         """
-        inside_KU = self._members_KN @ others_NU
-        inside_WKU = inside_KU[None] + self._members_KN[:, peer, None] * own_WU[:, None]
-        passing_WV = np.minimum(rate_WU[:, 1:], rate_WU[:, :-1])
-        able_WKV = np.minimum(inside_WKU[..., 1:], inside_WKU[..., :-1]) / passing_WV[:, None]
-        share_WKU = inside_WKU / rate_WU[:, None]
-        stays_WKV = (1 - SHARED) * able_WKV + SHARED * np.minimum(share_WKU[..., 1:], share_WKU[..., :-1])
-        hops_WV = self.clusters.rise_L.sum() - np.einsum("k,wkv->wv", self._rise_K, stays_WKV)
-        return np.where(hops_WV > 1e-9 * self.clusters.rise_L.sum(), hops_WV, 0.0)
+        inside_LKU = self._members_KN @ rates_LNU
+        passing_LV = np.minimum(rate_LU[:, 1:], rate_LU[:, :-1])
+        able_LKV = np.minimum(inside_LKU[..., 1:], inside_LKU[..., :-1]) / passing_LV[:, None]
+        share_LKU = inside_LKU / rate_LU[:, None]
+        stays_LKV = (1 - SHARED) * able_LKV + SHARED * np.minimum(share_LKU[..., 1:], share_LKU[..., :-1])
+        hops_LV = self.clusters.rise_L.sum() - np.einsum("k,lkv->lv", self._rise_K, stays_LKV)
+        return np.where(hops_LV > 1e-9 * self.clusters.rise_L.sum(), hops_LV, 0.0)
 
-    def _averaging_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
+    def _averaging_s(self, held_LNU: Floats) -> Floats:
         """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path."""
         gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
-        others_NN = (held_NU * gradient_U / np.maximum(held_NU.sum(axis=0), 1.0)) @ held_NU.T
-        np.fill_diagonal(others_NN, 0.0)
-        path_N = (others_NN * self.path_NN + delay_NN * (others_NN > 0)).max(axis=1)
-        replicas_WU = np.maximum(held_NU.sum(axis=0) + window_WU, 1.0)
-        own_WN = (window_WU * gradient_U / replicas_WU) @ held_NU.T
-        own_path_WN = own_WN * self.path_NN[peer] + delay_NN[peer] * (own_WN > 0)
-        sent_WU = gradient_U * (1 - 1 / replicas_WU)
-        seconds_WN = (sent_WU @ held_NU.T) * self.line_N + np.maximum(path_N, own_path_WN)
-        seconds_WN[:, peer] = (window_WU * sent_WU).sum(axis=1) * self.line_N[peer] + own_path_WN.max(axis=1)
-        return _mean(seconds_WN, AVERAGING_SHARPNESS)
+        replicas_LU = np.maximum(held_LNU.sum(axis=1), 1.0)
+        parts_LNN = (held_LNU * (gradient_U / replicas_LU)[:, None]) @ held_LNU.transpose(0, 2, 1)
+        parts_LNN *= 1 - np.eye(self.network.peers)
+        path_LN = (parts_LNN * self.path_NN + delay_NN * (parts_LNN > 0)).max(axis=2)
+        sent_LN = (held_LNU @ (gradient_U * (1 - 1 / replicas_LU))[..., None])[..., 0]
+        return _mean(sent_LN * self.line_N + path_LN, AVERAGING_SHARPNESS)
 
 
 def _are_alike(one: Floats, other: Floats, least: float = 0.0) -> bool:

@@ -7,15 +7,20 @@ out of it. Every hop carries activations there and gradients of the same size ba
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.virtual_clock import Action, VirtualClock
+
+PIECES = 4  # of a message, on a line that others at home use, too
+Path = tuple[int, int]
 
 
 class Transfers:
@@ -58,13 +63,9 @@ class Transfers:
         other._booked, other._booked_NN = Counter(), np.zeros_like(self._booked_NN)
         return other
 
-    def lines(self) -> VirtualLines:
+    def lines(self, clock: VirtualClock) -> VirtualLines:
         """These links as they are when nothing is under way."""
-        return VirtualLines(list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
-
-    def busiest_s(self) -> float:
-        """How long the path or line that has most to carry is at it."""
-        return float(self._busy_s_N().max())
+        return VirtualLines(clock, list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
 
     def busy_s(self, peer: PeerId) -> float:
         """How long this sender's line, or the one of its paths that has most to carry, is at it."""
@@ -99,37 +100,67 @@ class Transfers:
 
 
 class VirtualLines:
-    """The paths and lines between peers in virtual time: what is handed over follows what was before. `uplink_N`: seconds for which
-    a microbatch's values take the line of their sender."""
+    """The paths and lines between peers in virtual time: what is handed over follows what was before. What leaves a home takes
+    turns on its line, a piece of a message for each peer that it goes to. `uplink_N`: seconds for which a microbatch takes the
+    line of their sender."""
 
     def __init__(
-        self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, uplink_N: Floats, homes: SharedLines | None
+        self,
+        clock: VirtualClock,
+        peers: Sequence[PeerId],
+        delay_NN: Floats,
+        sending_NN: Floats,
+        uplink_N: Floats,
+        homes: SharedLines | None,
     ) -> None:
+        self._clock = clock
         self._number = {peer: number for number, peer in enumerate(peers)}
         self._delay_s: list[list[float]] = delay_NN.tolist()
         self._sending_s: list[list[float]] = sending_NN.tolist()
         self._uplink_s: list[float] = uplink_N.tolist()
         self._homes = homes
         self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
+        self._queues = defaultdict[Path, deque[Action]](deque)  # out of homes
 
-    def takes_turns(self, sender: PeerId, receiver: PeerId) -> bool:
+    def send(self, sender: PeerId, receiver: PeerId, arrived: Action) -> None:
+        """Hand over a microbatch's values now, and call `arrived` when they are there."""
+        path = self._number.get(sender, len(self._number)), self._number.get(receiver, len(self._number))
+        if not self._takes_turns(path):
+            self._clock.at(self._carry(path, 1.0) + self._delay_s[path[0]][path[1]], arrived)
+            return
+        self._queues[path].append(arrived)
+        if len(self._queues[path]) == 1:
+            self._send_piece(path, PIECES)
+
+    def _takes_turns(self, path: Path) -> bool:
         """Whether a message goes out over the line of a home, where nobody waits until others are through."""
-        return self._homes is not None and self._homes.parts(*self._path(sender, receiver))
+        return self._homes is not None and self._homes.parts(*path)
 
-    def send(self, now_s: float, sender: PeerId, receiver: PeerId, share: float = 1.0) -> tuple[float, float]:
-        """When a share of a microbatch's values that is handed over now will have left, and when it will have arrived."""
-        path = here, there = self._path(sender, receiver)
-        begins_s = max(now_s, self._free_s[here])
+    def _send_piece(self, path: Path, left: int) -> None:
+        """Send one of the `left` pieces of a path's first message: the next takes its turn when this one has left the line."""
+        leaves_s = self._carry(path, 1 / PIECES)
+        if left > 1:
+            self._clock.at(leaves_s, partial(self._send_piece, path, left - 1))
+        else:
+            self._clock.at(leaves_s + self._delay_s[path[0]][path[1]], self._queues[path][0])
+            self._clock.at(leaves_s, partial(self._sent, path))
+
+    def _sent(self, path: Path) -> None:
+        self._queues[path].popleft()
+        if self._queues[path]:
+            self._send_piece(path, PIECES)
+
+    def _carry(self, path: Path, share: float) -> float:
+        """Return when a share of a microbatch's values that is handed over now has left by its path."""
+        here, there = path
+        begins_s = max(self._clock.now_s, self._free_s[here])
         if self._homes is not None and self._homes.parts(here, there):
             home = "home", self._homes.home_of(here)
             begins_s = max(begins_s, self._free_s[home])
             self._free_s[home] = begins_s + share * self._homes.line_s(here)
         self._free_s[here] = begins_s + share * self._uplink_s[here]
         self._free_s[path] = max(begins_s, self._free_s[path]) + share * self._sending_s[here][there]
-        return self._free_s[path], self._free_s[path] + self._delay_s[here][there]
-
-    def _path(self, sender: PeerId, receiver: PeerId) -> tuple[int, int]:
-        return self._number[sender], self._number[receiver]
+        return self._free_s[path]
 
 
 class SharedLines:

@@ -4,13 +4,17 @@ Peers and links are booked for what was sent to them and has not come back (virt
 section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
 what costs the same a lot decides that no name favours. Who is slow gets nothing more where the others would sooner have
-done all that is left of the step.
+done all that is left of the step. By Little's law (1961) a stage needs as many microbatches at once, in order not to wait for any,
+as it does while one is on its way through all stages.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +30,9 @@ SLOW = 2.0  # times as long as most somebody takes for a unit, before others are
 ENDLESS = 1 << 30
 SAME = 1e-9  # relative: what sums of the same may differ by
 NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes nothing
+TRIED = 32  # microbatches that are wired to see which ways they go; more of them go the same ones
+QUEUES = 1.5  # times as long on its way as if it met nobody, between stages of unequal speeds
+BELIEVED = 4.0  # times the usual speed, at most, that who says that it is fast is given microbatches for
 
 
 @dataclass
@@ -66,6 +73,32 @@ def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Tr
         if worker is not None:
             worker.booked_units += change * span.units
             worker.in_flight += change
+
+
+def keep_busy(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers) -> None:
+    """Set how many microbatches each has `at_once`: as many as it does while one is on its way there and back, and one. Where units
+    have no holder nothing changes."""
+    idle = {peer: replace(worker, booked_units=0, in_flight=0, at_once=0, window=0) for peer, worker in workers.items()}
+    links, routes = transfers.idle(), Counter[tuple[Wire, ...]]()
+    for _ in range(TRIED):
+        route = wire(idle, [None] * units, links)
+        if route is None:
+            return
+        routes[tuple(route)] += 1
+        book(route, idle, links, 1)
+    unused = transfers.idle()
+    way_s = sum(count * _way_s(route, idle, unused) for route, count in routes.items()) / TRIED
+    usual_s = statistics.median(worker.assumed_unit_s for worker in idle.values())
+    for peer, worker in idle.items():
+        compute_s = worker.span.units * max(worker.assumed_unit_s, usual_s / BELIEVED)
+        pace_s = max(compute_s, links.busy_s(peer) / max(1, worker.in_flight))
+        workers[peer].at_once = 1 + math.ceil(min(QUEUES * way_s / pace_s, ENDLESS))
+
+
+def _way_s(route: Sequence[Wire], workers: Mapping[PeerId, Replica], links: Transfers) -> float:
+    """Seconds of one microbatch alone, there and back."""
+    hops_PP = links.there_and_back_s([peer for peer, _ in route])
+    return float(hops_PP.diagonal(1).sum()) + sum(span.units * workers[peer].assumed_unit_s for peer, span in route)
 
 
 def wire(

@@ -12,7 +12,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.capacity_index import CapacityIndex
 from swarmnode.plan.spans.placement import HOLDING
 from swarmnode.plan.view import PeerView, Span, View
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.swarm.peers.directory import DirectoryConfig
 from swarmnode.swarm.records.announcement import State
 
@@ -20,7 +20,7 @@ from swarmnode.swarm.records.announcement import State
 class SimulatedDirectory:
     """`revision` counts the pictures in which somebody came, went, or holds something else."""
 
-    def __init__(self, clock: SimulatedClock, units: int, config: DirectoryConfig, position_bytes: int = 0) -> None:
+    def __init__(self, clock: VirtualClock, units: int, config: DirectoryConfig, position_bytes: int = 0) -> None:
         self.revision = 0
         self._clock = clock
         self._units = units

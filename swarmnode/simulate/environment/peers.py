@@ -47,6 +47,10 @@ class Peer:
         """Whether it computes for others; one that drains still does for those it has."""
         return self.state in (State.READY, State.DRAINING)
 
+    def computes(self, takes_s: float) -> None:
+        """Note that its device is busy for so long."""
+        self.busy_s += takes_s
+
     def view(self) -> PeerView:
         """As it announces itself."""
         return PeerView(

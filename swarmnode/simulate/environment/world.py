@@ -16,7 +16,7 @@ from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.flow import supply_of, throughput
 from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, PlacementRule, choose_span
 from swarmnode.plan.view import Span, View
-from swarmnode.simulate.clock import Action, SimulatedClock
+from swarmnode.plan.virtual_clock import Action, VirtualClock
 from swarmnode.simulate.environment.directory import SimulatedDirectory
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
@@ -62,7 +62,7 @@ class World:
 
     def __init__(
         self,
-        clock: SimulatedClock,
+        clock: VirtualClock,
         model: Model,
         links: Links,
         peers: Sequence[Peer],

@@ -45,7 +45,7 @@ def report(result: SimulationResult) -> str:
         _bytes(result, figures["links"]),
         "<h2>In all</h2>",
         table(("", ""), [(name, f"{value:,.6g}") for name, value in figures["totals"].items()], numbers=[1]),
-        f"<p>Simulated with the code that live nodes decide with. Settings: <code>{escape(repr(result.settings))}</code></p>",
+        f"<p>A model: only decisions are those of nodes. Settings: <code>{escape(repr(result.settings))}</code></p>",
     ]
     return page(title, sections)
 

@@ -1,4 +1,4 @@
-"""The worker of a peer: one pass at a time, scheduled as live nodes do it (`plan/serving/scheduler.py`)."""
+"""A model of the worker of a peer: one pass at a time, in the order of the nodes' scheduler (`plan/serving/scheduler.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.config import ServerConfig
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.environment.peers import Peer
 
@@ -29,7 +29,7 @@ class SimulatedJob:
 class SimulatedExecutor:
     """Of one life of a peer: `stop` when it is gone, and nothing that waits is ever done."""
 
-    def __init__(self, clock: SimulatedClock, peer: Peer, model: Model) -> None:
+    def __init__(self, clock: VirtualClock, peer: Peer, model: Model) -> None:
         self._clock = clock
         self._peer = peer
         self._model = model

@@ -10,7 +10,7 @@ from typing import Protocol
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.sessions.executor import SimulatedExecutor
@@ -44,7 +44,7 @@ class SessionOwner(Protocol):
     """What a session needs of the workload that it belongs to (`serving.py`)."""
 
     world: World
-    clock: SimulatedClock
+    clock: VirtualClock
 
     def finish(self, session: Session) -> None:
         """All its tokens have come."""

@@ -1,4 +1,4 @@
-"""The end of a step: replicas agree on gradients. Who with whom is decided as live (`plan/training/groups.py`).
+"""A model of the end of a step: replicas agree on gradients. The groups are made as nodes make them (`plan/training/groups.py`).
 
 Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all; over clusters,
 one of each does so for all there (`roles/training/averaging/attempt.py`).

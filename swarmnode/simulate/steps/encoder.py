@@ -1,5 +1,5 @@
-"""What values travel as, link by link and direction by direction: the live controllers' choices
-(`plan/compression.py`)."""
+"""What values travel as, link by link and direction by direction: as the controllers of
+nodes choose it (`plan/compression.py`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from swarmnode.errors import UsageError
 from swarmnode.plan.compression import LADDER, Controller, Look, encoded_bytes
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.sparsity import SPARSE_RULES, topk_ratio
+from swarmnode.plan.training.step_model import Way
 from swarmnode.simulate.environment.links import Links
 
 AUTO = "auto"
 LARGEST_RATIO = 100.0  # of top-k
 FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)
-FORWARD, BACKWARD = "forward", "backward"
 
-Direction = tuple[int, int, str]
+Direction = tuple[int, int, Way]
 """(sender, receiver, which way through the model)"""
 
 

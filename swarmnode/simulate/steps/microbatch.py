@@ -1,20 +1,20 @@
-"""A microbatch on its way: forward along its route, and its gradient back."""
+"""A microbatch on its way through simulated peers, which may be lost, over links as they really are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from swarmnode.compute.executor import Urgency
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.step_model import Bench, Passage, Way
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
-from swarmnode.simulate.steps.bench import SimulatedBench
-from swarmnode.simulate.steps.encoder import BACKWARD, FORWARD, Encoder
+from swarmnode.simulate.steps.encoder import Encoder
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class SimulatedStage:
 
     peer: Peer
     name: PeerId
-    bench: SimulatedBench
+    bench: Bench
     life: int
     layers: Callable[[Span], float]
 
@@ -37,7 +37,7 @@ class MicrobatchOwner(Protocol):
     """What a microbatch needs of the training that it belongs to (`training.py`)."""
 
     world: World
-    clock: SimulatedClock
+    clock: VirtualClock
     settings: TrainSettings
     encoder: Encoder
 
@@ -45,16 +45,14 @@ class MicrobatchOwner(Protocol):
         """Its gradient is back, and counted by every hop."""
 
 
-class SimulatedMicrobatch:
-    """One attempt at microbatch `number` along `route`. `counted`: the hops that have its gradient."""
+class SimulatedMicrobatch(Passage):
+    """One attempt at microbatch `number` along `route`."""
 
     def __init__(self, training: MicrobatchOwner, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
+        super().__init__([stage.bench for stage, _ in route])
         self.number = number
         self.route = list(route)
-        self.counted: set[int] = set()
-        self.called_back = False
         self._training = training
-        self._tokens = training.settings.tokens
 
     def __repr__(self) -> str:
         return f"<SimulatedMicrobatch of microbatch {self.number}: {len(self.counted)} of {len(self.route)} hops have counted it>"
@@ -62,49 +60,36 @@ class SimulatedMicrobatch:
     def start(self, place: int) -> None:
         """Its samples go from the trainer, who stands at `place` of the links, to the first hop."""
         settings, model = self._training.settings, self._training.world.model
-        self._travel(place, 0, model.input_bytes(settings.microbatch, settings.sequence), self._forward)
+        self._travel(place, 0, model.input_bytes(settings.microbatch, settings.sequence), Way.FORWARD)
 
     def passes(self, name: PeerId) -> bool:
         """Whether a peer is on its route."""
         return any(stage.name == name for stage, _ in self.route)
 
-    def _travel(self, sender: int, index: int, size_bytes: float, arrive: Callable[[int], None]) -> None:
-        clock, links = self._training.clock, self._training.world.links
-        receiver = self.route[index][0]
-        arrives_s = links.send(clock.now_s, sender, receiver.peer.index, size_bytes)
-        clock.at(arrives_s, lambda: arrive(index) if receiver.lives and not self.called_back else None)
+    def takes_s(self, way: Way, hop: int) -> float:
+        """Return what the device of a hop takes for a pass."""
+        stage, span = self.route[hop]
+        device = stage.peer.device
+        computes_s = device.prompt_s if way is Way.FORWARD else device.backward_s
+        return computes_s(stage.layers(span), self._training.settings.tokens)
 
-    def _hand_on(self, index: int, step: int, direction: str, arrive: Callable[[int], None]) -> None:
-        sender, receiver = self.route[index][0].peer.index, self.route[index + step][0].peer.index
+    def hand_on(self, way: Way, sender: int, receiver: int) -> None:
+        """Send it over the simulated links, encoded as these need it."""
         settings, model = self._training.settings, self._training.world.model
-        unit = self.route[max(index, index + step)][1].start
-        shape = model.crossing(unit, settings.microbatch, settings.sequence, back=direction == BACKWARD)
-        size_bytes = self._training.encoder.size_bytes((sender, receiver, direction), shape)
-        self._travel(sender, index + step, size_bytes, arrive)
+        here, there = (self.route[hop][0].peer.index for hop in (sender, receiver))
+        unit = self.route[max(sender, receiver)][1].start
+        shape = model.crossing(unit, settings.microbatch, settings.sequence, back=way is Way.BACKWARD)
+        self._travel(here, receiver, self._training.encoder.size_bytes((here, there, way), shape), way)
 
-    def _forward(self, index: int) -> None:
-        stage, span = self.route[index]
-        takes_s = stage.peer.device.prompt_s(stage.layers(span), self._tokens)
-        stage.bench.submit(Urgency.FORWARD, takes_s, lambda: self._forwarded(index))
+    def done(self) -> None:
+        """Tell the training."""
+        self._training.done(self)
 
-    def _forwarded(self, index: int) -> None:
-        if self.called_back:
-            return
-        if index + 1 < len(self.route):
-            self._hand_on(index, 1, FORWARD, self._forward)
-        else:
-            self._backward(index)
+    def _travel(self, sender: int, hop: int, size_bytes: float, way: Way) -> None:
+        clock, links = self._training.clock, self._training.world.links
+        arrives_s = links.send(clock.now_s, sender, self.route[hop][0].peer.index, size_bytes)
+        clock.at(arrives_s, partial(self._came, way, hop))
 
-    def _backward(self, index: int) -> None:
-        stage, span = self.route[index]
-        takes_s = stage.peer.device.backward_s(stage.layers(span), self._tokens)
-        stage.bench.submit(Urgency.BACKWARD, takes_s, lambda: self._backwarded(index))
-
-    def _backwarded(self, index: int) -> None:
-        if self.called_back:
-            return
-        self.counted.add(index)
-        if index:
-            self._hand_on(index, -1, BACKWARD, self._backward)
-        else:
-            self._training.done(self)
+    def _came(self, way: Way, hop: int) -> None:
+        if self.route[hop][0].lives and not self.called_back:
+            self.arrived(way, hop)

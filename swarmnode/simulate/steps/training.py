@@ -1,8 +1,9 @@
-"""Training, microbatch by microbatch, as the coordinator leads it (`roles/training/coordinator/coordinator.py`).
+"""A model of training, microbatch by microbatch, and of its coordinator (`roles/training/coordinator/coordinator.py`).
 
 Microbatches are wired through the replicas that will be done first, a ledger knows which units have counted which of them,
 those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins. What follows from
-what, and who coordinates when the coordinator is lost, is decided by the live node's own table (`plan/training/coordination.py`).
+what, and who coordinates when the coordinator is lost, is decided by the table of nodes (`plan/training/coordination.py`).
+Passes are those of the model of a step (`plan/training/step_model.py`), on peers that may be lost and links that compress.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
-from swarmnode.plan.training.expected_step import ExpectedStep, passing_s
 from swarmnode.plan.training.groups import Count, Holder, make_groups
-from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.rule import SETTLING
 from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.step_model import Bench, ExpectedStep, passing_s
 from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, book, wire
+from swarmnode.plan.training.wiring import Replica, book, keep_busy, wire
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
-from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import Encoder
 from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
 from swarmnode.simulate.steps.pipelines import beat_s, share_out
@@ -251,13 +250,13 @@ class Training:
         groups = [one for one in self._averaging_groups(lambda _peer, _units: 1) if one.group.how != How.APART]
         shared = [one for one in groups if len(one.group.members) > 1]
         agreeing_s = max(averaging_s(name, shared) for name in self._stages)
-        return forecast_s + agreeing_s if forecast_s else 0.0
+        return forecast_s + agreeing_s
 
     def _admit(self) -> None:
         model = self.world.model
         for peer in self._coming:
             device = peer.device
-            bench = SimulatedBench(self.clock, peer)
+            bench = Bench(self.clock, peer.computes)
             stage = SimulatedStage(peer, peer.peer, bench, peer.life, lambda s, d=device: d.layers(model, s))  # type: ignore[misc]
             layers, tokens = stage.layers(peer.span), self.settings.tokens
             there_and_back_s = device.prompt_s(layers, tokens) + device.backward_s(layers, tokens)

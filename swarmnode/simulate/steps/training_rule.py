@@ -1,5 +1,5 @@
-"""The rule by which simulated peers that train choose their units: that of live nodes (`plan/training/rule.py`), on what all have
-announced and with speeds and links as measured."""
+"""The rule by which simulated peers that train choose their units: the nodes' own (`plan/training/rule.py`), on what all have
+announced, with the speeds and links of the model."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.plan.training.first_places import FirstPlaces
+from swarmnode.plan.training.rule import FirstPlaces
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.swarm.records.announcement import State
 

@@ -2,7 +2,7 @@ import dataclasses
 
 from swarmnode.plan.spans.capacity_index import CapacityIndex
 from swarmnode.plan.view import PeerView, Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.directory import SimulatedDirectory
 from swarmnode.swarm.peers.directory import DirectoryConfig
 from swarmnode.swarm.records.announcement import State
@@ -15,7 +15,7 @@ def peer(name, start=0, end=4, state=State.READY, **more):
 
 
 def started(*peers):
-    clock = SimulatedClock()
+    clock = VirtualClock()
     directory = SimulatedDirectory(clock, 4, CONFIG)
     for one in peers:
         directory.announce(one)

@@ -6,7 +6,7 @@ import pytest
 
 from swarmnode.plan.spans.placement import MovePolicy, reconsider
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.directory import SimulatedDirectory
 from swarmnode.simulate.environment.outlook import Outlook
@@ -24,7 +24,7 @@ def swarm(peers, seed, *, kinds=3):
     chance = random.Random(seed)
     shape = model(UNITS)
     devices = [device_of(scenario([speed]), 0, shape) for speed in chance.sample([20.0, 50.0, 90.0, 160.0], kinds)]
-    directory = SimulatedDirectory(SimulatedClock(), UNITS, DirectoryConfig())
+    directory = SimulatedDirectory(VirtualClock(), UNITS, DirectoryConfig())
     found = []
     for index in range(peers):
         device, size = chance.choice(list(zip(devices, (3, 4, 6), strict=False)))

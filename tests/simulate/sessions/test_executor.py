@@ -1,7 +1,7 @@
 import itertools
 
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.sessions.executor import SimulatedExecutor, SimulatedJob
@@ -15,7 +15,7 @@ class Bench:
 
     def __init__(self):
         shape = model(8)
-        self.clock = SimulatedClock()
+        self.clock = VirtualClock()
         self.peer = Peer(0, "a", device_of(scenario([8.0]), 0, shape), 8)
         self.worker = SimulatedExecutor(self.clock, self.peer, shape)
         self.done = []

@@ -274,8 +274,8 @@ def test_a_plan_for_unequal_devices_is_carried_out_as_fast_as_it_says():
     ids=["pipeline", "unequal replicas", "averaging on slow lines", "slow links"],
 )
 def test_the_first_step_is_forecast_and_the_ones_after_it_are_corrected(speeds, spans, network, parameters):
-    """Floor: 20 %. From speeds and links alone the first was up to 17 % off; the next, for which that one is half believed, 9 %,
-    and the others not at all."""
+    """Floor: 20 %. From speeds and links alone the first is up to 0.7 % off; the next, for which that one is half believed, half of
+    that, and the others not at all."""
     result = run(scenario(speeds, **network), model(8, parameters=parameters), settings(90.0), spans=spans)
     off = result.measures.values["off its forecast, share"]
     assert off[0] < 0.2 and off[1] <= max(0.05, 0.6 * off[0]) and max(off[2:], default=0.0) < 0.05, off

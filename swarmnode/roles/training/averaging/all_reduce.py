@@ -36,7 +36,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.plan.training.averaging_clusters import is_bearable
-from swarmnode.plan.training.line_forms import codecs_by_line
+from swarmnode.plan.training.groups import codecs_by_line
 from swarmnode.roles.training.averaging.attempt import Attempt
 from swarmnode.roles.training.averaging.circle import Circle
 from swarmnode.roles.training.averaging.partner import AttemptId, EarlyPulls, attempt_of

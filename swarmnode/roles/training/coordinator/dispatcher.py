@@ -18,11 +18,10 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.expected_step import passing_s
-from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
+from swarmnode.plan.training.step_model import passing_s
 from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, Wire, book, wire
+from swarmnode.plan.training.wiring import Replica, Wire, book, keep_busy, wire
 from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.seal import seal_lease

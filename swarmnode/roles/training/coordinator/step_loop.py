@@ -33,9 +33,9 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.sparsity import slowest_link_s
 from swarmnode.plan.training.coordination import Event
-from swarmnode.plan.training.expected_step import ExpectedStep
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
+from swarmnode.plan.training.step_model import ExpectedStep
 from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAttempt
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups

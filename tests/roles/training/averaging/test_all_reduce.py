@@ -17,7 +17,7 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.memory.network import Path
-from swarmnode.plan.training.shares import part_shares
+from swarmnode.plan.training.averaging_forecast import part_shares
 from swarmnode.roles.training.averaging.all_reduce import Agreed
 from swarmnode.roles.training.averaging.attempt import STILL
 from swarmnode.roles.training.averaging.partner import MAX_EARLY

@@ -15,8 +15,8 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ProtocolError
 from swarmnode.net.memory.network import Path
 from swarmnode.plan.compression import LADDER
-from swarmnode.plan.training.line_forms import line_forms
-from swarmnode.plan.training.shares import part_shares
+from swarmnode.plan.training.averaging_forecast import part_shares
+from swarmnode.plan.training.groups import line_forms
 from swarmnode.roles.training.averaging.all_reduce import Agreed
 from swarmnode.swarm.records.run import Averaging
 from tests.net.virtual import in_virtual_time

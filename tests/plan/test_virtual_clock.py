@@ -1,8 +1,8 @@
-from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.plan.virtual_clock import VirtualClock
 
 
 def test_actions_happen_in_the_order_of_their_times_and_then_of_planning():
-    clock, seen = SimulatedClock(), []
+    clock, seen = VirtualClock(), []
     for time_s, name in ((2.0, "c"), (1.0, "a"), (2.0, "d"), (1.5, "b")):
         clock.at(time_s, lambda name=name: seen.append((name, clock.now_s)))
     clock.run(10.0)
@@ -12,7 +12,7 @@ def test_actions_happen_in_the_order_of_their_times_and_then_of_planning():
 
 
 def test_an_action_may_plan_others_and_none_happens_after_the_end():
-    clock, ticks = SimulatedClock(), []
+    clock, ticks = VirtualClock(), []
 
     def tick():
         ticks.append(clock.now_s)
@@ -26,7 +26,7 @@ def test_an_action_may_plan_others_and_none_happens_after_the_end():
 
 
 def test_the_past_is_now():
-    clock, seen = SimulatedClock(), []
+    clock, seen = VirtualClock(), []
     clock.run(5.0)
     clock.at(1.0, lambda: seen.append(clock.now_s))
     clock.run(5.0)

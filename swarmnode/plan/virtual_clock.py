@@ -1,15 +1,16 @@
-"""The clock: virtual seconds, and what is to happen when."""
+"""Virtual time: seconds that pass as fast as what happens in them can be worked out."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 
 Action = Callable[[], None]
 
 
-class SimulatedClock:
+class VirtualClock:
     """Runs actions in the order of their times; those of the same moment in the order in which they were planned."""
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class SimulatedClock:
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<SimulatedClock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
+        return f"<VirtualClock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
 
     def at(self, time_s: float, action: Action) -> None:
         """Do something at a moment, or now if that has passed."""
@@ -31,9 +32,16 @@ class SimulatedClock:
 
     def run(self, until_s: float) -> None:
         """Let everything happen that is planned until then; the clock stands there afterwards."""
+        self._happen(until_s)
+        self.now_s = max(self.now_s, until_s)
+
+    def run_out(self) -> None:
+        """Let everything happen, and what comes of it, until nothing is planned any more."""
+        self._happen(math.inf)
+
+    def _happen(self, until_s: float) -> None:
         heap = self._heap
         while heap and heap[0][0] <= until_s:
             self.now_s, _, action = heapq.heappop(heap)
             self.events += 1
             action()
-        self.now_s = max(self.now_s, until_s)

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from swarmnode.plan.training.rehearsal import BELIEVED, QUEUES, keep_busy, rehearse
-from swarmnode.plan.training.wiring import Replica
+from swarmnode.plan.training.wiring import BELIEVED, QUEUES, Replica, keep_busy
 from swarmnode.plan.view import Span
-from tests.plan.training.test_expected_step import links
+from tests.plan.training.lines import links
 
 
 def at_once(workers: dict[str, Replica], **network: float) -> dict[str, int]:
@@ -48,5 +47,4 @@ def test_whatever_a_stage_says_it_is_a_number(unit_s: float) -> None:
 
 
 def test_where_units_have_nobody_nothing_changes() -> None:
-    assert rehearse(4, {"a": Replica(Span(0, 2), 0.1)}, links("a")) is None
     assert at_once({"a": Replica(Span(0, 2), 0.1)}) == {"a": 0}
