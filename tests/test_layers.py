@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -14,22 +15,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
-ROOMS = (
-    {"config", "counting", "decisions", "errors", "files", "hollow_package", "ledger", "metrics", "version"},
-    {"codec"},
-    {"compress"},
-    {"net"},
-    {"swarm"},
-    {"plan"},
-    {"compute"},
-    {"lending"},
-    {"platform", "roles"},
-    {"client", "demo", "examination", "localswarm", "node", "training"},  # what wires the rooms together
-    {"simulate"},
-    {"gateway"},
-    {"cli"},
+ROOMS = (  # in their order: a room imports from those before it, and from itself
+    *("counting", "version", "errors", "files", "config", "decisions", "hollow_package", "metrics", "ledger"),
+    *("codec", "compress", "net", "swarm", "plan", "compute", "lending", "platform"),
+    *("membership", "peer", "weights", "founding", "measuring", "serving", "credit", "audits", "graph_serving"),
+    *("checkpoints", "training"),
+    *("localswarm", "client", "node", "examination", "demo", "simulate", "gateway", "cli"),
 )
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL = {room: level for level, room in enumerate(ROOMS)}
+COMPUTE = ("", "model", "serving", "training", "graph", "capacity")  # the rooms within `compute`; "": its own files
+MAX_ROOM_LINES = 8000  # but for `compute`, whose inner rooms are ordered
+MAX_FILES_A_FOLDER = 15
+MAX_FILES = 500
 HEAVY = {"torch", "transformers", "hivemind", "bitsandbytes", "scipy", "numpy", "safetensors", "huggingface_hub"}
 HEAVY |= {"fastapi", "uvicorn", "pydantic"}  # the gateway's
 HIVEMIND_FILES = {"net/libp2p/from_hivemind.py"}
@@ -89,19 +86,15 @@ def dotted(path: Path) -> str:
 
 
 def modules_imported(path: Path, names: Mapping[str, Path]) -> set[str]:
-    """Modules of ours that a file imports outside its functions, under TYPE_CHECKING too."""
-    pending: list[ast.AST] = [parsed(path)]
+    """Modules of ours that a file imports: when it is loaded, for its types, and inside its functions."""
     found = set()
-    while pending:
-        node = pending.pop()
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in names else node.module)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            pending += inner_statements(node)
     return found & names.keys()
 
 
@@ -121,7 +114,6 @@ def test_rooms_are_there() -> None:
 
 
 def test_no_files_import_one_another() -> None:
-    """When they are loaded or for their types. What a function imports when it is called is not counted."""
     names = {dotted(path): path for path in PACKAGE.rglob("*.py")}
     imported = {name: modules_imported(path, names) for name, path in names.items()}
     order = TopologicalSorter(imported)
@@ -129,6 +121,34 @@ def test_no_files_import_one_another() -> None:
         order.prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_rooms_within_compute_are_ordered() -> None:
+    names = {dotted(path): path for path in modules()}
+    below = []
+    for path in (path for path in modules() if room_of(path) == "compute"):
+        others = {inner_room(name) for name in modules_imported(path, names) if name.startswith("swarmnode.compute.")}
+        own = COMPUTE.index(inner_room(dotted(path)))
+        below += [f"{name_of(path)}: {other}" for other in others if COMPUTE.index(other) > own]
+    assert below == []
+
+
+def inner_room(name: str) -> str:
+    """Return the room within `compute` that a module of it is in; "" for the files of `compute` itself."""
+    inner = name.split(".")[2:]
+    return inner[0] if len(inner) > 1 else ""
+
+
+def test_rooms_and_folders_can_be_overlooked() -> None:
+    sizes: Counter[str] = Counter()
+    folders: Counter[str] = Counter()
+    for path in modules():
+        sizes[room_of(path)] += len(path.read_text().splitlines())
+        folders[name_of(path.parent)] += path.name != "__init__.py"
+    del sizes["compute"]
+    assert {room: lines for room, lines in sizes.items() if lines > MAX_ROOM_LINES} == {}
+    assert {folder: files for folder, files in folders.items() if files > MAX_FILES_A_FOLDER} == {}
+    assert folders.total() <= MAX_FILES
 
 
 def test_no_name_stands_for_two_classes() -> None:
@@ -177,7 +197,7 @@ def test_a_command_is_imported_without_the_others() -> None:
     listing = "import sys; from swarmnode.cli.main import app; app(['ps', '--help'], standalone_mode=False); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name for name in done.stdout.split() if name.startswith("swarmnode.cli.")}
-    assert "swarmnode.cli.lend.ps" in loaded
+    assert "swarmnode.cli.lend.lending" in loaded
     assert not loaded & {"swarmnode.cli.lend.run", "swarmnode.cli.use.generate", "swarmnode.cli.host.create"}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from swarmnode.examination.network import NTP_EPOCH_S, clock, nat, upnp
-from swarmnode.net.addressing.stun import COOKIE, SUCCESS, mapped_address
+from swarmnode.net.addressing.probe import COOKIE, SUCCESS, mapped_address
 
 Answer = Callable[[bytes, tuple[str, int]], bytes]
 

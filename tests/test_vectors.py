@@ -16,35 +16,28 @@ import torch
 from referencing import Registry, Resource
 
 from swarmnode.codec.audit_messages import running_digest
-from swarmnode.codec.branch import branch_proof
 from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
-from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
-from swarmnode.codec.sampling import pack_text
+from swarmnode.codec.messages import BODIES, branch_proof, decode_body, encode_body
+from swarmnode.codec.sampling import Sampling, pack_text
 from swarmnode.codec.spot_check_messages import MicrobatchReply
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.compute.serving.device_outputs import DeviceOutputs
-from swarmnode.compute.serving.sampler import Sampler
-from swarmnode.compute.serving.sampling import sample, uniform
+from swarmnode.compute.serving.device_transfers import DeviceOutputs
+from swarmnode.compute.serving.sampling import Sampler, sample, uniform
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
-from swarmnode.net.direct.agreement import KeyPair, Occasion
 from swarmnode.net.direct.direct_connections import OFFER, REQUEST
-from swarmnode.net.direct.records import DirectionKey
-from swarmnode.net.identity import Identity, verify
+from swarmnode.net.direct.records import DirectionKey, KeyPair, Occasion
+from swarmnode.net.identity import Identity, SigningKey, verify
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
-from swarmnode.swarm.records.certificate import Certificate, open_certificate
-from swarmnode.swarm.records.commitment import open_commitment, sign_commitment
-from swarmnode.swarm.records.grant import open_grant
+from swarmnode.swarm.records.certificate import Certificate, open_certificate, open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
-from swarmnode.swarm.records.receipt import open_receipt, sign_receipt
+from swarmnode.swarm.records.receipt import open_receipt, open_voucher, sign_receipt, sign_voucher
 from swarmnode.swarm.records.report import open_report, sign_report
 from swarmnode.swarm.records.revocation import open_list, sign_list
-from swarmnode.swarm.records.signing_key import SigningKey
-from swarmnode.swarm.records.statement import open_statement, sign_statement
-from swarmnode.swarm.records.voucher import open_voucher, sign_voucher
+from swarmnode.swarm.records.statement import open_commitment, open_statement, sign_commitment, sign_statement
 from tests.codec.schemas import FOLDER, plain
 
 VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"

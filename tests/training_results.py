@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from swarmnode.client.training.preparation import prepare
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.preparation import prepare
 
 NO_MARKS = {"bos_token_id": 0, "eos_token_id": 0}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from attack import Outcome, main
 from training_liar import train_against
 
-from tests.roles.training.sabotage import Ill
-from tests.roles.training.test_hangs import Withholds
+from tests.training.sabotage import Ill
+from tests.training.test_hangs import Withholds
 
 VIRTUAL, FAST = True, False
 

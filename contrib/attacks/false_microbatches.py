@@ -8,8 +8,8 @@ from pathlib import Path
 from _pytest.monkeypatch import MonkeyPatch
 from attack import Outcome, main
 
-from tests.roles.training.test_hangs import Scenario
-from tests.roles.training.test_spot_checks import join, make_false, train
+from tests.training.test_hangs import Scenario
+from tests.training.test_spot_checks import join, make_false, train
 
 VIRTUAL, FAST = True, False
 STEPS, SHARE = 50, 0.03

@@ -12,7 +12,7 @@ from attack import Outcome, main
 from swarmnode.codec.messages import Error
 from swarmnode.codec.training_messages import Forward, Labels
 from swarmnode.errors import ErrorCode
-from tests.roles.training.scene import RUN, Scene
+from tests.training.scene import RUN, Scene
 
 VIRTUAL, FAST = True, True
 

@@ -15,8 +15,8 @@ from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID, dht_pb2
 from swarmnode.net.libp2p.table_calls import ANSWERS_BYTES, FIND, MAX_ANSWER_BYTES
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.ids import id_bytes, key_id
 from swarmnode.net.table.lookup import MAX_FIND_KEYS
+from swarmnode.net.table.routing_table import id_bytes, key_id
 
 VIRTUAL, FAST = False, False
 SUBKEYS, VALUE = 256, bytes(1024)  # as many announcements as a key holds, as long as they may be

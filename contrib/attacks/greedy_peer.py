@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attack import Outcome, main
 
-from swarmnode.plan.serving.device_shares import SLOWDOWN
+from swarmnode.plan.serving.scheduler import SLOWDOWN
 from tests.plan.serving.stage import open_greedy, p99_s, with_others
 
 VIRTUAL, FAST = True, True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from attack import Outcome, main
 
+from swarmnode.codec.body import VERSION
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, RECEIVE_BYTES, FrameKind, pack_header
-from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.links.link import Link, LinkConfig
+from swarmnode.net.links.link import Link
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 
 VIRTUAL, FAST = True, True

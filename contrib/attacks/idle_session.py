@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attack import Outcome, main
 
-from tests.roles.greedy import PROMPT, Greedy
-from tests.roles.toy_swarm import ToySwarm, expected
+from tests.peer.greedy import PROMPT, Greedy
+from tests.peer.toy_swarm import ToySwarm, expected
 
 VIRTUAL, FAST = True, True
 CACHE_BYTES, WHOLE_CACHE = 1000, 250  # positions of four units, of one byte each

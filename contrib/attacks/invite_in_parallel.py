@@ -9,9 +9,8 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.errors import PeerError
-from swarmnode.swarm.records.certificate import admit_peer
-from swarmnode.swarm.records.grant import Role
-from tests.roles.membership.test_access_control import SESSION, Peer, Town
+from swarmnode.swarm.records.certificate import Role, admit_peer
+from tests.membership.test_access_control import SESSION, Peer, Town
 from tests.swarm.society import NOW, SWARM, Ticket
 
 VIRTUAL, FAST = True, True

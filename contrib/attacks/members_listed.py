@@ -13,7 +13,7 @@ from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID
-from swarmnode.net.libp2p.socket_stream import read_varint, write_varint
+from swarmnode.net.libp2p.p2pd_control import read_varint, write_varint
 from swarmnode.net.links.gate import Gate
 
 VIRTUAL, FAST = False, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attack import Outcome, main
 from training_liar import train_against
 
-from tests.roles.training.test_liars import Liar, not_finite
+from tests.training.test_liars import Liar, not_finite
 
 VIRTUAL, FAST = True, True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attack import Outcome, main
 from training_liar import train_against
 
-from tests.roles.training.test_liars import Liar, newest
+from tests.training.test_liars import Liar, newest
 
 VIRTUAL, FAST = True, True
 

@@ -13,7 +13,7 @@ from swarmnode.codec.averaging_messages import Part, Pull
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_fields import MAX_PULLED
 from swarmnode.errors import PeerError
-from tests.roles.training.scene import RUN, TERM, Scene
+from tests.training.scene import RUN, TERM, Scene
 
 VIRTUAL, FAST = True, True
 PART_BYTES, PARTS = 1 << 20, 256

@@ -10,7 +10,7 @@ from attack import Outcome, main
 
 from swarmnode.codec.training_messages import Begin
 from swarmnode.swarm.records.run import encode_run
-from tests.roles.training.scene import RUN, Scene
+from tests.training.scene import RUN, Scene
 
 VIRTUAL, FAST = True, True
 RUNS = 12

@@ -6,10 +6,11 @@ import asyncio
 
 from attack import Outcome, main
 
-from swarmnode.codec.messages import HopSpec, Mode, Open
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Mode, Open
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
-from tests.roles.toy_swarm import HELLO, ToySwarm, expected, link_config
+from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from tests.peer.toy_swarm import HELLO, ToySwarm, expected, link_config
 
 VIRTUAL, FAST = True, True
 LAST_EPOCH = 2**32 - 1

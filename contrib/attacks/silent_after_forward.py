@@ -5,7 +5,7 @@ from __future__ import annotations
 from attack import Outcome, main
 from training_liar import train_against
 
-from tests.roles.training.sabotage import Ill, Saboteur
+from tests.training.sabotage import Ill, Saboteur
 
 VIRTUAL, FAST = True, True
 FRAMES = 12

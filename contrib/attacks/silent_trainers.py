@@ -9,13 +9,13 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.codec.training_messages import Work
-from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL
 from swarmnode.swarm.records.run import encode_run
-from tests.roles.training.test_hangs import STEPS, Scenario
-from tests.roles.training_swarm import HELLO
+from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from tests.peer.training_swarm import HELLO
+from tests.training.test_hangs import STEPS, Scenario
 
 VIRTUAL, FAST = True, True
 STRANGERS, WANT, LINES = 20, 8, 3

@@ -9,10 +9,10 @@ from typing import Any
 
 from attack import Outcome, main
 
+from swarmnode.checkpoints.backups import AT_ONCE, RETRY_S, TURN_S
 from swarmnode.errors import PeerRefused
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.roles.training.checkpoints.backup_places import AT_ONCE, RETRY_S, TURN_S
-from tests.roles.training.checkpoints.test_backups import World, Writer
+from tests.checkpoints.test_backups import World, Writer
 
 VIRTUAL, FAST = True, True
 STATE_BYTES, CHUNK_S = 16 << 20, 25.0  # a chunk is due within 30 s

@@ -7,7 +7,7 @@ import math
 from attack import Outcome, main
 from training_liar import train_against
 
-from tests.roles.training.test_liars import Liar, squares
+from tests.training.test_liars import Liar, squares
 
 VIRTUAL, FAST = True, False
 SQUARES = (-1.0, math.nan, math.inf, 1e300, 1e190)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.checkpoints.state_server import StateServer
+from swarmnode.checkpoints.states import list_states, state_board
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError
-from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.roles.training.checkpoints.state_server import StateServer
-from swarmnode.roles.training.checkpoints.states import list_states, state_board
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.states import StateStore
 

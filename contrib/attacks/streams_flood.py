@@ -6,11 +6,13 @@ import asyncio
 
 from attack import Outcome, main
 
-from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.limits.stream_limits import HALF_OPEN_OF_GROUP, StreamLimits
-from swarmnode.net.links.link import Link, LinkConfig
+from swarmnode.net.links.link import Link
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 
 VIRTUAL, FAST = True, True

@@ -6,7 +6,7 @@ from attack import Outcome, main
 from training_liar import train_against
 
 from swarmnode.codec.training_fields import MAX_TERM
-from tests.roles.training.test_liars import Liar, term
+from tests.training.test_liars import Liar, term
 
 VIRTUAL, FAST = True, True
 

@@ -9,11 +9,10 @@ from attack import Outcome, main
 
 from swarmnode.codec.messages import Mode, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.roles.serving.client.client_session import ClientSession
-from swarmnode.roles.serving.client.ids_entry import ids_entry
-from swarmnode.roles.serving.client.session_spec import SessionSpec
-from swarmnode.roles.serving.job import JobResult
-from tests.roles.toy_swarm import ToySwarm, expected, unpack
+from swarmnode.serving.client.client_session import ClientSession
+from swarmnode.serving.client.session_spec import SessionSpec, ids_entry
+from swarmnode.serving.job import JobResult
+from tests.peer.toy_swarm import ToySwarm, expected, unpack
 
 VIRTUAL, FAST = True, True
 HUGE = TensorInfo(Codec.TOPK, DType.FLOAT32, (1, 1, 1 << 31), 0)

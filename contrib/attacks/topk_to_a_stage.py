@@ -9,8 +9,8 @@ from attack import Outcome, main
 
 from swarmnode.codec.messages import Error, Input
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from tests.roles.greedy import PROMPT, Greedy
-from tests.roles.toy_swarm import ToySwarm, expected
+from tests.peer.greedy import PROMPT, Greedy
+from tests.peer.toy_swarm import ToySwarm, expected
 
 VIRTUAL, FAST = True, True
 HUGE = TensorInfo(Codec.TOPK, DType.FLOAT32, (1, 1, 1 << 31), 0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from attack import Outcome
 
-from tests.roles.training.sabotage import Saboteur
-from tests.roles.training.test_hangs import STEPS, Scenario
+from tests.training.sabotage import Saboteur
+from tests.training.test_hangs import STEPS, Scenario
 
 PAIRS = (0, 0, 1, 1, 2, 2)  # units: two replicas of each
 LIAR = 4  # one of them that does not coordinate

@@ -9,10 +9,10 @@ import numpy as np
 from _pytest.monkeypatch import MonkeyPatch
 from attack import Outcome, main
 
-from tests.roles import training_swarm
-from tests.roles.training.test_hangs import Scenario
-from tests.roles.training.test_robust import LIAR, FalseGradients, WideSegment, train
-from tests.roles.training_swarm import local_losses
+from tests.peer import training_swarm
+from tests.peer.training_swarm import local_losses
+from tests.training.test_hangs import Scenario
+from tests.training.test_robust import LIAR, FalseGradients, WideSegment, train
 
 VIRTUAL, FAST = True, False
 STEPS, FACTOR, MOST = 20, -4, 0.02

@@ -25,9 +25,9 @@ from corpus import batches, read_corpus
 from torch import Tensor, nn
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
-from swarmnode.compute.training.averaging.diloco import OuterOptimizer
+from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
 from swarmnode.compute.training.averaging.together import agree
+from swarmnode.compute.training.block import OuterOptimizer
 from swarmnode.swarm.records.run import Averaging
 
 LAYERS, HIDDEN, SEQUENCE, SAMPLES = 2, 96, 64, 8

@@ -7,7 +7,7 @@ The longest wait for a token, first ones included, should be at most 3 s, and no
 
 With --pauses, meant for --seconds 300: two stages with two replicas each; every ten seconds a node is told to pause, or to go
 on. Tokens but the first of each text should come at most twice as far apart in 99 of 100 cases as before the first pause.
-The same in virtual time, for any seed: tests/roles/serving/test_chaos.py.
+The same in virtual time, for any seed: tests/serving/test_chaos.py.
 """
 
 from __future__ import annotations

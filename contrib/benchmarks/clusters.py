@@ -4,7 +4,7 @@ can be laid by hand. Prints JSON.
     python contrib/benchmarks/clusters.py [--runs activations gradients usual] [--ninth none near far stranger liar half]
         [--seeds 3] [--gb 16] [--mbps 500 100]
 
-Places are chosen by the rule and from the announcements of live nodes (`roles/training/organisation.py`), the step is simulated.
+Places are chosen by the rule and from the announcements of live nodes (`training/organisation.py`), the step is simulated.
 `known`: the rule knows the run; `usual`: it takes a usual step for it, as nodes do before a trainer comes. The ninth stands in
 the first cluster (`near`), or behind slow links to everybody (`far`). There it may have been measured by nobody and tell nothing
 (`stranger`), claim round trips of 0 to all (`liar`), or of half the slow link's (`half`). Devices come in as many orders as there
@@ -29,19 +29,19 @@ import numpy as np
 from organisation import GRADIENT_BYTES, UNITS, places, prepared
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.holders import HOLDERS, fragility
+from swarmnode.plan.cost import HOLDERS, fragility
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.layout import STANDING_BY, cut
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
-from swarmnode.roles.training.organisation import MICROBATCHES, POSITIONS, announced_network
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 from swarmnode.simulate.steps.training import Training
+from swarmnode.training.organisation import MICROBATCHES, POSITIONS, announced_network
 
 SIZE = 4  # of a cluster
 DELAYS_S, INSIDE_BPS = (0.001, 0.02), 5e9  # inside, and between

@@ -25,7 +25,7 @@ from corpus import batches, read_corpus
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compress.values import decode_values, encode_values
+from swarmnode.compress.codecs import decode_values, encode_values
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import SpanSegment, load_segment
 

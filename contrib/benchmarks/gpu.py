@@ -40,9 +40,9 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
@@ -51,8 +51,8 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import SwarmnodeError
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
-from swarmnode.roles.serving.job import ForwardHidden, Job
-from swarmnode.roles.serving.worker import Worker
+from swarmnode.serving.job import ForwardHidden, Job
+from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run
 
 ROOT = Path(__file__).parents[2]

@@ -35,7 +35,7 @@ from swarmnode.codec.frames import FrameReader, pack_header
 from swarmnode.codec.messages import KIND_OF, Input, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.roles.measuring.timeline import Timeline
+from swarmnode.measuring.timeline import Timeline
 
 PROMPT = list(range(5, 5 + serving.PROMPT_TOKENS))
 

@@ -23,13 +23,15 @@ from pathlib import Path
 import psutil
 import uvloop
 
+from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import VERSION, Body, Chunk, Hello, Output, Ready
+from swarmnode.codec.messages import Chunk, Hello, Output, Ready
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID
-from swarmnode.net.links.link import Link, LinkConfig
+from swarmnode.net.links.link import Link
+from swarmnode.net.links.link_config import LinkConfig
 
 PROTOCOL = "/swarmnode/benchmark/1"
 BARE_STREAM = "bare"

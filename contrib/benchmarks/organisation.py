@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from swarmnode.compute.memory import TRAINING_BYTES, usable_bytes
-from swarmnode.plan.holders import HOLDERS
+from swarmnode.compute.capacity.memory import TRAINING_BYTES, usable_bytes
+from swarmnode.plan.cost import HOLDERS
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.churn import Change
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.environment.peers import Change
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 

@@ -33,10 +33,11 @@ from swarmnode.gateway.http.http_server import serving_http
 from swarmnode.gateway.page import feed
 from swarmnode.gateway.page.page import Page
 from swarmnode.net.identity import Identity
-from swarmnode.roles.picture import picture_of
+from swarmnode.peer.picture import picture_of
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
-from swarmnode.swarm.records.manifest import FileContent, Manifest, ModelInfo
+from swarmnode.swarm.records.manifest import Manifest, ModelInfo
+from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.swarmfile import Swarm
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
 

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable
 
 from swarmnode.plan.offline.gpus import known_gpus
-from swarmnode.plan.spans.baselines import petals, swarm
+from swarmnode.plan.spans.baselines import BEST_RESPONSE, Rule, Settling, petals, swarm
 from swarmnode.plan.spans.placement import Joiner
-from swarmnode.plan.spans.settling import BEST_RESPONSE, Rule, Settling
 
 UNITS = (12, 16, 24, 32, 40)
 ROUNDS = 5

@@ -37,16 +37,15 @@ from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.sketch import deviations
-from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
+from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
 from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.gradient_sketch import LEAST, gradient_sketch, in_rows
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.plan.audits.budget import AuditBudget, SessionCost
-from swarmnode.plan.audits.judgement import judge_states
-from swarmnode.plan.audits.tolerances import Calibration
-from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
+from swarmnode.plan.audits.judgement import Calibration, judge_states
+from swarmnode.plan.audits.selection import AuditBudget, SessionCost
 from swarmnode.swarm.records.run import Averaging
+from swarmnode.training.spot_checks.spot_checks import RECOMPUTED
 
 HIDDEN, SEQUENCE, BATCH = 96, 64, 16
 REPLICAS = ("a", "b", "c", "liar")

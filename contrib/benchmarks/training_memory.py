@@ -93,7 +93,7 @@ def measure(checkpoint: Path, tiny: Path, start: int, end: int, options: argpars
     """One stage, in this process."""
     import torch
 
-    from swarmnode.compute.training.heap import give_back_large_tensors
+    from swarmnode.training.worker.memory import give_back_large_tensors
 
     torch.set_num_threads(1)
     if options.recompute:

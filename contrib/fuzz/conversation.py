@@ -10,20 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from swarmnode.codec.audit_messages import SEED_BYTES, GetStatement
-from swarmnode.codec.branch import Branch, branch_proof
-from swarmnode.codec.messages import (
-    Attach,
-    Body,
-    End,
-    HopSpec,
-    Input,
-    KeepCache,
-    Mode,
-    Open,
-    Sampling,
-    Truncate,
-    Want,
-)
+from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.messages import Attach, Branch, End, Input, KeepCache, Mode, Open, Truncate, Want, branch_proof
+from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 
 MAX_LENGTH = 16

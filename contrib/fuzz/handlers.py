@@ -31,21 +31,22 @@ from mutation import mutate
 sys.path.append(str(Path(__file__).parents[2]))  # swarms in virtual time belong to the tests
 
 from swarmnode.codec.audit_messages import AUDIT_PROTOCOL
+from swarmnode.codec.body import VERSION
 from swarmnode.codec.frames import MAX_BODY_BYTES, FrameKind, pack_header
-from swarmnode.codec.messages import KIND_OF, VERSION, Hello, encode_body
+from swarmnode.codec.messages import KIND_OF, Hello, encode_body
+from swarmnode.credit.priorities import CLAIM_PROTOCOL
+from swarmnode.credit.receipts import CREDIT_PROTOCOL
 from swarmnode.errors import PeerError
+from swarmnode.measuring.bandwidth import PROBE_PROTOCOL
+from swarmnode.measuring.trace import TRACE_PROTOCOL
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.memory.network import FakeNetwork
 from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.roles.credit.priorities import CLAIM_PROTOCOL
-from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL
-from swarmnode.roles.fetching.newcomer import MANIFEST_PROTOCOL
-from swarmnode.roles.fetching.seeder import WEIGHTS_PROTOCOL
-from swarmnode.roles.measuring.bandwidth import PROBE_PROTOCOL
-from swarmnode.roles.measuring.trace_server import TRACE_PROTOCOL
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.peer.newcomer import MANIFEST_PROTOCOL
+from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.swarm.records.manifest import CREDIT
+from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
 

@@ -28,12 +28,11 @@ from dataclasses import dataclass
 
 from shapes import even_network, transformer
 
-from swarmnode.compute.memory import limit_bytes_for
+from swarmnode.compute.capacity.memory import limit_bytes_for
 from swarmnode.plan.spans.flow import bound
 from swarmnode.plan.spans.placement import Joiner, choose_span
 from swarmnode.plan.view import Span, View
-from swarmnode.simulate.environment.churn import Change
-from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.peers import Change, Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings
 from swarmnode.simulate.simulation import Simulation

@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 from shapes import cut, transformer
 
+from swarmnode.plan.offline.hosting import StageRoom, split
 from swarmnode.plan.offline.scenario import FloatArray, Scenario
-from swarmnode.plan.offline.split import StageRoom, split
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.graph_model import GraphModel
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.simulate.steps.encoder import LARGEST_RATIO
+from swarmnode.simulate.steps.microbatch import LARGEST_RATIO
 
 FAST_BPS = 1e9  # links that make a cluster
 FLOAT32_BYTES = 4

@@ -5,7 +5,7 @@
 Three subjects, each cut into four stages: a small ResNet that learns digits, whose activations come out of ReLUs and are
 sparse (`digits`), a GPT-2 on bytes of the standard library's sources that begins at random weights (`scratch`), and the same
 one after it has learnt half of the sources, on the other half (`tuned`). What crosses the three boundaries is encoded and
-decoded, there and back, by each rule of `plan/sparsity.py` at each ratio; the links take 1, 1/2 and 1/10 of the slowest
+decoded, there and back, by each rule of `plan/compression.py` at each ratio; the links take 1, 1/2 and 1/10 of the slowest
 one's seconds. `feedback` adds what was left out to what crosses next. `loss` is the mean of the last 20 steps, `relative` to
 none; `zeros` the share of zeros in what crosses uncompressed.
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.plan.sparsity import SPARSE_RULES, topk_ratio
+from swarmnode.plan.compression import SPARSE_RULES, topk_ratio
 
 LINKS = (0.5, 1.0, 0.1)  # of the slowest one's seconds
 SAMPLES, LAST_STEPS = 64, 20

@@ -14,9 +14,8 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.node_file import ConfiguredCommand
+from swarmnode.cli.terminal.commands import CommandPlace, GroupedHelp, LateCommands, places
 from swarmnode.cli.terminal.console import fail, leave_threads
-from swarmnode.cli.terminal.grouped_help import GroupedHelp
-from swarmnode.cli.terminal.late_commands import CommandPlace, LateCommands, places
 from swarmnode.version import __version__
 
 _OF_RUN = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -25,15 +24,17 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
     "Use a swarm": places("use", "join models generate chat infer serve launch mcp status trace"),
     "Lend this machine": {
         "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
-        **places("lend", "ps"),
-        **{name: CommandPlace("lend.lending") for name in ("pause", "resume", "finish", "stop")},
+        **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "stop")},
         **places("lend", "why credit doctor bench"),
         "config": CommandPlace("lend.config", settings=_OF_RUN),
         "service": CommandPlace("lend.service.commands", "app"),
         "weights": CommandPlace("lend.weights", "app"),
-        "id": CommandPlace("lend.identity", "show_identity"),
+        "id": CommandPlace("lend.config", "show_identity"),
     },
-    "Host a swarm": places("host", "host create bootstrap invite revoke members"),
+    "Host a swarm": {
+        **places("host", "host create bootstrap"),
+        **{name: CommandPlace("host.members") for name in ("invite", "revoke", "members")},
+    },
     "Train": places("train", "train export"),
     "Plan and try": places("plan", "fit network plan simulate demo"),
 }

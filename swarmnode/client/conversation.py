@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from swarmnode.client.tokenizer import Turn
-from swarmnode.roles.serving.client.generation import GenerateOptions
+from swarmnode.serving.client.generation import GenerateOptions
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from swarmnode.peer.host import Host
+from swarmnode.peer.host_config import HostConfig
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.roles.host import Host, HostConfig
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 JOIN_S = 15.0  # for a first answer

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from swarmnode.client.owner_client import OwnerClient
-from swarmnode.codec.trace_messages import Trace
+from swarmnode.codec.measuring_messages import Trace
+from swarmnode.measuring.bandwidth import Bandwidth, Prober
+from swarmnode.measuring.measured_network import link_matrix, measured_network
+from swarmnode.measuring.trace import fetch_traces
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.peer_versions import PeerVersions
-from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.bandwidth import Bandwidth, Prober
-from swarmnode.roles.measuring.link_matrix import link_matrix
-from swarmnode.roles.measuring.measured_network import measured_network
-from swarmnode.roles.measuring.trace_server import fetch_traces
-from swarmnode.roles.picture import picture_of
+from swarmnode.net.links.link_config import PeerVersions
+from swarmnode.peer.host import Host
+from swarmnode.peer.picture import picture_of
 from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.storage.swarmfile import Swarm
 

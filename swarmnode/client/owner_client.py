@@ -9,15 +9,14 @@ from typing import Any
 
 from swarmnode.client.joining import joining
 from swarmnode.errors import UsageError
-from swarmnode.net.identity import is_peer_id
+from swarmnode.membership.owner import newest_list, revoke
+from swarmnode.net.identity import SigningKey, is_peer_id
 from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.host import Host, state_name
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.roles.host import Host, state_name
-from swarmnode.roles.membership.owner import newest_list, revoke
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Member
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE
-from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.errors import CheckpointError, ContextTooLong, UsageError
-from swarmnode.roles.serving.client.limits import ModelLimits
+from swarmnode.serving.client.limits import ModelLimits
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from swarmnode.roles.inference.remote_module import RemoteModule
+    from swarmnode.graph_serving.remote_module import RemoteModule
 
 AT_ONCE = 8  # passes of one request
 

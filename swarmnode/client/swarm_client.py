@@ -14,35 +14,35 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from swarmnode.audits.auditor import Auditor
+from swarmnode.audits.reports import Reports
 from swarmnode.client.joining import joining
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, labels_of
 from swarmnode.client.text_stream import TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, Turn
+from swarmnode.codec.tensors import check_compression
 from swarmnode.config import ClientConfig
+from swarmnode.credit.priorities import Claims
+from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.errors import NoRoute, UsageError
+from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.peer.explanation import explain
+from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.roles.credit.claims import Claims
-from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
-from swarmnode.roles.explanation import explain
-from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.meters import ClientMeter, cause_of
-from swarmnode.roles.serving.audits.auditor import Auditor
-from swarmnode.roles.serving.audits.reports import Reports
-from swarmnode.roles.serving.client.beginnings import Beginnings
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
-from swarmnode.roles.serving.client.compressions import check_compression
-from swarmnode.roles.serving.client.directory_router import DirectoryRouter
-from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
-from swarmnode.roles.serving.client.limits import ModelLimits
-from swarmnode.roles.serving.client.session_spec import SessionSpec
-from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
+from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
+from swarmnode.serving.client.directory_router import DirectoryRouter
+from swarmnode.serving.client.generation import GenerateOptions, Generation, RingStream
+from swarmnode.serving.client.limits import ModelLimits
+from swarmnode.serving.client.prefix_cache import Beginnings
+from swarmnode.serving.client.session_spec import SessionSpec
+from swarmnode.swarm.peers.standing import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, GRAPH, SERVE, TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from swarmnode.compute.graph.layout import Layout
-    from swarmnode.roles.inference.remote_module import RemoteModule
-    from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
+    from swarmnode.graph_serving.remote_module import RemoteModule
+    from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 MAX_SHOWN = 32  # first hops that hear what a node of ours is credited
@@ -355,15 +355,14 @@ def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
     """The class, and the graph in a folder: off the loop, as what follows. Raises CheckpointError."""
     from swarmnode.compute.graph.layout import Layout
     from swarmnode.compute.graph.serialise import read_graph
-    from swarmnode.roles.inference.remote_module import RemoteModule
+    from swarmnode.graph_serving.remote_module import RemoteModule
 
     return RemoteModule, Layout(read_graph(folder))
 
 
 def _import_causal_lm() -> tuple[Any, Any]:
     """The transformers side, imported off the loop since it takes a second."""
-    from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
-    from swarmnode.roles.serving.client.ends import Ends
+    from swarmnode.serving.client.causal_lm import Ends, RemoteCausalLM
 
     return RemoteCausalLM, Ends
 

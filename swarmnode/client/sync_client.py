@@ -18,14 +18,14 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.text_stream import GeneratedText, TextStream
 from swarmnode.config import ClientConfig
 from swarmnode.net.tasks import cancel_the_rest
-from swarmnode.roles.serving.client.generation import GenerateOptions, Generation
-from swarmnode.swarm.peers.trust import Trust, parse_trust
+from swarmnode.serving.client.generation import GenerateOptions, Generation
+from swarmnode.swarm.peers.standing import Trust, parse_trust
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
+    from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
 from swarmnode.client.tokenizer import ByteTokenizer, Detokenizer, Tokenizer
-from swarmnode.codec.logprobs import TokenLogprob
-from swarmnode.roles.serving.client.generation import Generation, RingStream
+from swarmnode.codec.sampling import TokenLogprob
+from swarmnode.serving.client.generation import Generation, RingStream
 
 
 class GeneratedText(NamedTuple):

@@ -37,6 +37,9 @@ MAX_RUN_BYTES = 4096
 MAX_STEP = 1 << 40
 
 SHARED = -1
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 """The block of parameters that the first and the last unit share (tied embedding and head)."""
 
 Block = Annotated[int, Meta(ge=SHARED, le=MAX_UNITS)]

@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
+from swarmnode.codec.body import MAX_POSITIONS, MAX_ROUTE_HOPS, Body, Position, Unit
 from swarmnode.codec.frames import FrameKind
+from swarmnode.errors import ProtocolError
 
 MAX_UNIT_US = (1 << 32) - 1
 MAX_PROBE_BYTES = 512 * 1024
 
 UnitMicroseconds = Annotated[int, Meta(ge=0, le=MAX_UNIT_US)]
+TRACE_ID_BYTES = 16
+TRACE_DOMAIN = b"swarmnode-trace-1\x00"
+MAX_TRACE_STEPS = 512
+MAX_TRACE_US = (1 << 32) - 1
+MAX_CAME_US = 1 << 48
+MAX_BATCH = (1 << 16) - 1
+
+TraceId = Annotated[bytes, Meta(min_length=TRACE_ID_BYTES, max_length=TRACE_ID_BYTES)]
+Microseconds = Annotated[int, Meta(ge=0, le=MAX_TRACE_US)]
+
+
+def trace_id(session: bytes) -> bytes:
+    """What a session is called in logs and questions. It follows from the session's id and does not lead back to it: who knows
+    that id may use the session."""
+    return hashlib.sha256(TRACE_DOMAIN + session).digest()[:TRACE_ID_BYTES]
+
+
+class GetTrace(Body, frozen=True):
+    """Asks what the peer has kept of the session with this trace id."""
+
+    trace: TraceId
+
+
+class TraceStep(Body, frozen=True):
+    """One pass of a session at a hop: positions [end - count, end), and how long they were here.
+
+    Durations are of the hop's own clock, and are never compared with another's. `came_us` counts from the first step of the
+    session at this hop. The time from coming in to being sent on, `stay_us`, is waiting, computing and what was left.
+    """
+
+    end: Position
+    count: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+    came_us: Annotated[int, Meta(ge=0, le=MAX_CAME_US)]
+    wait_us: Microseconds
+    compute_us: Microseconds
+    stay_us: Microseconds
+    batch: Annotated[int, Meta(ge=1, le=MAX_BATCH)]
+
+
+class Trace(Body, frozen=True):
+    """The answer to GET_TRACE: the hop's units, and the last steps of the session there, the oldest first."""
+
+    start: Unit
+    end: Unit
+    steps: Annotated[tuple[TraceStep, ...], Meta(max_length=MAX_TRACE_STEPS)] = ()
+
+    def check(self) -> None:
+        if self.start >= self.end:
+            raise ProtocolError(f"a TRACE needs units, not {self.start}:{self.end}")
+        if any(step.count > step.end for step in self.steps):
+            raise ProtocolError("a TRACE has a step that begins before position 0")
+
+
+TRACE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.GET_TRACE: GetTrace, FrameKind.TRACE: Trace}
 
 
 class Ran(Body, frozen=True):

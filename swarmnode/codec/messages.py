@@ -9,6 +9,8 @@ The bound of a single field stands in its type, where msgspec checks it while de
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from enum import IntEnum
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from msgspec import Meta
 
 from swarmnode.codec.audit_messages import AUDIT_BODIES
 from swarmnode.codec.body import (
+    DECODE_ERRORS,
     MAX_ADAPTER_CHARS,
     MAX_CHUNKS,
     MAX_CODE,
@@ -29,9 +32,11 @@ from swarmnode.codec.body import (
     MAX_ROWS,
     MAX_SOFTWARE_CHARS,
     SWARM_ID_BYTES,
+    Body,
     Code,
     Epoch,
     HopIndex,
+    HopSpec,
     Position,
     RetrySeconds,
     Root,
@@ -40,25 +45,34 @@ from swarmnode.codec.body import (
     TokenId,
     Unit,
 )
-from swarmnode.codec.body import MAX_STOP_IDS as MAX_STOP_IDS
-from swarmnode.codec.body import VERSION as VERSION
-from swarmnode.codec.body import Body as Body
-from swarmnode.codec.body import HopSpec as HopSpec
-from swarmnode.codec.branch import Branch as Branch
 from swarmnode.codec.credit_messages import CREDIT_BODIES
-from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
 from swarmnode.codec.inference_messages import INFERENCE_BODIES
-from swarmnode.codec.measuring_messages import MEASURING_BODIES
-from swarmnode.codec.measuring_messages import Ran as Ran
-from swarmnode.codec.sampling import Sampling as Sampling
+from swarmnode.codec.measuring_messages import MEASURING_BODIES, TRACE_BODIES
+from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.spot_check_messages import SPOT_CHECK_BODIES
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
-from swarmnode.codec.trace_messages import TRACE_BODIES
 from swarmnode.codec.training_fields import check_route, check_rules
 from swarmnode.codec.training_messages import TRAINING_BODIES
 from swarmnode.errors import ProtocolError
+
+PROOF_BYTES = 32
+BRANCH_DOMAIN = b"swarmnode-branch-1\0"
+_PLACE = struct.Struct("<II")
+
+
+class Branch(Body, frozen=True):
+    """The first `length` positions are another session's. `proof` shows which one to a hop that has it, and nothing to others."""
+
+    proof: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+    length: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+
+
+def branch_proof(source: bytes, truncations: int, session: bytes, length: int) -> bytes:
+    """That whoever opens `session` knows the id of its source, as that was after so many truncations: the SHA-256 of both ids and
+    both numbers. It is of use for this one session, and for no text that the source had before or has after."""
+    return hashlib.sha256(BRANCH_DOMAIN + source + session + _PLACE.pack(truncations, length)).digest()
 
 
 class Hello(Body, frozen=True):
@@ -233,7 +247,7 @@ class KeepCache(Body, frozen=True):
 class Output(Body, frozen=True):
     """What the last hop made of the position before `seq`. RING: `ids` are the tokens at position `seq`, one per row.
 
-    Where `logprobs` are wanted the payload tells them (`codec/logprobs.py`).
+    Where `logprobs` are wanted the payload tells them (`codec/sampling.py`).
 
     DRIVEN: the payload described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1.
     `final` says that nothing follows (a stop token, or max_new_tokens reached).

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import array
+import math
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -23,6 +25,30 @@ ID_BYTES = 4  # of a token in a text so far
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+_RECORD = struct.Struct("<if")
+LOGPROB_BYTES = _RECORD.size
+
+
+class TokenLogprob(NamedTuple):
+    """A token's natural logarithm of its probability, as the model has it: before bias, penalties and temperature."""
+
+    id: int
+    logprob: float
+
+
+def pack_logprobs(logprobs: Iterable[TokenLogprob]) -> bytes:
+    """As they travel: int32 and float32, little-endian."""
+    return b"".join(_RECORD.pack(*one) for one in logprobs)
+
+
+def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogprob, ...]:
+    """Raises ProtocolError where these are none."""
+    if len(payload) % LOGPROB_BYTES:
+        raise ProtocolError(f"{len(payload)} bytes are no logarithms of probabilities")
+    told = tuple(TokenLogprob(*record) for record in _RECORD.iter_unpack(payload))
+    if not all(one.id >= 0 and math.isfinite(one.logprob) and one.logprob <= 0 for one in told):
+        raise ProtocolError("logarithms of probabilities are finite and not over 0")
+    return told
 
 
 class GrammarKind(IntEnum):

@@ -6,12 +6,15 @@ are kept; the layout of each codec's payload, and so its exact length, follows f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 
 import msgspec
 
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.errors import ErrorCode, ProtocolError, UsageError
 
+AUTO = "auto"
+COMPRESSIONS = (AUTO, "none", "bf16", "fp16", "int8", "int4")
 MAX_RANK = 8
 MAX_ELEMENTS = 1 << 31
 INT8_GROUP = 64  # elements that share one scale
@@ -130,3 +133,15 @@ def topk_mask_bytes(count: int) -> int:
 def topk_index_bytes(count: int, kept: int) -> int:
     """Bytes of short indices: per block of 65,536 elements how many are kept, then one 16-bit index for each."""
     return TOPK_COUNT_BYTES * -(-count // TOPK_BLOCK) + TOPK_INDEX_BYTES * kept
+
+
+def codec_named(compression: str) -> Codec:
+    """The codec of one of COMPRESSIONS; where hops choose, the one that they begin with."""
+    return Codec.NONE if compression == AUTO else Codec[compression.upper()]
+
+
+def check_compression(compression: str, allowed: Collection[int]) -> None:
+    """Raises UsageError where a swarm does not allow it, or nobody knows it."""
+    known = [name for name in COMPRESSIONS if name == AUTO or codec_named(name) in allowed]
+    if compression not in known:
+        raise UsageError(f"this swarm does not compress as {compression}: choose {', '.join(known)}")

@@ -5,6 +5,7 @@ Both run where the tensor is (CPU or CUDA); only encoded bytes cross between hos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Union
 
@@ -12,11 +13,17 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, DType, TensorInfo, check_tensor, payload_bytes
-from swarmnode.compress.int4 import decode_int4, encode_int4
-from swarmnode.compress.int8 import decode_int8, encode_int8
-from swarmnode.compress.small import decode_small_int8, encode_small_int8, is_few, is_small
-from swarmnode.compress.topk import decode_topk, encode_topk
-from swarmnode.compress.topk2 import decode_topk2, encode_topk2
+from swarmnode.compress.blockwise import (
+    decode_int4,
+    decode_int8,
+    decode_small_int8,
+    encode_int4,
+    encode_int8,
+    encode_small_int8,
+    is_few,
+    is_small,
+)
+from swarmnode.compress.topk import decode_topk, decode_topk2, encode_topk, encode_topk2
 from swarmnode.errors import ProtocolError
 
 __all__ = ["Buffer", "decode", "decode_in_place", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
@@ -35,6 +42,8 @@ DTYPE_OF = {
     torch.uint8: DType.UINT8,
 }
 HALVES = {int(Codec.BF16): torch.bfloat16, int(Codec.FP16): torch.float16}
+
+
 """By codec that only rounds. A finite value beyond float16's range becomes infinite, which the receiver notices; bfloat16 has
 the range of float32."""
 
@@ -146,3 +155,41 @@ def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
     if info.codec == Codec.INT4:
         return decode_int4(payload_M, count, dtype)
     return (decode_topk if info.codec == Codec.TOPK else decode_topk2)(payload_M, count, info.param, dtype)
+
+
+Encoded = tuple[tuple[TensorInfo, ...], list[Buffer]]
+
+
+def describe_values(values: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
+    """Descriptors of the values as they are. Raises KeyError for a dtype that does not travel."""
+    return tuple(TensorInfo(Codec.NONE, DTYPE_OF[value.dtype], tuple(value.shape)) for value in values)
+
+
+def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: float = 1.0) -> Encoded:
+    """Descriptors and payloads. Only floats are compressed: whole numbers are token ids or labels. `keep`: of top-k."""
+    encoded = [
+        encode(value, codec, param=round(keep * value.numel()) if codec == Codec.TOPK else 0)
+        if value.is_floating_point()
+        else encode(value, Codec.NONE)
+        for value in values
+    ]
+    return tuple(info for info, _ in encoded), [payload for _, payload in encoded]
+
+
+def payload_of(buffers: Sequence[Buffer]) -> bytes:
+    """The payloads one after another, as they arrive."""
+    return b"".join(buffers)
+
+
+def decode_values(infos: Sequence[TensorInfo], payload: Buffer, device: torch.device | str) -> tuple[Tensor, ...]:
+    """The tensors: floats on `device`, whole numbers on the host. Raises ProtocolError where the payload is not what they
+    imply."""
+    view = memoryview(payload)
+    values: list[Tensor] = []
+    for info in infos:
+        size = payload_bytes(info)
+        values.append(decode(info, view[:size], device=device if info.dtype in FLOAT_DTYPES else "cpu"))
+        view = view[size:]
+    if len(view):
+        raise ProtocolError(f"a payload has {len(view)} bytes more than its descriptors imply")
+    return tuple(values)

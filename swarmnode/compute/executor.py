@@ -4,7 +4,7 @@
     thread:               collect -> next -> run ----'
 
 What it runs are `WorkItem`s, which say what they are, for whom, how urgent and how large; `Call` is one that runs a function,
-and a `WorkSource` makes others of what waits in it when its turn comes (`roles/serving/worker.py`: the steps of all
+and a `WorkSource` makes others of what waits in it when its turn comes (`serving/worker.py`: the steps of all
 sessions at once).
 
 Control comes first, then gradients and new microbatches in turn with what the sources have, idle work last. An item answers for

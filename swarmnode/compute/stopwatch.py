@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from swarmnode.compute.device import Device
 from swarmnode.compute.throttle import Throttle
+from swarmnode.errors import LocalError
 
 MOST_UNREAD = 64  # passes behind which nobody has waited
 BUDGET_S = 0.2  # for the fastest of several passes; a single pass may take longer
@@ -18,6 +24,49 @@ MOST_PASSES = 8
 Clock = Callable[[], float]
 
 Tell = Callable[[float], None]
+MOST_BYTES = 256 << 20  # far more than any cache holds
+PASSES = 5
+SIZE_BYTES = 64 << 20
+PIECE = bytes(1 << 20)
+
+
+def measure_disk(folder: Path, *, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    """Bytes/s written, until they are on the disk, and read, past the system's cache where it can be told to forget.
+
+    The file is taken away again. Raises LocalError where nothing can be written there.
+    """
+    pieces = max(1, SIZE_BYTES // len(PIECE))
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            began_s = clock()
+            for _ in range(pieces):
+                file.write(PIECE)
+            os.fsync(file.fileno())
+            written_s = clock() - began_s
+            if sys.platform == "linux":
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            began_s = clock()
+            while file.read(len(PIECE)):
+                pass
+            read_s = clock() - began_s
+    except OSError as error:
+        raise LocalError(f"cannot write {folder}: {error.strerror or error}") from error
+    return pieces * len(PIECE) / max(written_s, 1e-9), pieces * len(PIECE) / max(read_s, 1e-9)
+
+
+def measure_read_rate(device: Device, *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes per second, the best of a few passes over a buffer; half a second on a slow machine."""
+    size_bytes = max(4096, min(MOST_BYTES, device.free_bytes // 4)) // 4 * 4
+    buffer_N = torch.ones(size_bytes // 4, dtype=torch.float32, device=device.torch_device)
+    best_s = float("inf")
+    for _ in range(PASSES):
+        began_s = clock()
+        float(buffer_N.sum())  # waits for the device
+        best_s = min(best_s, clock() - began_s)
+    return size_bytes / max(best_s, 1e-9)
+
+
 """(seconds): called once, when they are known"""
 
 

@@ -25,9 +25,9 @@ TOKENS_A_STEP = BATCH * SEQUENCE
 LEARNING_RATE = 4e-3  # twice as much learns no text by heart in so few steps, half as much learns less of it
 WARMUP_STEPS = 10
 IMPORTED = (
-    "swarmnode.roles.creation.model_source",
-    "swarmnode.training.client",
-    "swarmnode.compute.memory",
+    "swarmnode.founding.model_source",
+    "swarmnode.client.training.client",
+    "swarmnode.compute.capacity.memory",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -90,9 +90,9 @@ def import_all() -> None:
 
 def found(file: Path) -> Swarm:
     """A swarm that is to train such a model from random weights, its .swarm file and what belongs to it in the file's folder."""
-    from swarmnode.roles.creation.bootstraps import Bootstraps
-    from swarmnode.roles.creation.model_source import from_config
-    from swarmnode.roles.creation.swarm_creation import create_swarm
+    from swarmnode.founding.bootstraps import Bootstraps
+    from swarmnode.founding.model_source import from_config
+    from swarmnode.founding.swarm_creation import create_swarm
     from swarmnode.swarm.records.manifest import TRAIN
     from swarmnode.swarm.storage.swarmfile import save_swarm
 
@@ -105,7 +105,7 @@ def found(file: Path) -> Swarm:
 
 def memory_for_half(swarm: Swarm) -> int:
     """Bytes to lend for about half of the model's units: two stages with two replicas come about."""
-    from swarmnode.compute.memory import limit_bytes_for, training_sizes
+    from swarmnode.compute.capacity.memory import limit_bytes_for, training_sizes
     from swarmnode.compute.model.checkpoint import Checkpoint
 
     assert swarm.checkpoint is not None
@@ -116,8 +116,8 @@ def memory_for_half(swarm: Swarm) -> int:
 
 def recipe(steps: int) -> Run:
     """How it is taught."""
+    from swarmnode.client.training.preparation import NO_DATA
     from swarmnode.swarm.records.run import Run
-    from swarmnode.training.preparation import NO_DATA
 
     return Run(
         data=NO_DATA,

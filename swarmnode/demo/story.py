@@ -35,10 +35,10 @@ from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.net.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
+    from swarmnode.client.training.client import TrainingClient
     from swarmnode.compute.training.local import StepSummary
     from swarmnode.swarm.records.run import Run
     from swarmnode.swarm.storage.swarmfile import Swarm
-    from swarmnode.training.client import TrainingClient
 
 NODES = 4
 COVER_TIMEOUT_S = 60.0
@@ -268,6 +268,6 @@ class Story:
 
 async def _trainer(swarm: Swarm, home: Path) -> TrainingClient:
     """Who brings the text. It is in this process, which has imported by now what it takes."""
-    from swarmnode.training.client import TrainingClient
+    from swarmnode.client.training.client import TrainingClient
 
     return await TrainingClient.join(swarm, home)

@@ -12,21 +12,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from swarmnode.codec.messages import VERSION
+from swarmnode.codec.body import VERSION
 from swarmnode.compute.device import probe_device, usable_cores
-from swarmnode.compute.disk_rate import measure_disk
-from swarmnode.compute.read_rate import measure_read_rate
+from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 from swarmnode.errors import LocalError
-from swarmnode.files.permissions import existing, may_write
-from swarmnode.metrics.machine import nvidia_cards
+from swarmnode.files import existing, may_write
+from swarmnode.metrics.exposition import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
-    from swarmnode.net.links.peer_versions import PeerVersions
-    from swarmnode.roles.measuring.bandwidth import Bandwidth
+    from swarmnode.measuring.bandwidth import Bandwidth
+    from swarmnode.net.links.link_config import PeerVersions
 
 MEMORY_LEAST_BYTES = 2 << 30
 DISK_LEAST_BYTES = 10 << 30

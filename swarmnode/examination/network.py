@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from swarmnode.examination.machine import Finding, Verdict
-from swarmnode.net.addressing.stun import seen_at
+from swarmnode.net.addressing.probe import seen_at
 
 ANSWER_S = 2.0
 TIME_SERVERS = (("pool.ntp.org", 123), ("time.cloudflare.com", 123))

@@ -12,8 +12,7 @@ from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.served_model import ServedModel
-from swarmnode.gateway.tokenizer_loader import TokenizerLoader
+from swarmnode.gateway.served_model import ServedModel, TokenizerLoader
 from swarmnode.net.tasks import Tasks
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS
 
 NODES = "control"
 GATEWAYS = "gateways"

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.swarm.storage.kept_file import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 FILE = "energy.json"
 MAX_FILE_BYTES = 4096

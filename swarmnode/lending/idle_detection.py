@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import logging
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import psutil
+
+from swarmnode.lending.cards import Cards
+from swarmnode.lending.rules import Rules, Surroundings
+
+log = logging.getLogger(__name__)
+
+PRESSURE = Path("/proc/pressure/memory")
+METERED = {"1": True, "2": False, "3": True, "4": False}  # NMMetered: yes, no, and its guesses
 TERMINALS = ("dev/pts/[0-9]*", "dev/tty[0-9]*")
 ASK_S = 10.0  # logind and NetworkManager are asked no more often
 ANSWER_S = 2.0
 
 T = TypeVar("T")
+
+
+def yield_cpu(nice: int) -> None:
+    """Compute after others, by 0 to 19 steps."""
+    if sys.platform != "win32":
+        os.nice(nice)
+
+
+def yield_disk() -> None:
+    """Read and write when nobody else does (the idle class of Linux), this process and those that it starts from now on."""
+    if sys.platform == "linux":
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    else:
+        log.warning("--idle-disk: only Linux has priorities for disks")
 
 
 class Rarely(Generic[T]):
@@ -68,3 +95,94 @@ def _last_typed() -> float | None:
             with contextlib.suppress(OSError):
                 times.append(path.stat().st_atime)
     return max(times, default=None)
+
+
+class Lookout:
+    """Looks at no more than the rules ask for. May block for some milliseconds: called on a thread."""
+
+    def __init__(self) -> None:
+        self._own = psutil.Process()
+        self._busy = _BusyTime(self._own)
+        self._idle = IdleDetection()
+        self._cards: Cards | None = None  # asked for once somebody wants to know
+        self._metered = Rarely(is_metered)
+
+    def __repr__(self) -> str:
+        return f"<Lookout of process {self._own.pid}>"
+
+    def __call__(self, rules: Rules) -> Surroundings:
+        """What is seen now."""
+        return Surroundings(
+            when=datetime.datetime.now(),  # hours are those of the wall
+            idle_s=self._idle.idle_s() if rules.only_idle_s is not None else None,
+            others_load=self._busy.of_others() if rules.max_others_load is not None else None,
+            programs=_programs() if rules.exclusive else frozenset(),
+            on_mains=_on_mains() if rules.on_mains else None,
+            memory_pressure=memory_pressure() if rules.max_memory_pressure is not None else None,
+            metered=self._metered() if rules.unmetered else None,
+            others_gpu_bytes=self._asked_cards().others_bytes() if rules.max_others_gpu_bytes is not None else None,
+            others_gpu_load=self._asked_cards().others_load() if rules.max_others_gpu_load is not None else None,
+        )
+
+    def _asked_cards(self) -> Cards:
+        self._cards = self._cards or Cards()
+        return self._cards
+
+
+class _BusyTime:
+    """CPU time of the whole machine and of this process with its children, between two looks."""
+
+    def __init__(self, own: psutil.Process) -> None:
+        self._own = own
+        self._last = self._now()
+
+    def of_others(self) -> float | None:
+        """What other programs used since the last look, as a share of all CPUs."""
+        now = self._now()
+        all_s, busy_s, own_s = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        return min(1.0, max(0.0, busy_s - own_s) / all_s) if all_s > 0 else None  # idle time may count back
+
+    def _now(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        idle_s = times.idle + getattr(times, "iowait", 0.0)
+        guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice, too
+        all_s = sum(times) - guest_s
+        return all_s, all_s - idle_s, self._own_s()
+
+    def _own_s(self) -> float:
+        total_s = 0.0
+        for process in (self._own, *self._own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                used = process.cpu_times()
+                total_s += used.user + used.system
+        return total_s
+
+
+def _programs() -> frozenset[str]:
+    """The names of all processes."""
+    return frozenset(process.info["name"] for process in psutil.process_iter(["name"]) if process.info["name"])
+
+
+def _on_mains() -> bool | None:
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return None if battery is None else battery.power_plugged
+
+
+def memory_pressure(path: Path = PRESSURE) -> float | None:
+    """The share of the last ten seconds in which some process waited for memory (PSI); None where the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kind, *fields = path.read_text().split("\n", 1)[0].split()
+        values = dict(field.split("=", 1) for field in fields)
+        return float(values["avg10"]) / 100 if kind == "some" else None
+    return None
+
+
+def is_metered(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> bool | None:
+    """Whether NetworkManager takes the connection for one that is paid by what it carries; None where nobody knows."""
+    name = "org.freedesktop.NetworkManager"
+    command = ["busctl", "get-property", name, "/org/freedesktop/NetworkManager", name, "Metered"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
+        return METERED.get(told.removeprefix("u ").strip())
+    return None

@@ -4,18 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
+from types import MappingProxyType
 
 from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.lending.lifecycle import LendingEvent, LendingState, next_state
 from swarmnode.lending.rules import Rules
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 
 OWNER, RULES = "owner", "rules"  # who wants something
 WANTS = {OWNER: "wants", RULES: "want"}
+
+
+class LendingState(Enum):
+    """As volunteers know them."""
+
+    WAITING = "waiting"  # for the swarm, for weights, or for the span to be loaded
+    RUNNING = "running"
+    DRAINING = "draining"  # sessions move to other peers
+    PAUSED = "paused"  # nothing is held, nothing is taken
+    FINISHING = "finishing"  # what runs goes on to its end, nothing new is taken
+
+
+class LendingEvent(Enum):
+    """What makes it change."""
+
+    LOADED = auto()  # units are served
+    MOVED = auto()  # other units are to be served: those held are let go
+    DRAINED = auto()  # nothing is held any more
+    PAUSE = auto()
+    FINISH = auto()
+    RESUME = auto()  # nobody wants it to pause or to finish (any more)
+
+
+_State, _Event = LendingState, LendingEvent
+TRANSITIONS: Mapping[tuple[LendingState, LendingEvent], LendingState] = MappingProxyType(
+    {
+        (_State.WAITING, _Event.LOADED): _State.RUNNING,
+        (_State.WAITING, _Event.PAUSE): _State.DRAINING,
+        (_State.WAITING, _Event.FINISH): _State.DRAINING,
+        (_State.RUNNING, _Event.MOVED): _State.WAITING,
+        (_State.RUNNING, _Event.PAUSE): _State.DRAINING,
+        (_State.RUNNING, _Event.FINISH): _State.FINISHING,
+        (_State.FINISHING, _Event.PAUSE): _State.DRAINING,
+        (_State.FINISHING, _Event.RESUME): _State.RUNNING,
+        (_State.FINISHING, _Event.DRAINED): _State.PAUSED,
+        (_State.DRAINING, _Event.DRAINED): _State.PAUSED,
+        (_State.PAUSED, _Event.RESUME): _State.WAITING,
+    }
+)
+
+
+def next_state(state: LendingState, event: LendingEvent) -> LendingState:
+    """Where the event leads; the same state where it changes nothing."""
+    return TRANSITIONS.get((state, event), state)
+
 
 SETTLED = {
     LendingEvent.RESUME: (LendingState.RUNNING,),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swarmnode.net.interfaces import Network, RecordValidator
 from swarmnode.net.links.gate import OPEN_GATE, Gate
-from swarmnode.net.supervisor import Supervisor
+from swarmnode.net.tasks import Supervisor
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmnode.errors import LocalError
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.addressing.addresses import check_port_free, is_loopback, is_public
 from swarmnode.net.identity import Identity
+from swarmnode.node.description import Tell
+from swarmnode.node.node import Node
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host import Host
+from swarmnode.peer.host_config import HostConfig
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.roles.fetching.seeder import Seeder
-from swarmnode.roles.host import Host, HostConfig
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Machine, Place
 from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
+from swarmnode.weights.seeder import Seeder
 
 if TYPE_CHECKING:
-    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.shared_states import SharedStates
 
 log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 MANIFEST_PATIENCE_S = 30.0
@@ -90,7 +96,7 @@ async def _shared_states(host: Host) -> SharedStates | None:
     """A bootstrap peer keeps states for those who train."""
     if host.swarm.manifest is None or host.swarm.manifest.mode != TRAIN:
         return None
-    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.shared_states import SharedStates
 
     return await SharedStates.start(host, share=1.0)  # it fetches no weights
 
@@ -141,3 +147,39 @@ def _promised(swarm: Swarm) -> Identity | None:
         log.warning("%s; this is a further bootstrap peer with an identity of its own", error)
         return None
     return Identity.from_bytes(swarm.bootstrap_key)
+
+
+class SwarmHost:
+    """`run` opens the door first, then lends the machine until `stop`; the door closes last, so that who asks finds somebody."""
+
+    def __init__(
+        self, swarm: Swarm, door: HostConfig, node: NodeConfig, tell: Tell, *, platform: Platform = MACHINE
+    ) -> None:
+        self._swarm = swarm
+        self._door_config = door
+        self._platform = platform
+        self._door: Bootstrap | None = None
+        self.node = Node(swarm, node, tell, platform=platform)
+
+    def __repr__(self) -> str:
+        return f"<SwarmHost {self._swarm!r}: {self.node!r}>"
+
+    def readings(self) -> Readings:
+        """What Prometheus may know: the node's figures, and before it is there the door's."""
+        if self._door is not None and not self.node.has_joined:
+            return self._door.host.readings()
+        return self.node.readings()
+
+    async def run(self, stop: asyncio.Event, opened: Callable[[Swarm, list[str]], Awaitable[None]]) -> None:
+        """Live until `stop`; `opened` hears the swarm as its invites tell it now, and the addresses at which newcomers knock.
+
+        Raises what `Bootstrap.start` and `Node.run` do.
+        """
+        self._door = await Bootstrap.start(
+            self._swarm, self._door_config, file=self._swarm.file, platform=self._platform
+        )
+        try:
+            await opened(self._door.host.swarm, await self._door.host.network.addresses())
+            await self._door.watch(self.node.run(stop))
+        finally:
+            await self._door.close()

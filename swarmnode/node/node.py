@@ -20,43 +20,39 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swarmnode.codec.messages import VERSION
+from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import SwarmnodeError
-from swarmnode.lending.card_guard import CardGuard
-from swarmnode.lending.cards import Cards
+from swarmnode.lending.cards import CardGuard, Cards
 from swarmnode.lending.energy import EnergyMeter
-from swarmnode.lending.lending import Keep, Lending
-from swarmnode.lending.lifecycle import LendingEvent, LendingState
+from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
+from swarmnode.measuring.bandwidth import Prober
+from swarmnode.measuring.service_report import ServiceReporter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
-from swarmnode.node.description import described
-from swarmnode.node.node_config import NodeConfig as NodeConfig
+from swarmnode.node.description import LENDING, STANDS_BY, Tell, described, introduce, outdated, reason_of
+from swarmnode.node.node_config import NodeConfig
 from swarmnode.node.stage_loader import StageLoader
-from swarmnode.node.texts import LENDING, STANDS_BY, Tell, introduce, outdated, reason_of
+from swarmnode.peer.explanation import explain
+from swarmnode.peer.host import Host
+from swarmnode.peer.placement import Placement, PlannedPlace
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
-from swarmnode.roles.explanation import explain
-from swarmnode.roles.fetching.seeder import Seeder
-from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.bandwidth import Prober
-from swarmnode.roles.measuring.service_report import ServiceReporter
-from swarmnode.roles.placement import Placement
-from swarmnode.roles.planned_place import PlannedPlace
-from swarmnode.roles.stage import Stage
+from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.weights.seeder import Seeder
 
 if TYPE_CHECKING:
-    from swarmnode.roles.serving.hardware import Hardware
-    from swarmnode.roles.serving.kept_span import KeptSpan
-    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.shared_states import SharedStates
+    from swarmnode.measuring.hardware import Hardware
+    from swarmnode.serving.kept_span import KeptSpan
 
 log = logging.getLogger(__name__)
 
@@ -127,13 +123,13 @@ class Node:
         cannot compute any more.
         """
         async with AsyncExitStack() as closing:  # each in its turn, also where the one before was interrupted
-            heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
+            heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.serving.serving_stage"))
             closing.push_async_callback(cancel_and_wait, heavy)
             threads = [self.config.stage.threads]  # of each device
             if self.config.stage.device not in ("auto", "cpu"):
                 # A card that is not here is told before anybody hears of us.
                 await heavy
-                from swarmnode.roles.serving.hardware import threads_of_devices
+                from swarmnode.measuring.hardware import threads_of_devices
 
                 threads = await asyncio.to_thread(threads_of_devices, self.config.stage)
             host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
@@ -203,9 +199,9 @@ class Node:
         seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
         prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
         await heavy
-        from swarmnode.roles.fetching.adapter_files import AdapterFiles
-        from swarmnode.roles.fetching.weights import Weights
-        from swarmnode.roles.serving.hardware import Hardware, Workplace
+        from swarmnode.measuring.hardware import Hardware, Workplace
+        from swarmnode.weights.adapter_files import AdapterFiles
+        from swarmnode.weights.weights import Weights
 
         weights = Weights(host)
         adapters = AdapterFiles(host.swarm, weights, seeder) if host.swarm.manifest.adapters else None
@@ -217,7 +213,7 @@ class Node:
         await prober.start(host.directory.peers)
         trains = host.swarm.manifest.mode == TRAIN
         if trains:
-            from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+            from swarmnode.checkpoints.shared_states import SharedStates
 
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)
@@ -290,7 +286,7 @@ class Node:
         """By the rule of what the swarm does."""
         if not hardware.trains:
             return Placement(host, hardware.capacity_units, self.config.place)
-        from swarmnode.roles.training.organisation import training_placement
+        from swarmnode.training.organisation import training_placement
 
         return training_placement(host, hardware, self.config.place)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from swarmnode.config import StageConfig
-from swarmnode.lending.card_guard import CardLimits
+from swarmnode.lending.cards import CardLimits
 from swarmnode.lending.rules import Rules
+from swarmnode.peer.host_config import HostConfig
+from swarmnode.peer.placement import PlacementConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
-from swarmnode.roles.host_config import HostConfig
-from swarmnode.roles.placement import PlacementConfig
 
 RATES = ("max_upload_bps", "max_download_bps")  # another rate may be kept to at once, where there was one
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.node.texts import Tell, progress_of
+from swarmnode.node.description import Tell, progress_of
 from swarmnode.plan.view import Span
-from swarmnode.roles.fetching.seeder import Seeder
-from swarmnode.roles.stage import Stage
+from swarmnode.serving.stage import Stage
+from swarmnode.weights.seeder import Seeder
 
 if TYPE_CHECKING:
+    from swarmnode.checkpoints.shared_states import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.roles.fetching.weights import Weights
-    from swarmnode.roles.serving.hardware import Workplace
-    from swarmnode.roles.serving.kept_span import KeptSpan
-    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+    from swarmnode.measuring.hardware import Workplace
+    from swarmnode.serving.kept_span import KeptSpan
+    from swarmnode.weights.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StageLoader:
 
     async def take_up(self, kept: KeptSpan) -> Stage:
         """Serve what was kept in memory."""
-        from swarmnode.roles.serving.stage import ServingStage
+        from swarmnode.serving.serving_stage import ServingStage
 
         return await ServingStage.take_up(self.place, kept)
 
@@ -64,16 +64,16 @@ class StageLoader:
             await cancel_and_wait(fetching)
 
     async def _serve(self, checkpoint: Checkpoint, span: Span) -> Stage:
-        from swarmnode.compute.graph.checkpoint import GraphCheckpoint
-        from swarmnode.roles.inference.stage import InferenceStage
-        from swarmnode.roles.serving.stage import ServingStage
+        from swarmnode.compute.graph.serialise import GraphCheckpoint
+        from swarmnode.graph_serving.stage import InferenceStage
+        from swarmnode.serving.serving_stage import ServingStage
 
         if isinstance(checkpoint, GraphCheckpoint):
             return await InferenceStage.load(self.place, checkpoint, span)
         return await ServingStage.load(self.place, checkpoint, span)
 
     async def _train(self, checkpoint: Checkpoint, span: Span) -> Stage:
-        from swarmnode.roles.training.worker.training_worker import TrainingWorker
+        from swarmnode.training.worker.training_worker import TrainingWorker
 
         assert self.states is not None
         place, states = self.place, self.states

@@ -7,16 +7,51 @@ the ladder is chosen that does. Each direction of each link chooses by itself, f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo, payload_bytes
+from swarmnode.swarm.records.run import AUTO
 
 LADDER = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 SHARE = 0.8  # of the beat that a transfer may take: the rest is for whoever shares the link
 EASY_SHARE = 0.5  # below it a milder rung is worth a try
 HURRY = 2  # looks in a row that ask for more compression before it is taken up
 PATIENCE = 16  # looks in a row that would allow less
+TOPK, ADATOPK, SLOWEST = "topk", "adatopk", "slowest"
+SPARSE_RULES = (TOPK, ADATOPK, SLOWEST)
+AS_SLOW = 0.9  # of the slowest link's seconds: measurements of one link waver by so much
+
+
+def codec_of(rule: str) -> Codec:
+    """The codec that a rule but `auto` may choose."""
+    return Codec.TOPK if rule in SPARSE_RULES else Codec[rule.upper()]
+
+
+def is_allowed(rule: str, codecs: Collection[int]) -> bool:
+    """Whether a swarm of these codecs allows all that a rule may choose."""
+    return rule == AUTO or codec_of(rule) in (Codec.NONE, *codecs)
+
+
+def topk_ratio(rule: str, link_s: float, slowest_s: float, largest: float) -> float:
+    """By what to divide the elements on a link that takes `link_s` seconds for them uncompressed, where the slowest link of all
+    takes `slowest_s`: from 1, which is all of them, to `largest`."""
+    if rule == TOPK:
+        return largest
+    slowness = link_s / slowest_s if slowest_s > 0 else 0.0
+    if rule == SLOWEST:
+        return largest if slowness >= AS_SLOW else 1.0
+    return min(max(largest * slowness, 1.0), largest)
+
+
+def slowest_link_s(told: Iterable[float]) -> float:
+    """The seconds of the slowest link, from what each peer tells of its own slowest one; 0 where fewer than two know of any.
+
+    The second longest: a link has two ends, and both have measured it. So one peer alone makes no link the slowest that is not, and
+    hides none but its own.
+    """
+    longest = sorted(told, reverse=True)[:2]
+    return longest[1] if len(longest) == 2 else 0.0
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,22 @@ Times in seconds, sizes in bytes, bandwidths in bits/s; a bandwidth or speed of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from swarmnode.plan.spans.flow import Floats
 
 BYTES_PER_HIDDEN = 2  # of a position between stages: bfloat16 or float16; float32 nodes send twice that
+HOLDERS = 2  # that a unit should have, so that losing one loses nothing that was learnt
+FRAGILE = 3.0  # more of a step, relative, are further holders of all units worth
+
+Share = TypeVar("Share", float, Floats)
+
+
+def fragility(missing: Share) -> Share:
+    """How many times as long a step may take where none of the units' further holders is missing, if this share of them is."""
+    return 1 + FRAGILE * missing
 
 
 def transfer_s(size_bytes: float | Floats, delay_s: Floats, bandwidth_bps: Floats) -> Floats:

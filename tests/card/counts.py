@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.serving.device_outputs import DeviceOutputs
+from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.sampler import Sampler
+from swarmnode.compute.serving.sampling import Sampler
 from tests.card.conftest import LAYERS
 from tests.card.simulated import SimulatedCards, load
 from tests.card.test_on_waiting import HOPS, SAMPLED, Hop, training_waits

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarmnode.compute.adapters.lora import Lora
 from swarmnode.compute.device_fault import card_answers
+from swarmnode.compute.model.adapters.adapter_file import Lora
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode
+from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode, StaticColumns
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.static_columns import StaticColumns
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.compute.stopwatch import Stopwatch, Tell
 from swarmnode.ledger import Account, MemoryLedger

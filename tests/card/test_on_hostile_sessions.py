@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Attach, Body, End, Error, HopSpec, Input, Mode, Open, Output, Truncate, Want
+from swarmnode.codec.messages import Attach, End, Error, Input, Mode, Open, Output, Truncate, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import encode
 from swarmnode.compute.inline_executor import InlineExecutor
@@ -22,13 +23,13 @@ from swarmnode.config import ServerConfig
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
-from swarmnode.roles.serving.pipeline import Pipeline
-from swarmnode.roles.serving.server import StageServer
-from swarmnode.roles.serving.worker import Worker
+from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.serving.pipeline import Pipeline
+from swarmnode.serving.server import StageServer
+from swarmnode.serving.worker import Worker
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.net.virtual import in_virtual_time
-from tests.roles.toy_swarm import HELLO, ToyPeer, link_config
+from tests.peer.toy_swarm import HELLO, ToyPeer, link_config
 
 UNITS = LAYERS + 2
 HIDDEN = 32

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarmnode.checkpoints.checkpoint_manager import _copy, _write_now
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.exporting.reader import Exported
@@ -22,7 +23,6 @@ from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ExecutorDied, NotFinite, ProtocolError
-from swarmnode.roles.training.checkpoints.checkpoint_manager import _copy, _write_now
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.states import StateStore
 from tests.card.conftest import LAYERS, POSITIONS

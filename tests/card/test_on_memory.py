@@ -20,9 +20,9 @@ from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInpu
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.roles.training.worker.memory import TrainingMemory, segment_bytes
-from swarmnode.roles.training.worker.part_loading import estimates
 from swarmnode.swarm.records.run import Run
+from swarmnode.training.worker.memory import TrainingMemory, segment_bytes
+from swarmnode.training.worker.part_loading import estimates
 from tests.card.conftest import LAYERS
 from tests.card.simulated import SimulatedCards
 

@@ -13,11 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.memory import limit_bytes_for, unit_sizes
+from swarmnode.compute.capacity.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import ExecutorDied
-from swarmnode.lending.lending import Keep
-from swarmnode.lending.lifecycle import LendingState
+from swarmnode.lending.lending import Keep, LendingState
 from swarmnode.metrics import table
 from swarmnode.net.tasks import cancel_and_wait
 from tests.card.simulated import CARDS, SimulatedCards

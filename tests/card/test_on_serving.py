@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmnode.codec.messages import Sampling
+from swarmnode.codec.sampling import Sampling
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput

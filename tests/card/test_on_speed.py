@@ -6,17 +6,17 @@ import msgspec
 import pytest
 import torch
 
+from swarmnode.compute.capacity.speed import measure_serving, measure_training
 from swarmnode.compute.device import Device, computes_in_bfloat16, probe_device
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.speed import measure_serving, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError
-from swarmnode.roles.serving.hardware import Hardware
+from swarmnode.measuring.hardware import Hardware
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import TOTAL_BYTES, SimulatedCards

@@ -12,8 +12,8 @@ from torch.nn import functional
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.serving.trial import TRIAL_SESSION, try_span
 from swarmnode.errors import PrecisionError
+from swarmnode.serving.span_part import TRIAL_SESSION, try_span
 from tests.card.conftest import LAYERS
 
 UNITS = LAYERS + 2

@@ -8,24 +8,22 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from swarmnode.codec.messages import Sampling
+from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.compress.codecs import encode
-from swarmnode.compress.values import decode_values, encode_values
+from swarmnode.compress.codecs import decode_values, encode, encode_values
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.serving import device_outputs
-from swarmnode.compute.serving.device_outputs import DeviceOutputs
+from swarmnode.compute.serving import device_transfers
+from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.serving.sampler import Sampler
-from swarmnode.compute.serving.sampling import sample
+from swarmnode.compute.serving.sampling import Sampler, sample
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
-from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Sample
-from swarmnode.roles.serving.worker import Worker
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Sample
+from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import Counts, SimulatedCards
@@ -139,8 +137,8 @@ def test_of_a_large_vocabulary_twelve_kilobytes_come_down(
 ) -> None:
     """1025 logits with their ids, and the logarithm of the sum, instead of 513 KB; all of them where the draw lies behind these."""
     brought: list[int] = []
-    to_host = device_outputs._to_host
-    monkeypatch.setattr(device_outputs, "_to_host", lambda far_M: (brought.append(far_M.nbytes), to_host(far_M))[1])
+    to_host = device_transfers._to_host
+    monkeypatch.setattr(device_transfers, "_to_host", lambda far_M: (brought.append(far_M.nbytes), to_host(far_M))[1])
     logits_BKV = spread * torch.randn(1, 1, 128_256, generator=torch.Generator().manual_seed(2))
     far_BKV, outputs = logits_BKV.to(card), DeviceOutputs()
     before = cards.counts(card.index)

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.compute import disk_rate, read_rate, stopwatch
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import Hello
+from swarmnode.compute import stopwatch
+from swarmnode.compute import stopwatch as disk_rate
+from swarmnode.compute import stopwatch as read_rate
 from swarmnode.examination import machine as examination
 from swarmnode.examination.machine import judge_bandwidth, judge_versions
+from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.peer_versions import PeerVersions
+from swarmnode.net.links.link_config import PeerVersions
 from swarmnode.plan.offline.fit import fit
-from swarmnode.roles.measuring.bandwidth import Bandwidth
 from tests.cli.command import assert_clear, invoke
 from tests.encoders import save_encoder
 from tests.llama import save_llama

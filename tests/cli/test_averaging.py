@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.averaging import AveragingOptions
 from swarmnode.cli.options.option import build
+from swarmnode.cli.options.training import AveragingOptions
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Averaging
 

@@ -12,8 +12,8 @@ import pytest
 from swarmnode.config import StageConfig
 from swarmnode.lending.lending import Lending
 from swarmnode.lending.rules import Rules
-from swarmnode.node.node import NodeConfig
-from swarmnode.roles.host import HostConfig
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
 from tests.cli.command import assert_clear, invoke
 
 

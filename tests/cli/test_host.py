@@ -11,7 +11,7 @@ import pytest
 from swarmnode.cli.host import host as command
 from swarmnode.cli.terminal import restart
 from swarmnode.errors import ExecutorDied
-from swarmnode.node.swarm_host import SwarmHost
+from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.cli.command import assert_clear, invoke
 from tests.llama import save_llama

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_owner import file, founded  # noqa: F401  # a fixture
 from tests.swarm.storage.test_joined_swarms import FRIENDS

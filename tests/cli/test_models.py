@@ -7,8 +7,8 @@ from pathlib import Path
 
 from swarmnode.cli.main import GROUPS
 from swarmnode.swarm.records.manifest import encode_manifest, swarm_id
-from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
-from swarmnode.swarm.storage.manifest_cache import ManifestCache
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+from swarmnode.swarm.storage.remembered import ManifestCache
 from swarmnode.swarm.storage.swarmfile import new_swarm
 from tests.cli.command import invoke
 from tests.swarm.records.test_manifest import make_manifest

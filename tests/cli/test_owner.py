@@ -9,11 +9,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from swarmnode.cli.terminal.durations import parse_duration
+from swarmnode.cli.terminal.formatting import parse_duration
 from swarmnode.errors import UsageError
+from swarmnode.membership.owner import with_host_grant
 from swarmnode.net.identity import Identity
-from swarmnode.roles.membership.owner import with_host_grant
-from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, sign_swarm
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE, encode_manifest, swarm_id
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites

@@ -9,10 +9,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from swarmnode.cli.terminal.console import print_json, say
-from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
-from swarmnode.cli.terminal.printable import json_line, one_line, printable
-from swarmnode.cli.terminal.tables import show
+from swarmnode.cli.terminal.console import JsonLines, TextLines, print_json, say
+from swarmnode.cli.terminal.formatting import json_line, one_line, printable, show
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.cli.use.status import status_table
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli.lend.service import commands, service
-from swarmnode.cli.lend.service.systemd import UNIT
+from swarmnode.cli.lend.service.managers import UNIT
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from tests.cli.command import assert_clear, invoke

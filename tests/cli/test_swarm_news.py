@@ -10,10 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from swarmnode.cli.terminal.swarm_news import KEPT, SwarmNews, changes, slowest_links
-from swarmnode.cli.use.status import reroutes_here, watched
-from swarmnode.lending.command_socket import CommandSocket
+from swarmnode.cli.use.status import KEPT, SwarmNews, changes, reroutes_here, slowest_links, watched
 from swarmnode.lending.control_client import GATEWAYS
+from swarmnode.lending.control_server import CommandSocket
 
 
 def picture(*peers: tuple[str, tuple[int, int], str]) -> dict[str, Any]:

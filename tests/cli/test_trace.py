@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from swarmnode.cli.use.trace import hops_table, timeline_json, tokens_table
-from swarmnode.codec.trace_messages import Trace, TraceStep
-from swarmnode.roles.measuring.timeline import Timeline
+from swarmnode.codec.measuring_messages import Trace, TraceStep
+from swarmnode.measuring.timeline import Timeline
 from tests.cli.command import assert_clear, invoke
 
 ALICE, BOB = "12D3KooWaliceALICE", "12D3KooWbobbbBOB"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from swarmnode.cli.terminal.console import ranges
-from swarmnode.cli.terminal.durations import format_duration
+from swarmnode.cli.terminal.formatting import format_duration
 from swarmnode.cli.terminal.training_view import Curve, Lines, training_view, waiting_text
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import LocalError

@@ -6,7 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from swarmnode.cli.terminal.typed_lines import MAX_LINE_BYTES, TypedLines
+from swarmnode.cli.use.chat import MAX_LINE_BYTES, TypedLines
 
 
 async def read_all(descriptor: int) -> list[str]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from swarmnode.client import chat_template
-from swarmnode.client.chat_template import PACKAGE, is_ordinary, renders_as_transformers
-from swarmnode.client.kept_tokenizer import TokenizerCache
+from swarmnode.client import model_files
+from swarmnode.client.model_files import PACKAGE, TokenizerCache, is_ordinary, renders_as_transformers
 from swarmnode.errors import CheckpointError, UsageError
 from tests.client.test_kept_tokenizer import SWARM, byte_level
 
@@ -88,7 +87,7 @@ def test_a_familys_own_way_and_a_module_that_is_gone_are_left_to_transformers(mo
     own = byte_level(chat_template=CHATML)
     assert renders_as_transformers(own)
     with monkeypatch.context() as changed:
-        changed.setattr(chat_template, "RENDERER", "utils.moved")
+        changed.setattr(model_files, "RENDERER", "utils.moved")
         assert not renders_as_transformers(own)
 
     class Shouting(type(own)):  # type: ignore[misc]

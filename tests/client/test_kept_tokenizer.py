@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from swarmnode.client.kept_tokenizer import FOLDER, MOST_KEPT, KeptTokenizer, TokenizerCache
+from swarmnode.client.model_files import FOLDER, MOST_KEPT, KeptTokenizer, TokenizerCache
 from swarmnode.client.tokenizer import Detokenizer
 from swarmnode.client.tokenizer import Tokenizer as OurTokenizer
 from swarmnode.errors import CheckpointError, UsageError
@@ -180,7 +180,7 @@ def test_a_kept_one_needs_no_transformers(tmp_path: Path) -> None:
     byte_level(chat_template="{{ messages[0].content }}!").save_pretrained(tmp_path / "model")
     TokenizerCache(tmp_path).tokenizer(SWARM, tmp_path / "model")
     reading = (
-        "import sys; from pathlib import Path; from swarmnode.client.kept_tokenizer import TokenizerCache;"
+        "import sys; from pathlib import Path; from swarmnode.client.model_files import TokenizerCache;"
         f"tokenizer = TokenizerCache(Path({str(tmp_path)!r})).tokenizer(bytes(32), Path('nowhere'));"
         "chat = tokenizer.encode_messages([{'role': 'user', 'content': 'world'}]);"
         "print(tokenizer.decode(tokenizer.encode('hello') + chat), {'torch', 'transformers'} & set(sys.modules))"

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnode.codec.body import Body
 from swarmnode.codec.frames import ALLOCATE_BYTES, HEADER, HEADER_BYTES, FrameKind, FrameReader, pack_header
-from swarmnode.codec.messages import BODIES, Body, decode_body, encode_body
+from swarmnode.codec.messages import BODIES, decode_body, encode_body
 from swarmnode.errors import ErrorCode, ProtocolError
 
 CODES = {ErrorCode.MALFORMED, ErrorCode.TOO_LARGE}

@@ -27,25 +27,33 @@ from swarmnode.codec import (
     spot_check_messages,
     state_messages,
     tensors,
-    trace_messages,
     training_fields,
     training_messages,
+)
+from swarmnode.codec import (
+    measuring_messages as trace_messages,
 )
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.records import (
-    adapter_info,
     announcement,
     certificate,
-    grant,
     invite,
     manifest,
     receipt,
     report,
     revocation,
     run,
-    voucher,
+)
+from swarmnode.swarm.records import (
+    certificate as grant,
+)
+from swarmnode.swarm.records import (
+    manifest as adapter_info,
+)
+from swarmnode.swarm.records import (
+    receipt as voucher,
 )
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain

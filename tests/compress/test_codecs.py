@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
-from swarmnode.compress import codecs, int4
-from swarmnode.compress.blocks import PIECE_ELEMENTS
+from swarmnode.compress import blockwise, codecs
+from swarmnode.compress.blockwise import PIECE_ELEMENTS
 from swarmnode.compress.codecs import decode, encode
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,7 +105,7 @@ def test_hadamard_tiles_hold_outliers_better(monkeypatch: pytest.MonkeyPatch) ->
     original = normal(1 << 18)
     original[::300] *= 30
     rotated = relative_error(original, round_trip(original, Codec.INT4))
-    monkeypatch.setattr(int4, "OUTLIER_RATIO", float("inf"))
+    monkeypatch.setattr(blockwise, "OUTLIER_RATIO", float("inf"))
     plain = relative_error(original, round_trip(original, Codec.INT4))
     assert rotated < 0.7 * plain
 
@@ -195,7 +195,7 @@ def test_small_tensors_are_the_same_bytes_by_either_way(scale: float, monkeypatc
     x = torch.randn(3, 5, 64, generator=generator) * scale
     fast_info, fast = encode(x, Codec.INT8)
     read = decode(fast_info, fast)
-    monkeypatch.setattr("swarmnode.compress.small.MOST_ELEMENTS", 0)
+    monkeypatch.setattr("swarmnode.compress.blockwise.MOST_ELEMENTS", 0)
     slow_info, slow = encode(x, Codec.INT8)
     assert (fast_info, bytes(fast)) == (slow_info, bytes(slow))
     assert torch.equal(read.nan_to_num(), decode(slow_info, slow).nan_to_num())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
-from swarmnode.compress.values import decode_values, encode_values
+from swarmnode.compress.codecs import decode_values, encode_values
 from swarmnode.errors import ProtocolError
 
 

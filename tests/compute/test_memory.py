@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.device import probe_device, set_threads
-from swarmnode.compute.memory import (
+from swarmnode.compute.capacity.memory import (
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
@@ -14,6 +13,7 @@ from swarmnode.compute.memory import (
     units_that_fit,
     usable_bytes,
 )
+from swarmnode.compute.device import probe_device, set_threads
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.counting import format_bytes

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.speed import (
+from swarmnode.compute.capacity.speed import (
     FEW_UNITS,
     PREFILL_POSITIONS,
     TRAINING_POSITIONS,
     measure_serving,
     measure_training,
 )
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.stopwatch import BUDGET_S, MOST_PASSES
 from swarmnode.compute.throttle import Throttle
 from swarmnode.compute.training.lm import load_segment

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swarmnode.compute.capacity.speed import measure_serving
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.speed import measure_serving
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.throttle import Throttle
 

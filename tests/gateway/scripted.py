@@ -9,7 +9,7 @@ import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.text_stream import GeneratedText
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.serving.client.generation import Generation
 
 
 class Scripted:

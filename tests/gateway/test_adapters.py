@@ -7,8 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from swarmnode.roles.creation.adapter_source import from_folders
-from swarmnode.roles.creation.model_source import from_checkpoint
+from swarmnode.founding.model_source import from_checkpoint
+from swarmnode.founding.swarm_creation import from_folders
 from tests.adapters import save_llama_adapter
 from tests.gateway.conftest import MODEL, serving
 from tests.gateway.speaking import save_speaking_llama

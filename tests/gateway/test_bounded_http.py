@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from swarmnode.gateway.http.bounded_http import HEAD_S, MAX_HEAD_BYTES, BoundedHttp
+from swarmnode.gateway.http.http_server import HEAD_S, MAX_HEAD_BYTES, BoundedHttp
 from swarmnode.net.limits.fair_share import FairShare
 from tests.net.virtual import in_virtual_time
 

@@ -12,11 +12,11 @@ import openai
 import pytest
 import torch
 
-from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.capacity.memory import graph_sizes
 from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
-from swarmnode.compute.memory import graph_sizes
-from swarmnode.roles.creation.model_source import ModelSource, from_model, outline
+from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.founding.model_source import ModelSource, from_model, outline
 from tests.contrib.script import load
 from tests.encoders import LABELS, POSITIONS, save_encoder
 from tests.gateway.conftest import MODEL, serving

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.generation.reasoning import ReasoningParser
-from swarmnode.gateway.generation.response_parser import CommonParser, Parsed, ResponseParser
-from swarmnode.gateway.generation.template_parser import TemplateParser
-from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.generation.response_parser import (
+    CommonParser,
+    Parsed,
+    ReasoningParser,
+    ResponseParser,
+    TemplateParser,
+    ToolCall,
+)
 from swarmnode.gateway.generation.tool_use import ToolUse, function_tool
 from tests.gateway.conftest import MODEL, found_on, serving
 from tests.gateway.scripted import says

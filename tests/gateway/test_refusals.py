@@ -12,7 +12,7 @@ import pytest
 from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.roles.serving.client.limits import ModelLimits
+from swarmnode.serving.client.limits import ModelLimits
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama
 from tests.net.virtual import in_virtual_time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.generation.stop_strings import StopStrings
+from swarmnode.gateway.generation.response_parser import StopStrings
 
 LETTERS = st.text("ab\n", max_size=12)
 

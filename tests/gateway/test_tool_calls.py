@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.generation.tool_calls import ToolCall, ToolCallParser
+from swarmnode.gateway.generation.response_parser import ToolCall, ToolCallParser
 from tests.gateway.conftest import MODEL, serving
 from tests.gateway.scripted import says
 from tests.net.virtual import in_virtual_time

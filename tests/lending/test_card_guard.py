@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.lending.card_guard import LEAST_SHARE, CardGuard, CardLimits, next_share
-from swarmnode.lending.cards import Cards
+from swarmnode.lending.cards import LEAST_SHARE, CardGuard, CardLimits, Cards, next_share
 
 
 class NvmlError(Exception):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from swarmnode.errors import LocalError
-from swarmnode.lending import command_socket, control_client, control_server
+from swarmnode.lending import control_client, control_server
+from swarmnode.lending import control_server as command_socket
 from swarmnode.lending.control_client import NODES, is_listening, running_nodes, tell_node
 from swarmnode.lending.control_server import ControlServer
-from swarmnode.lending.lending import Keep, Lending
-from swarmnode.lending.lifecycle import LendingEvent, LendingState
+from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
 from tests.cli.command import assert_clear, invoke
 
 

@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from swarmnode.lending.lending import RULES, Keep, Lending
-from swarmnode.lending.lifecycle import LendingEvent, LendingState, next_state
+from swarmnode.lending.lending import RULES, Keep, Lending, LendingEvent, LendingState, next_state
 from tests.net.virtual import in_virtual_time
 
 STOPS = (LendingEvent.PAUSE, LendingEvent.FINISH)

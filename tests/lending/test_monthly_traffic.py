@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from swarmnode.lending.monthly_traffic import KEEP_BYTES, MONTHS, MonthlyTraffic, month_of
+from swarmnode.lending.rule_watch import KEEP_BYTES, MONTHS, MonthlyTraffic, month_of
 
 
 def test_it_counts_over_restarts_and_begins_anew_each_month(tmp_path: Path) -> None:

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from swarmnode.lending.idle_detection import logind_idle_since
-from swarmnode.lending.lending import Lending
-from swarmnode.lending.lifecycle import LendingEvent, LendingState
+from swarmnode.lending.idle_detection import Lookout, is_metered, logind_idle_since, memory_pressure
+from swarmnode.lending.lending import Lending, LendingEvent, LendingState
 from swarmnode.lending.rule_watch import CALM_S, RuleWatch
 from swarmnode.lending.rules import Hours, Rules, Surroundings, reason_to_pause
-from swarmnode.lending.surroundings import Lookout, is_metered, memory_pressure
 
 MONDAY_NOON = datetime.datetime(2026, 11, 23, 12)  # of the wall
 NIGHT = Hours(datetime.time(22), datetime.time(7))

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarmnode.errors import LocalError
 from swarmnode.metrics import exposition, table
 from swarmnode.metrics.exposition import Sources, serving
-from swarmnode.metrics.histogram import Histogram
-from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.metrics.metric import Histogram, Reading, Readings
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +131,7 @@ async def test_a_node_that_ends_hardly_waits_for_the_server(monkeypatch: pytest.
 
 
 def test_nobody_pays_who_does_not_ask() -> None:
-    node = "swarmnode.node.node, swarmnode.roles.training.worker.training_worker"
+    node = "swarmnode.node.node, swarmnode.training.worker.training_worker"
     rooms = f"swarmnode.cli.main, swarmnode.node.bootstrap, swarmnode.client.swarm_client, {node}"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {rooms}; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True

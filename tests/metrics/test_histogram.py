@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.metrics.histogram import Histogram
+from swarmnode.metrics.metric import Histogram
 
 
 def test_buckets_are_cumulative_and_end_with_everything() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swarmnode.errors import LocalError, PeerLost
-from swarmnode.net.supervisor import MOST_CRASHES, PERIOD_S, Supervisor
+from swarmnode.net.tasks import MOST_CRASHES, PERIOD_S, Supervisor
 from tests.net.virtual import in_virtual_time
 
 

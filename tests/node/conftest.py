@@ -59,7 +59,7 @@ def estimated_once() -> Iterator[None]:
         return known[asked]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmnode.roles.training.worker.part_loading.estimate_span", estimate)
+        patch.setattr("swarmnode.training.worker.part_loading.estimate_span", estimate)
         yield
 
 

@@ -14,14 +14,13 @@ import torch
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.errors import ErrorCode, PeerRefused, UsageError
+from swarmnode.founding.model_source import from_checkpoint
+from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.ledger import Account
-from swarmnode.lending.lending import Keep
-from swarmnode.lending.lifecycle import LendingState
+from swarmnode.lending.lending import Keep, LendingState
 from swarmnode.metrics import table
-from swarmnode.roles.creation.adapter_source import from_folders
-from swarmnode.roles.creation.model_source import from_checkpoint
-from swarmnode.roles.serving.client.generation import Generation
-from swarmnode.swarm.peers.trust import parse_trust
+from swarmnode.serving.client.generation import Generation
+from swarmnode.swarm.peers.standing import parse_trust
 from swarmnode.swarm.storage.swarmfile import save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
@@ -126,7 +125,7 @@ async def test_an_unknown_adapter_is_told_before_anything_is_sent(adapted: Adapt
 async def test_a_hop_refuses_an_adapter_that_the_swarm_does_not_have(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmnode.roles.serving.client.limits.ModelLimits.check_adapter", lambda *_, **__: None)
+    monkeypatch.setattr("swarmnode.serving.client.limits.ModelLimits.check_adapter", lambda *_, **__: None)
     async with swarm_of(adapted, tmp_path, {"a": "0:6", "b": "0:6"}) as (_, client):
         with pytest.raises(PeerRefused) as caught:
             await client.generate(PROMPT, adapter="../config")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmnode.audits.hop_account import fetch_account
+from swarmnode.audits.reports import PROMPT_TOKENS, TEXTS
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.demo.lesson import write_untaught
 from swarmnode.net.interfaces import PeerId
-from swarmnode.roles.serving.audits.hop_account import fetch_account
-from swarmnode.roles.serving.audits.reports import PROMPT_TOKENS, TEXTS
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import (
     ALWAYS,

@@ -9,16 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.compute.executor import WorkItem
 from swarmnode.config import StageConfig
-from swarmnode.net.identity import Identity
-from swarmnode.net.identity_slot import IdentitySlot
-from swarmnode.node.node import NodeConfig
+from swarmnode.net.identity import Identity, IdentitySlot
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
-from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

@@ -14,7 +14,7 @@ from swarmnode.client.conversation import Conversation
 from swarmnode.client.tokenizer import ByteTokenizer, Turn
 from swarmnode.client.tokenizer import Tokenizer as ModelTokenizer
 from swarmnode.errors import CheckpointError, UsageError
-from swarmnode.roles.serving.client.generation import GenerateOptions
+from swarmnode.serving.client.generation import GenerateOptions
 from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualSwarm

@@ -12,8 +12,8 @@ import pytest
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import PeerRefused, UsageError
-from swarmnode.net.memory.network import Path as NetworkPath
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.net.memory.medium import Path as NetworkPath
+from swarmnode.serving.client.generation import Generation
 from swarmnode.swarm.records.manifest import SERVE
 from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
@@ -120,7 +120,7 @@ async def test_killed_nodes_do_not_change_a_compressed_text(founded: Founded, ti
 async def test_what_the_manifest_does_not_allow_is_refused_on_both_sides(tiny: TinyModel, tmp_path: Path) -> None:
     async with VirtualSwarm(tmp_path) as swarm, contextlib.AsyncExitStack() as ends:
         patch = ends.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("swarmnode.roles.creation.swarm_creation.SERVING_CODECS", (Codec.NONE, Codec.BF16))
+        patch.setattr("swarmnode.founding.swarm_creation.SERVING_CODECS", (Codec.NONE, Codec.BF16))
         swarm.create(tiny.folder, mode=SERVE)
         await swarm.bootstrap()
         for span in ("0:3", "3:6"):
@@ -130,6 +130,6 @@ async def test_what_the_manifest_does_not_allow_is_refused_on_both_sides(tiny: T
                 await client.generate(PROMPT, max_new_tokens=4, compress="int8")
             with pytest.raises(UsageError, match="compress must be one of"):
                 await client.generate(PROMPT, max_new_tokens=4, compress="zip")
-            patch.setattr("swarmnode.roles.serving.client.limits.check_compression", lambda *_: None)
+            patch.setattr("swarmnode.serving.client.limits.check_compression", lambda *_: None)
             with pytest.raises(PeerRefused, match="positions or codec"):
                 await client.generate(PROMPT, max_new_tokens=4, compress="int8")

@@ -12,21 +12,20 @@ import msgspec
 import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.codec.credit_messages import SignedReceipt
+from swarmnode.credit import priorities
+from swarmnode.credit.priorities import folder_credits
+from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, ReceiptKeeper
 from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.questions import ask
 from swarmnode.plan.credit import HALF_CREDIT, Credit
-from swarmnode.roles.credit import priorities
-from swarmnode.roles.credit.receipt_issuer import GATHER_S, ReceiptIssuer
-from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL, ReceiptKeeper
-from swarmnode.roles.credit.worker_credits import folder_credits
-from swarmnode.roles.question_server import ask
 from swarmnode.swarm.records.manifest import CREDIT, TRAIN
 from swarmnode.swarm.records.receipt import Receipt, sign_receipt
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
-from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.compute.capacity.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.executor import Urgency, WorkItem
-from swarmnode.compute.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import ExecutorDied, LocalError
 from swarmnode.ledger import Account
-from swarmnode.lending.lending import Keep
-from swarmnode.lending.lifecycle import LendingState
+from swarmnode.lending.lending import Keep, LendingState
 from swarmnode.metrics import table
 from swarmnode.plan.view import view_of
 from tests.net.virtual import in_virtual_time

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.codec.messages import HopSpec
+from swarmnode.codec.body import HopSpec
 from swarmnode.compute.executor import Urgency
 from swarmnode.errors import ExecutorDied, LocalError
 from swarmnode.node.bootstrap import Bootstrap
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.serving.client.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm

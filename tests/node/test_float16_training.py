@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.compute.training import grad_scaler
 from swarmnode.compute.training import learner as learner_module
+from swarmnode.compute.training import passes
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_training import DATA, SETTINGS, school_of
@@ -42,16 +42,16 @@ async def test_the_curve_of_one_process_in_float32(
 ) -> None:
     """Two stages of two replicas, whose first scales overflow; the replicas end with the same parameters."""
     of_learners, overflows = itertools.cycle(dtypes), 0
-    learn = grad_scaler.GradScaler._learn
+    learn = passes.GradScaler._learn
 
-    def noted(scaler: grad_scaler.GradScaler, *, overflowed: bool) -> None:
+    def noted(scaler: passes.GradScaler, *, overflowed: bool) -> None:
         nonlocal overflows
         overflows += overflowed
         learn(scaler, overflowed=overflowed)
 
     monkeypatch.setattr(learner_module, "autocast_dtype", lambda _device, *, wanted: next(of_learners))
-    monkeypatch.setattr(grad_scaler, "FIRST_EXPONENT", 24)
-    monkeypatch.setattr(grad_scaler.GradScaler, "_learn", noted)
+    monkeypatch.setattr(passes, "FIRST_EXPONENT", 24)
+    monkeypatch.setattr(passes.GradScaler, "_learn", noted)
     async with school_of(training, tmp_path) as school:
         school.steps = STEPS
         for name in PAIRS:

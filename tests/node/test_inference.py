@@ -18,11 +18,11 @@ from torch import Tensor
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.credit_messages import MAX_WORK_IDS
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
-from swarmnode.compress.values import Encoded, decode_values, encode_values, payload_of
+from swarmnode.compress.codecs import Encoded, decode_values, encode_values, payload_of
+from swarmnode.credit.priorities import folder_credits
+from swarmnode.credit.receipts import GATHER_S
 from swarmnode.errors import ErrorCode, NoRoute, ProtocolError, UsageError
-from swarmnode.roles.creation.model_source import ModelSource, from_module
-from swarmnode.roles.credit.receipt_issuer import GATHER_S
-from swarmnode.roles.credit.worker_credits import folder_credits
+from swarmnode.founding.model_source import ModelSource, from_module
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.segmenter import SIDE, WORDS, segmenter
@@ -287,7 +287,7 @@ async def test_what_the_input_is_at_fault_for_blames_nobody(tmp_path: Path, modu
                     assert len(said) == 2 and not blamed
         async with blaming(swarm) as (client, blamed):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="for so large an input"):
-                patch.setattr("swarmnode.roles.inference.remote_module.MAX_PAYLOAD_BYTES", 100)
+                patch.setattr("swarmnode.graph_serving.remote_module.MAX_PAYLOAD_BYTES", 100)
                 await client.infer(arrays)
             assert_close(await client.infer(arrays), arrays)
 

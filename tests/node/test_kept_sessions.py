@@ -10,7 +10,7 @@ from typing import Any
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.metrics import table
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.serving.client.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm, sees_ready

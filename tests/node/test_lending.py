@@ -12,10 +12,9 @@ import pytest
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.executor import WorkItem
 from swarmnode.ledger import Account
-from swarmnode.lending.lending import Keep
-from swarmnode.lending.lifecycle import LendingState
+from swarmnode.lending.lending import Keep, LendingState
 from swarmnode.net.interfaces import PeerId
-from swarmnode.roles.serving import stage
+from swarmnode.serving import serving_stage
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_faults import SPANS, TOKENS, generate_and, two_by_two
@@ -51,8 +50,10 @@ async def test_a_paused_node_is_free_and_comes_back(
     founded: Founded, tiny: TinyModel, tmp_path: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = []
-    load_span = stage.load_span
-    monkeypatch.setattr(stage, "load_span", lambda *args, **more: loads.append(args[1:]) or load_span(*args, **more))  # type: ignore[func-returns-value]
+    load_span = serving_stage.load_span
+    monkeypatch.setattr(
+        serving_stage, "load_span", lambda *args, **more: loads.append(args[1:]) or load_span(*args, **more)
+    )  # type: ignore[func-returns-value]
     async with two_by_two(founded, tmp_path) as (swarm, _, client):
         loaded, paused, now = len(loads), [], asyncio.get_running_loop().time
 

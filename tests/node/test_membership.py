@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 from swarmnode.client.owner_client import OwnerClient
-from swarmnode.codec.messages import VERSION, GetManifest, Hello, ManifestReply
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, NoRoute, NotAdmitted, PeerError
-from swarmnode.net.identity import Identity
-from swarmnode.net.links.link import LinkConfig
+from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
+from swarmnode.net.identity import Identity, SigningKey
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.node.bootstrap import Bootstrap
-from swarmnode.roles.host import Host, HostConfig
-from swarmnode.roles.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
-from swarmnode.roles.question_server import ask
-from swarmnode.swarm.peers.trust import parse_trust
-from swarmnode.swarm.records.grant import Role
+from swarmnode.peer.host import Host
+from swarmnode.peer.host_config import HostConfig
+from swarmnode.peer.questions import ask
+from swarmnode.swarm.peers.standing import parse_trust
+from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
 from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
 from tests.net.virtual import in_virtual_time

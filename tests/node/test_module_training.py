@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swarmnode.client.training.client import TrainingClient
+from swarmnode.client.training.preparation import NO_DATA, prepare
 from swarmnode.compute.graph.segment import load_segment
 from swarmnode.compute.training.local import train_locally
-from swarmnode.roles.creation.model_source import from_module
+from swarmnode.founding.model_source import from_module
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.client import TrainingClient
-from swarmnode.training.preparation import NO_DATA, prepare
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.vision import classifier, write_images

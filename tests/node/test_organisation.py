@@ -13,23 +13,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.codec.training_messages import Condition
-from swarmnode.compute.memory import limit_bytes_for
-from swarmnode.net.identity import Identity
-from swarmnode.net.identity_slot import IdentitySlot
-from swarmnode.net.memory.network import Path as NetworkPath
-from swarmnode.node.node import NodeConfig
+from swarmnode.compute.capacity.memory import limit_bytes_for
+from swarmnode.net.identity import Identity, IdentitySlot
+from swarmnode.net.memory.medium import Path as NetworkPath
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host import Host
+from swarmnode.peer.host_config import HostConfig
+from swarmnode.peer.placement import Placement
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
-from swarmnode.roles.host import Host, HostConfig
-from swarmnode.roles.placement import Placement
-from swarmnode.roles.training.coordinator.coordinator import OTHERS_S
-from swarmnode.roles.training.organisation import step_load_of
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import Place, TrainingNews
-from swarmnode.training.preparation import NO_DATA
+from swarmnode.training.coordinator.coordinator import OTHERS_S
+from swarmnode.training.organisation import step_load_of
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, VirtualTrainer

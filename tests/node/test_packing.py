@@ -9,9 +9,9 @@ import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model import linear
+from swarmnode.compute.model.packed import BlockedLinear
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.packed import BlockedLinear
-from swarmnode.roles.serving import span_part, stage
+from swarmnode.serving import serving_stage, span_part
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_faults import two_by_two
@@ -24,13 +24,13 @@ TOKENS, SESSIONS, ROUNDS = 12, 6, 20
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[ModelSpan]:
     """Those that are loaded: on any CPU, blocks are the faster."""
     loaded: list[ModelSpan] = []
-    load_span = stage.load_span
+    load_span = serving_stage.load_span
 
     def noted(*args: object, **more: object) -> ModelSpan:
         loaded.append(load_span(*args, **more))  # type: ignore[arg-type]
         return loaded[-1]
 
-    monkeypatch.setattr(stage, "load_span", noted)
+    monkeypatch.setattr(serving_stage, "load_span", noted)
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(
         linear, "_forms_to_pack", lambda weights, choices: {one.shape: BlockedLinear for one in weights}

@@ -14,8 +14,8 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.executor import WorkItem
 from swarmnode.errors import Busy, SwarmnodeError
 from swarmnode.metrics import table
-from swarmnode.roles.serving.client.beginnings import LEAST_SHARED, Beginnings
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.serving.client.generation import Generation
+from swarmnode.serving.client.prefix_cache import LEAST_SHARED, Beginnings
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_kept_sessions import NEW, TWO_BY_TWO, ask, reading, swarm_of

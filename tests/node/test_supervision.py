@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from swarmnode.errors import LocalError
+from swarmnode.net.identity import SigningKey
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.manifest import TRAIN
-from swarmnode.swarm.records.signing_key import SigningKey
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmnode.node.node import NodeConfig
-from swarmnode.roles.host import HostConfig
+from swarmnode.client.training.preparation import NO_DATA
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from swarmnode.codec.averaging_messages import Reduce
+from swarmnode.compute.capacity.memory import limit_bytes_for, training_sizes
 from swarmnode.compute.executor import Urgency, WorkItem
-from swarmnode.compute.memory import limit_bytes_for, training_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ExecutorDied
 from swarmnode.ledger import Account
-from swarmnode.roles.training.coordinator.worker_group import Line
-from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.training.coordinator.worker_group import Line
+from swarmnode.training.worker.stage import TrainingStage
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_devices import cores, held  # noqa: F401

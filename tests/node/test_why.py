@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnode.errors import NoRoute
-from swarmnode.lending.lifecycle import LendingState
+from swarmnode.lending.lending import LendingState
 from swarmnode.plan.view import Span
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

@@ -21,6 +21,7 @@ import pytest
 
 from swarmnode.cli.options.quantities import parse_span
 from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.training.client import TrainingClient
 from swarmnode.compute import stopwatch
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.graph.costs.rates import REFERENCE
@@ -28,22 +29,22 @@ from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
 from swarmnode.errors import CheckpointError
+from swarmnode.founding.bootstraps import Bootstraps
+from swarmnode.founding.model_source import ModelSource, from_checkpoint
+from swarmnode.founding.swarm_creation import create_swarm
 from swarmnode.net.clock import Clock
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.net.memory.network import Path as NetworkPath
 from swarmnode.node.bootstrap import Bootstrap
-from swarmnode.node.node import Node, NodeConfig
+from swarmnode.node.node import Node
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
 from swarmnode.platform import Platform
-from swarmnode.roles.creation.bootstraps import Bootstraps
-from swarmnode.roles.creation.model_source import ModelSource, from_checkpoint
-from swarmnode.roles.creation.swarm_creation import create_swarm
-from swarmnode.roles.host import HostConfig
-from swarmnode.roles.training.worker import part_loading
 from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
-from swarmnode.training.client import TrainingClient
+from swarmnode.training.worker import part_loading
 
 LATENCY_S = 0.001
 PASS_S = 0.002  # that the device takes for whatever it does

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from swarmnode.compute.adapters.adapter_file import AdapterFile, adapter_in
+from swarmnode.compute.model.adapters.adapter_file import AdapterFile, adapter_in
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packed import FbgemmLinear, Packing
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.packed import FbgemmLinear, Packing
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import ErrorCode, ProtocolError

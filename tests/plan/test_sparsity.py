@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.plan.sparsity import ADATOPK, SLOWEST, SPARSE_RULES, TOPK, is_allowed, slowest_link_s, topk_ratio
+from swarmnode.plan.compression import ADATOPK, SLOWEST, SPARSE_RULES, TOPK, is_allowed, slowest_link_s, topk_ratio
 
 SECONDS = st.floats(0, 1e9)
 RATIOS = st.floats(1, 1e6)

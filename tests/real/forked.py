@@ -27,7 +27,7 @@ IMPORTED = (
     "swarmnode.cli.lend.run",
     "swarmnode.cli.host.bootstrap",
     "swarmnode.node.node",
-    "swarmnode.roles.serving.stage",
+    "swarmnode.serving.serving_stage",
     "swarmnode.net.libp2p.engine",
 )
 

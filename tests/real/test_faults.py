@@ -13,7 +13,7 @@ import psutil
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import STOP_TIMEOUT_S
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.serving.client.generation import Generation
 from tests.real.conftest import Stages
 from tests.tiny import PROMPT, TinyModel
 

@@ -20,7 +20,7 @@ def test_trace_of_a_generation(stages: Stages, tmp_path: Path) -> None:
     generation = json.loads(done.stdout)
     lines = map(json.loads, done.stderr.splitlines())
     assert generation["trace"] in [
-        line.get("trace") for line in lines if line["logger"] == "swarmnode.roles.serving.client.client_session"
+        line.get("trace") for line in lines if line["logger"] == "swarmnode.serving.client.client_session"
     ]
     told = json.loads(swarmnode("trace", swarm, generation["trace"], "--json", home=tmp_path).stdout)
     assert [(hop["peer"], hop["span"]) for hop in told["hops"]] == [

@@ -7,7 +7,7 @@ import numpy as np
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.results.measures import Measures
-from swarmnode.simulate.results.summary import summary
+from swarmnode.simulate.results.report import summary
 from swarmnode.simulate.settings import Settings
 from swarmnode.simulate.simulation import Simulation, SimulationResult
 

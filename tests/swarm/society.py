@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from swarmnode.net.identity import Identity
-from swarmnode.swarm.records.certificate import admit_peer
-from swarmnode.swarm.records.grant import VERSION, Grant, Role, sign_grant
+from swarmnode.net.identity import Identity, SigningKey
+from swarmnode.swarm.records.certificate import VERSION, Grant, Role, admit_peer, sign_grant
 from swarmnode.swarm.records.membership import Membership
 from swarmnode.swarm.records.revocation import RevocationList, nobody, sign_list
-from swarmnode.swarm.records.signing_key import SigningKey
 
 SWARM = bytes(range(32))
 OWNER = SigningKey(b"o" * 32)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, found, new_beside, new_owner, new_swarm_file
 from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.owner import OwnerOptions
-from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
+from swarmnode.cli.terminal.progress import bytes_bar
 from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
-    from swarmnode.roles.creation.model_source import ModelSource
+    from swarmnode.founding.model_source import ModelSource
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 MODES = ("serve", "train")
@@ -71,7 +71,7 @@ class NewModelOptions:
 
     def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
         """Return the model; weights that did not exist yet are written into the folder `weights`."""
-        from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_model, from_module
+        from swarmnode.founding.model_source import from_checkpoint, from_config, from_model, from_module
 
         trains = self.mode == "train"
         if self.config is not None:
@@ -137,7 +137,7 @@ def create(
     model.check()
     if adapters and not model.serves_checkpoint:
         fail("--adapter goes with --model and --mode serve", 2)
-    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.founding.bootstraps import Bootstraps
 
     path = new_swarm_file(name, force=force)
     bootstraps = of_same_names(Bootstraps, doors).settled()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from swarmnode.cli.lend.attendance import attended
+from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import (
     ADAPTERS,
     SUFFIX,
@@ -25,17 +25,17 @@ from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument, of_same_names, option
 from swarmnode.cli.options.owner import OwnerOptions
-from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async
-from swarmnode.cli.terminal.durations import parse_life
+from swarmnode.cli.terminal.formatting import parse_life
+from swarmnode.cli.terminal.progress import bytes_bar
 from swarmnode.cli.terminal.restart import beginning_anew, is_begun_anew
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
-    from swarmnode.node.texts import Tell
-    from swarmnode.roles.membership.owner import InviteTerms
-    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.membership.owner import InviteTerms
+    from swarmnode.net.identity import SigningKey
+    from swarmnode.node.description import Tell
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 PORT = 4001
@@ -84,9 +84,9 @@ def host(
     """
     logs.begin()
     from swarmnode.compute.device import probe_devices
+    from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
-    from swarmnode.net.identity_slot import check_home
-    from swarmnode.roles.membership.owner import InviteTerms
+    from swarmnode.net.identity import check_home
 
     config = replace(node, home=home, name="host").config()
     terms = of_same_names(InviteTerms, admission)
@@ -104,7 +104,7 @@ def host(
         await _welcome(opened, path, invite, reached, terms, tell, nat=node.nat_port_map)
 
     async def serve(stop: asyncio.Event) -> None:
-        from swarmnode.node.swarm_host import SwarmHost
+        from swarmnode.node.bootstrap import SwarmHost
 
         hosting = SwarmHost(swarm, door, config, tell)
         async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
@@ -155,8 +155,8 @@ class Founding:
         return swarm, path
 
     def _founded(self, path: Path) -> tuple[Swarm, Path, SigningKey | None]:
-        from swarmnode.roles.creation.bootstraps import Bootstraps
-        from swarmnode.roles.creation.model_source import from_checkpoint
+        from swarmnode.founding.bootstraps import Bootstraps
+        from swarmnode.founding.model_source import from_checkpoint
         from swarmnode.swarm.records.manifest import SERVE
 
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
@@ -210,7 +210,7 @@ def _free_everywhere() -> str:
 
 def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> str:
     """A line for a friend, entered into the book."""
-    from swarmnode.roles.membership.owner import make_invite
+    from swarmnode.membership.owner import make_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 
     book = open_issued_invites(issued_invites_path(path))

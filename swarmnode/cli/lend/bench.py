@@ -11,8 +11,8 @@ from swarmnode.cli.options.option import argument
 from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 
 if TYPE_CHECKING:
+    from swarmnode.compute.capacity.module_speed import LayerShape
     from swarmnode.compute.device import Device
-    from swarmnode.compute.module_speed import LayerShape
 
 POSITIONS = 64  # of a prompt's chunk
 
@@ -50,7 +50,7 @@ def bench(
 
 
 def _shape_of(model: str) -> LayerShape:
-    from swarmnode.compute.module_speed import LayerShape
+    from swarmnode.compute.capacity.module_speed import LayerShape
 
     if not model:
         return LayerShape()
@@ -60,9 +60,8 @@ def _shape_of(model: str) -> LayerShape:
 
 
 def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[str, Any]:
-    from swarmnode.compute.disk_rate import measure_disk
-    from swarmnode.compute.module_speed import measure_modules, whole_layer
-    from swarmnode.compute.read_rate import measure_read_rate
+    from swarmnode.compute.capacity.module_speed import measure_modules, whole_layer
+    from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 
     chosen = device.dtype_for(device.default_dtype, dtype)
     modules = list(measure_modules(device, chosen, shape, positions=POSITIONS))
@@ -108,7 +107,7 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
 
 
 def _show(title: str, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.cli.terminal.formatting import new_table, show
 
     millions, dtype = measured["layer_parameters"] / 1e6, measured["dtype"]
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9

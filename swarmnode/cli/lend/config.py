@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -9,7 +10,21 @@ import typer
 from swarmnode.cli.options.node_file import FILE
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import build, option
-from swarmnode.cli.terminal.console import JSON, command, print_json, say
+from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+
+
+@command
+def show_identity(
+    client: bool = option(False, "The id of this machine's clients (generate, status, train)."), home: Path = HOME
+) -> None:
+    """Print this machine's peer id, for an invite that is for it alone (`swarmnode invite --peer`).
+
+    Example: swarmnode id
+    """
+    from swarmnode.net.identity import Identity
+
+    role = "client" if client else "node"
+    say(Identity.load_or_create(home / f"{role}.key").peer_id)
 
 
 @command
@@ -36,12 +51,12 @@ def config(
     if not show:
         say(f"What is set is in order; --show prints it. {FILE} in the home folder, the environment and flags count.")
         return
-    from swarmnode.cli.terminal import tables
+    from swarmnode.cli.terminal import formatting
 
-    table = tables.new_table("", ("option", "value", "from"))
+    table = formatting.new_table("", ("option", "value", "from"))
     for row in rows:
         table.add_row(row["option"], _told(row["value"]), row["from"])
-    tables.show(table)
+    formatting.show(table)
 
 
 def _row(taken: Any, option: Any) -> dict[str, Any]:

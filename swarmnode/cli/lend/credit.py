@@ -13,8 +13,8 @@ from swarmnode.counting import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from swarmnode.credit.priorities import WorkerCredit
     from swarmnode.plan.credit import Credit
-    from swarmnode.roles.credit.worker_credits import WorkerCredit
 
 SHOWN_CLIENTS = 20
 
@@ -35,8 +35,8 @@ def credit(
 
     Example: swarmnode credit friends
     """
+    from swarmnode.credit.priorities import folder_credits, summary, worker_credits
     from swarmnode.lending.energy import energy_used
-    from swarmnode.roles.credit.worker_credits import folder_credits, summary, worker_credits
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
     if where and Path(where).is_dir() and not swarm_path(where).is_file():
@@ -49,7 +49,7 @@ def credit(
     if not found:
         say("No receipts here yet. Clients sign for what a node did for them when a session is over.")
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.cli.terminal.formatting import show
 
     for one in found:
         say(_sentence(one))
@@ -79,7 +79,7 @@ def _discount(credit: Credit) -> str:
 
 
 def _table(one: WorkerCredit) -> Table:
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.cli.terminal.formatting import new_table
 
     credit = one.credit
     total = credit.signed

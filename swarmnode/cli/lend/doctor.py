@@ -67,7 +67,7 @@ def doctor(
 def _ask_for_bandwidth(swarm: str) -> None:
     if is_piped():
         fail("--bandwidth asks first, and nobody can answer here: add --yes", 2)
-    from swarmnode.roles.measuring.bandwidth import TEST_BYTES
+    from swarmnode.measuring.bandwidth import TEST_BYTES
 
     most = f"{BANDWIDTH_PEERS * TEST_BYTES / 1e6:.1f} MB"
     question = f"This sends up to {most} to {BANDWIDTH_PEERS} peers of {swarm}, and takes as much. Go on?"

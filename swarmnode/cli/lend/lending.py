@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from swarmnode.cli.options.metrics import Watch
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.metrics.metric import Source
 
+if TYPE_CHECKING:
+    from swarmnode.node.node import Node
+
+NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
 NAME = argument("", "The node, as `swarmnode ps` calls it; default: all.", metavar="[NAME]")
 WAIT = option(60.0, "How long to wait until it is so; 0: not at all.", "--wait", metavar="SECONDS", min=0.0, max=600.0)
 SILENT = "it gives no answer: it is stopped (SIGSTOP), or hangs"
 KEEP = ("disk", "memory")
 REASON = option("", "Shown by `swarmnode ps`.", "--reason")
+
+
+@contextlib.asynccontextmanager
+async def attended(
+    node: Node, stop: asyncio.Event, watch: Watch, *, swarm: str, readings: Source, name: str = ""
+) -> AsyncIterator[None]:
+    """Its socket in the home folder and its metrics are there while the context lasts. `name` is what `ps` calls it; default: the
+    swarm's. Raises LocalError where one of them cannot be."""
+    from swarmnode.lending.control_server import ControlServer
+
+    control = ControlServer(node.lending, stop, node.describe, node.why)
+    async with watch.over(swarm, readings), control.listening(watch.home, name or swarm):
+        yield
 
 
 @command
@@ -90,3 +112,35 @@ def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any)
 def state_text(answer: dict[str, Any]) -> str:
     """The state, and why it is so."""
     return f"{answer['state']} ({answer['reason']})" if answer.get("reason") else str(answer["state"])
+
+
+@command
+def ps(home: Path = HOME, as_json: bool = JSON) -> None:
+    """List the nodes and gateways that run on this machine: what they do, and why not more.
+
+    Example: swarmnode ps
+    """
+    from swarmnode.lending.control_client import is_listening, running_gateways, running_nodes, tell_node
+
+    sockets = [("run", *found) for found in running_nodes(home).items()]
+    sockets += [("serve", *found) for found in running_gateways(home).items()]
+    answers = [
+        {"node": name, "does": does, **answer}
+        for does, name, path in sockets
+        if (answer := tell_node(path, "state") or (NO_ANSWER if is_listening(path) else None)) is not None
+    ]
+    if as_json:
+        print_json(answers)
+        return
+    if not answers:
+        say("No node runs here.")
+        return
+    from swarmnode.cli.terminal.formatting import new_table, show
+
+    columns = ("node", "does", "swarm", "pid", "state", "units", "sessions")
+    table = new_table("", columns, numbers=("pid", "sessions"))
+    for answer in answers:
+        span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""
+        told = answer["node"], answer["does"], answer["swarm"], str(answer["pid"]), state_text(answer)
+        table.add_row(*told, span, str(answer["sessions"]))
+    show(table)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.lend.attendance import attended
+from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.cli.options.metrics import MetricsOptions, port_option
 from swarmnode.cli.options.node_file import CONFIG
@@ -19,15 +19,16 @@ from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import build, option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
+from swarmnode.cli.terminal.commands import WrongUsage
 from swarmnode.cli.terminal.console import EVENTS, LogOptions, command, run_async
 from swarmnode.cli.terminal.restart import beginning_anew
 from swarmnode.cli.terminal.teller import Teller
-from swarmnode.cli.terminal.usage_errors import WrongUsage
 from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
-    from swarmnode.node.node import Node, NodeConfig
-    from swarmnode.node.texts import Tell
+    from swarmnode.node.description import Tell
+    from swarmnode.node.node import Node
+    from swarmnode.node.node_config import NodeConfig
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _gateway(port: int | None, home: Path, *, as_json: bool) -> GatewayAddress |
 
 def _give_way(node: NodeOptions) -> None:
     """To other programs, at the CPU and at the disk."""
-    from swarmnode.lending.courtesy import yield_cpu, yield_disk
+    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
 
     yield_cpu(node.nice)
     if node.idle_disk:

@@ -10,7 +10,7 @@ import typer
 
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.durations import parse_duration
+from swarmnode.cli.terminal.formatting import parse_duration
 
 app = typer.Typer(help="Weights that were fetched to this machine.", no_args_is_help=True)
 
@@ -38,7 +38,7 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
     if not found:
         say("Nothing was fetched yet.")
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.cli.terminal.formatting import new_table, show
 
     table = new_table("", ("swarm", "GB", "days unused", "folder"), numbers=("GB", "days unused"))
     for each in found:
@@ -90,7 +90,7 @@ def _fetched(home: Path) -> list[FetchedWeights]:
 
 def _names(home: Path) -> dict[str, str]:
     """Names of swarms that this machine knows, by their folders'."""
-    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.swarmfile import load_swarm
     from swarmnode.swarm.storage.weight_cache import folder_name
 

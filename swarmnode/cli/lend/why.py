@@ -10,8 +10,7 @@ from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
-from swarmnode.cli.terminal.durations import format_duration
-from swarmnode.cli.terminal.printable import one_line
+from swarmnode.cli.terminal.formatting import format_duration, one_line
 
 
 @command

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.option import option
 from swarmnode.cli.options.owner import OwnerOptions
-from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import fail
+from swarmnode.cli.terminal.progress import bytes_bar
 from swarmnode.errors import UsageError
-from swarmnode.files.permissions import may_write
+from swarmnode.files import may_write
 
 if TYPE_CHECKING:
-    from swarmnode.roles.creation.bootstraps import Bootstraps
-    from swarmnode.roles.creation.model_source import ModelSource
-    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.founding.bootstraps import Bootstraps
+    from swarmnode.founding.model_source import ModelSource
+    from swarmnode.net.identity import SigningKey
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SUFFIX = ".swarm"
@@ -56,7 +56,7 @@ class NewOwner:
 
 def new_swarm_file(name: str, *, force: bool = False) -> Path:
     """The .swarm file to be written, where one can be written. Raises UsageError for what cannot be a swarm's name."""
-    from swarmnode.roles.creation.swarm_creation import check_name
+    from swarmnode.founding.swarm_creation import check_name
 
     stem = Path(name).name.removesuffix(SUFFIX)
     check_name(stem)
@@ -75,7 +75,7 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
 
 def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
     """Return folders by the names of the adapters in them. Raises UsageError."""
-    from swarmnode.roles.creation.adapter_source import check_adapter_names
+    from swarmnode.founding.swarm_creation import check_adapter_names
 
     for text in texts:
         if not all(text.partition("=")):
@@ -109,7 +109,7 @@ def new_beside(path: Path, what: str = "weights") -> Iterator[Path]:
 
 def new_owner(path: Path, owner: OwnerOptions, *, force: bool = False) -> NewOwner:
     """Return the owner's key: the one that is given, or a new one beside the .swarm file."""
-    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.net.identity import SigningKey
     from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 
     if owner.is_given:
@@ -137,8 +137,7 @@ def found(
     LocalError."""
     from msgspec import UNSET
 
-    from swarmnode.roles.creation.adapter_source import from_folders
-    from swarmnode.roles.creation.swarm_creation import create_swarm
+    from swarmnode.founding.swarm_creation import create_swarm, from_folders
     from swarmnode.swarm.records.manifest import CREDIT, OPEN, PRIVATE
 
     with new_beside(path, "adapters") as folder, bytes_bar("Hashing the weights", quiet=quiet) as progress:
@@ -159,7 +158,7 @@ def found(
 
 def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
     """Write the new swarm, its owner's key, and of a private one the grant for the host's own machines. Raises LocalError."""
-    from swarmnode.roles.membership.owner import with_host_grant
+    from swarmnode.membership.owner import with_host_grant
     from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
     from swarmnode.swarm.storage.swarmfile import save_swarm
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.access.keys import KeyRing
     from swarmnode.gateway.config import GatewayConfig
-    from swarmnode.lending.command_socket import ControlRequest
+    from swarmnode.lending.control_server import ControlRequest
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = "127.0.0.1"
@@ -47,7 +47,7 @@ class GatewayAddress:
         from swarmnode.gateway.gateway import Gateway
         from swarmnode.gateway.http.http_server import serving_http
         from swarmnode.gateway.page.page import Page
-        from swarmnode.lending.command_socket import CommandSocket
+        from swarmnode.lending.control_server import CommandSocket
 
         gateway = Gateway(clients, keys, config or GatewayConfig())
         page = Page(gateway, self.home)

@@ -63,8 +63,7 @@ class Watch:
         if self.port is None:
             yield
             return
-        from swarmnode.metrics.exposition import Sources, serving
-        from swarmnode.metrics.machine import machine
+        from swarmnode.metrics.exposition import Sources, machine, serving
 
         sources = Sources(swarm, live, await asyncio.to_thread(machine, self.home))
         async with serving(sources, self.host, self.port) as port:

@@ -16,8 +16,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from swarmnode.cli.options.files import read_toml
 from swarmnode.cli.options.option import file_key, path_option
-from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.console import default_home, fail
 from swarmnode.errors import UsageError
 

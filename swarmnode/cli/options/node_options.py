@@ -12,15 +12,15 @@ from swarmnode.cli.options.option import of_same_names, option, path_option, set
 from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RuleOptions, read_rules
 from swarmnode.cli.terminal.console import home_option
-from swarmnode.cli.terminal.durations import parse_duration
+from swarmnode.cli.terminal.formatting import parse_duration
 from swarmnode.config import COMPRESSIONS, StageConfig
 from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
     from swarmnode.node.node_config import NodeConfig
+    from swarmnode.peer.host_config import HostConfig
     from swarmnode.plan.offline.plan_file import PlanFile
     from swarmnode.plan.view import Span
-    from swarmnode.roles.host_config import HostConfig
 
 
 def _addresses(**bounds: bool) -> Callable[[Sequence[str], str], tuple[str, ...]]:
@@ -140,7 +140,7 @@ class NodeOptions:
     @property
     def host(self) -> HostConfig:
         """Presence of the node on its network."""
-        from swarmnode.roles.host_config import HostConfig
+        from swarmnode.peer.host_config import HostConfig
 
         return of_same_names(HostConfig, self)
 
@@ -151,7 +151,7 @@ class NodeOptions:
 
     def config(self) -> NodeConfig:
         """Return the node's settings. Raises UsageError, which names the option that is wrong."""
-        from swarmnode.lending.card_guard import CardLimits
+        from swarmnode.lending.cards import CardLimits
         from swarmnode.node.node_config import NodeConfig
 
         if self.span is not None and self.plan is not None:

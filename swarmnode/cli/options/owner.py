@@ -17,8 +17,8 @@ import typer
 from swarmnode.cli.options.option import path_option
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.standard_input import is_piped
-from swarmnode.files.bounded import read_bounded
-from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.files import read_bounded
+from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.storage.owner_key import SUFFIX, load_owner_key, parse_owner_key
 
 KEY_VARIABLE = "SWARMNODE_OWNER_KEY"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swarmnode.cli.options.files import read_toml
 from swarmnode.cli.options.option import definitions, file_key, option, path_option
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
-from swarmnode.cli.options.toml_file import read_toml
-from swarmnode.cli.terminal.durations import parse_duration
+from swarmnode.cli.terminal.formatting import parse_duration
 from swarmnode.errors import UsageError
 from swarmnode.lending.rules import DAYS, Hours, Rules
 

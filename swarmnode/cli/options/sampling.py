@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.option import of_same_names, option
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from swarmnode.codec.tensors import AUTO, COMPRESSIONS
 from swarmnode.errors import UsageError
-from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS
 from swarmnode.swarm.storage.user_file import read_user_file
 
 if TYPE_CHECKING:
-    from swarmnode.roles.serving.client.generation import GenerateOptions
+    from swarmnode.serving.client.generation import GenerateOptions
 
 
 def _logit_bias(texts: Sequence[str], flag: str) -> dict[int, float]:
@@ -74,7 +74,7 @@ class SamplingOptions:
 
     def options(self) -> GenerateOptions:
         """Return the settings of a generation. Raises UsageError, which names the wrong value."""
-        from swarmnode.roles.serving.client.generation import GenerateOptions
+        from swarmnode.serving.client.generation import GenerateOptions
 
         return of_same_names(GenerateOptions, self)
 

@@ -21,7 +21,7 @@ SWARM_FILE = argument(..., "The .swarm file, or its name.", metavar="SWARM")
 def open_swarm(text: str, home: Path) -> Swarm:
     """The swarm that the user means, which from now on is the one that was used last. Raises UsageError."""
     from swarmnode.swarm.records.invite import looks_like_invite
-    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
 
     joined = JoinedSwarms(home)

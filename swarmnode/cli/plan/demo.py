@@ -9,7 +9,7 @@ import typer
 
 from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.console import JSON, Verbosity, command, fail, print_json, run_async, unless_stopped
-from swarmnode.cli.terminal.printable import printable
+from swarmnode.cli.terminal.formatting import printable
 from swarmnode.cli.use.status import status_table
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def demo(
     logs.begin()
     if 0 < steps < MIN_STEPS or steps < 0:
         fail(f"--steps {steps}: at least {MIN_STEPS}, for a node is to be killed half-way", 2)
-    from swarmnode.demo.story import STEPS, Spectators, Story
+    from swarmnode.demo.lesson import STEPS
+    from swarmnode.demo.story import Spectators, Story
 
     async def play(stop: asyncio.Event) -> DemoReport | None:
         story = Story(Spectators() if as_json else _stage(), steps=steps or STEPS)
@@ -55,7 +56,7 @@ def _stage() -> Any:
     from rich.console import Console
     from rich.live import Live
 
-    from swarmnode.cli.terminal.curve import curve_with_notes
+    from swarmnode.cli.terminal.training_view import curve_with_notes
     from swarmnode.demo.story import Spectators
 
     console = Console(highlight=False)

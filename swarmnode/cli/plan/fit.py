@@ -11,9 +11,9 @@ from swarmnode.cli.terminal.console import JSON, command, print_json, say
 from swarmnode.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
+    from swarmnode.compute.capacity.memory import UnitSizes
     from swarmnode.compute.device import Device
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.compute.memory import UnitSizes
     from swarmnode.compute.model.checkpoint import Checkpoint
 
 CACHE_TOKENS = 4096
@@ -48,7 +48,7 @@ def fit(
     if as_json:
         print_json(rows)
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.cli.terminal.formatting import new_table, show
 
     columns = ("model", "precision", "GB", "units", "fit here", "machines", "speed")
     table = new_table(str(probed), columns, numbers=columns[2:])
@@ -63,12 +63,12 @@ def fit(
 
 
 def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> Iterator[dict[str, Any]]:
-    from swarmnode.compute.memory import most_anywhere
+    from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.compute.read_rate import measure_read_rate
+    from swarmnode.compute.stopwatch import measure_read_rate
+    from swarmnode.founding.model_source import outline
+    from swarmnode.measuring.hardware import MEMORY_SHARE
     from swarmnode.plan.offline import fit as plan
-    from swarmnode.roles.creation.model_source import outline
-    from swarmnode.roles.serving.hardware import MEMORY_SHARE
 
     source, task = outline(model)
     is_text = isinstance(source, Checkpoint)
@@ -92,9 +92,9 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
 
 def _precisions(source: Checkpoint | Graph, device: Device) -> Iterator[tuple[str, UnitSizes]]:
     """In which its weights can be held, and how large its units are then; a graph is held as it was exported."""
+    from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.compute.memory import UnitSizes, unit_sizes
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)

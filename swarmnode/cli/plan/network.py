@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.cli.options.asking import ask
+from swarmnode.cli.options.files import output_path, write_output
 from swarmnode.cli.options.option import path_option
-from swarmnode.cli.options.output_file import output_path, write_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, say
 from swarmnode.counting import counted

@@ -2,22 +2,151 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from swarmnode.cli.options.files import output_path, write_output
 from swarmnode.cli.options.option import argument, option, path_option
-from swarmnode.cli.options.output_file import output_path, write_output
-from swarmnode.cli.options.plan_model import ModelOptions, Planned, ShapeOptions, plan_model
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.effort import Effort
+from swarmnode.cli.terminal.progress import Effort
+from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
-    from swarmnode.plan.offline.scenario import Scenario
+    from rich.table import Table
 
+    from swarmnode.plan.offline.hosting import DeviceRates, Workload
+    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.simulate.environment.model import Model
 
 _traffic = partial(option, None, typed=float, min=0.0, max=1e6)
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def _dtype(text: str, flag: str) -> str:
+    if text not in DTYPE_BYTES:
+        raise UsageError(f"{flag} {text}: choose {', '.join(DTYPE_BYTES)}")
+    return text
+
+
+def card_name(text: str, flag: str) -> str:
+    """Return the name of a card. Raises UsageError for one that is not known."""
+    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
+
+    if find_gpu(text) is None:
+        raise UsageError(f"{flag} {text}: known are {', '.join(known_gpus())}")
+    return text
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of planning for a model. `source` is empty without a model."""
+
+    source: str = option(
+        "",
+        "Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
+        "--module takes. --stages and --replicas may be left out.",
+        "--model",
+        metavar="MODEL",
+    )
+    batch: int = option(1, "With --model: samples of a microbatch.", min=1, max=1 << 20)
+    sequence: int = option(1024, "With --model: tokens of a sequence, if it has any.", min=1, max=1 << 24)
+    microbatches: int = option(32, "With --model: of a step.", min=1, max=1 << 20)
+    dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES), parse=_dtype)
+    gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME", parse=card_name)
+
+    def tokens_for(self, model: Model) -> int:
+        """Tokens of a microbatch."""
+        return self.batch * (self.sequence if model.has_tokens else 1)
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Shape of a plan; None is left to the planner."""
+
+    stages: int | None = option(None, "Parts that the model is cut into.", typed=int, min=1)
+    replicas: int | None = option(None, "Pipelines; each has a device in every stage.", typed=int, min=1)
+    holders: int | None = option(
+        None,
+        "With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
+        "1 gives the fastest plan, whatever it risks; default: 2.",
+        typed=int,
+        min=1,
+    )
+
+
+class Planned(NamedTuple):
+    """A plan as the command shows it: table, the name and devices of each stage, pipelines, and a summary for scripts."""
+
+    shown: Table
+    held: list[tuple[str, Sequence[int]]]
+    pipelines: list[list[int]]
+    summary: dict[str, Any]
+
+
+def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
+    """Plan which device holds which layers. Raises UsageError if the model cannot be read or does not fit."""
+    from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
+    from swarmnode.plan.cost import HOLDERS
+    from swarmnode.plan.offline.hosting import Planner
+    from swarmnode.simulate.environment.graph_model import load_model
+
+    network = _with_cards(network, options.gpu)
+    model = load_model(options.source, options.batch)
+    workload, hardware = _workload(model, options), _hardware(network, model, options)
+    holders = shape.holders or HOLDERS
+    effort.begin()
+    planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
+    with effort.progress() as progress:
+        hosting = planner.plan(
+            stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
+        )
+    return Planned(
+        hosting_table(network, model, workload, hosting, holders),
+        [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages],
+        hosting.grid.T.tolist(),
+        hosting_summary(network, model, workload, hosting, holders, effort.taken_s),
+    )
+
+
+def _with_cards(network: Scenario, gpu: str) -> Scenario:
+    """The scenario with a card for each device of which it says neither card nor speed."""
+    unknown = (None,) * network.devices
+    speeds = network.decode_units_per_s or unknown, network.training_units_per_s or unknown
+    told = zip(network.gpus, network.peak_flops, *speeds, strict=True)
+    return dataclasses.replace(network, gpus=tuple(card or (None if any(rest) else gpu) for card, *rest in told))
+
+
+def _workload(model: Model, options: ModelOptions) -> Workload:
+    from swarmnode.plan.offline.hosting import Workload
+    from swarmnode.plan.view import Span
+
+    width, shape = DTYPE_BYTES[options.dtype], (options.batch, options.sequence)
+    return Workload(
+        unit_bytes=model.training_sizes.weight_bytes,
+        gradient_bytes=tuple(count * width for count in model.parameters),
+        work=tuple(model.layers(Span(unit, unit + 1)) for unit in range(model.units)),
+        boundary_bytes=tuple(width * math.prod(model.crossing(unit, *shape)) for unit in range(model.units)),
+        microbatches=options.microbatches,
+    )
+
+
+def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceRates:
+    """Layers per second, forward and back, and the bytes that units may take of each device's memory."""
+    from swarmnode.compute.capacity.memory import usable_bytes
+    from swarmnode.plan.offline.hosting import DeviceRates
+    from swarmnode.simulate.environment.devices import BACKWARD, device_of
+
+    tokens = options.tokens_for(model)
+    devices = [device_of(network, index, model) for index in range(network.devices)]
+    return DeviceRates(
+        work_per_s=tuple(1 / ((1 + BACKWARD) * device.prompt_layer_s(tokens)) for device in devices),
+        room_bytes=tuple(usable_bytes(device.memory_bytes) for device in devices),
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +187,7 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.cli.terminal.formatting import show
     from swarmnode.plan.offline.scenario import Scenario
 
     effort = Effort(seconds, seed, quiet=as_json)
@@ -67,7 +196,7 @@ def plan(
         fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
     planned = plan_model(network, model, shape, effort) if model.source else _plan_grid(network, shape, traffic, effort)
     if report is not None:
-        from swarmnode.cli.terminal.plan_page import plan_page
+        from swarmnode.cli.terminal.plan_view import plan_page
 
         write_output(report, plan_page(network, planned.shown, planned.held, planned.pipelines))
     if as_json:

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from swarmnode.cli.options.averaging import AveragingOptions
+from swarmnode.cli.options.files import output_path, write_output
 from swarmnode.cli.options.option import argument, of_same_names, option, path_option
-from swarmnode.cli.options.output_file import output_path, write_output
-from swarmnode.cli.options.plan_model import card_name
-from swarmnode.cli.terminal.bars import share_bar
+from swarmnode.cli.options.training import AveragingOptions
+from swarmnode.cli.plan.plan import card_name
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
+from swarmnode.cli.terminal.progress import share_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.plan.view import Span
-    from swarmnode.simulate.environment.churn import Change
+    from swarmnode.simulate.environment.peers import Change
     from swarmnode.simulate.simulation import Simulation
 
 WORKLOADS = ("serve", "train")
@@ -90,7 +90,7 @@ def simulate(
     """
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.results.report import report as make_report
-    from swarmnode.simulate.results.summary import summary
+    from swarmnode.simulate.results.report import summary
 
     simulation = _simulation(Scenario.load(scenario), world, served, trained, averages, plan, rebalance=rebalance)
     gc.freeze()  # thousands of peers stay to the end: walking them in every collection took four fifths of the time
@@ -105,7 +105,7 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.cli.terminal.formatting import show
 
     show(_table(figures))
     if left_out:
@@ -169,7 +169,7 @@ def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:
     """A rate per hour, or the changes of a trace."""
     if text == "none":
         return 0.0, None
-    from swarmnode.simulate.environment.churn import read_trace
+    from swarmnode.simulate.environment.peers import read_trace
 
     with contextlib.suppress(ValueError):
         rate = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -190,7 +190,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
 
 def _table(figures: dict[str, Any]) -> Table:
     """The summary, a line for each figure."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.cli.terminal.formatting import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
     table = new_table(

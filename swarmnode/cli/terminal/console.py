@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from swarmnode.cli.options.option import option, taking_settings
-from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
-from swarmnode.cli.terminal.printable import json_line, printable
+from swarmnode.cli.terminal.formatting import json_line, printable
 from swarmnode.errors import SwarmnodeError
 from swarmnode.net.tasks import cancel_and_wait, cancel_the_rest
 
@@ -31,6 +31,46 @@ THREADS_S = 0.5  # for threads to end, once a command that was asked to stop is 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
 T = TypeVar("T")
+LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "critical",
+}
+
+
+"""Under names of our own: hivemind renames logging's."""
+
+
+class TextLines(logging.Formatter):
+    """For people: `2026-11-21 08:15:00,123 W swarmnode.node.node: message`. A stack trace follows on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A message may name what a stranger chose."""
+        return printable(super().format(record))
+
+
+class JsonLines(logging.Formatter):
+    """For log collectors: one JSON object per event, stack traces inside it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """`time` is UTC, ISO 8601; `trace` names the session, `error` is there where an exception was logged."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": LEVELS.get(record.levelno, str(record.levelno)),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (trace := getattr(record, "trace", None)) is not None:
+            line["trace"] = trace
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json_line(line)
+
 
 LOG_FORMATS = {"text": TextLines(), "json": JsonLines()}
 

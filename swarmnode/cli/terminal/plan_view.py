@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.terminal.console import ranges
-from swarmnode.cli.terminal.tables import new_table
-from swarmnode.counting import format_bytes
+from swarmnode.cli.terminal.formatting import new_table
+from swarmnode.counting import counted, format_bytes
+from swarmnode.simulate.results.machines import planned_machines
+from swarmnode.simulate.results.network_map import network_map, network_matrix
+from swarmnode.simulate.results.page import legend, page, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +21,27 @@ if TYPE_CHECKING:
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.plan.view import Span
     from swarmnode.simulate.environment.model import Model
+
+Stages = Sequence[tuple[str, Sequence[int]]]
+
+
+def plan_page(network: Scenario, shown: Table, stages: Stages, pipelines: Sequence[Sequence[int]]) -> str:
+    """As HTML. `shown` is the table that a terminal has; `stages`: what each holds, and its devices."""
+    names, members = [name for name, _ in stages], [devices for _, devices in stages]
+    machines = planned_machines(network, members, names, pipelines).shown()
+    carried = "what a pipeline hands on"
+    columns = [[str(column.header).replace("\n", " "), *map(str, column.cells)] for column in shown.columns]
+    head, *rows = zip(*columns, strict=True)
+    numbers = [number for number, column in enumerate(shown.columns) if column.justify == "right"]
+    sections = [
+        table(head, rows, numbers=numbers),
+        f"<p>{escape(str(shown.caption or ''))}</p>",
+        "<h2>The network, with the plan drawn in</h2>",
+        network_map(machines, carried),
+        network_matrix(machines, carried),
+        legend("Stages", [(name, counted(len(devices), "machine")) for name, devices in stages]),
+    ]
+    return page(str(shown.title), sections)
 
 
 def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float) -> dict[str, Any]:

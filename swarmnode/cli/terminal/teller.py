@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from swarmnode.cli.terminal.console import print_json, say
-from swarmnode.cli.terminal.printable import one_line
+from swarmnode.cli.terminal.formatting import one_line
 
 # What gives way to the next on a terminal.
 PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "report", "compressing"))

@@ -8,7 +8,6 @@ from pathlib import Path
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
-from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
@@ -20,6 +19,7 @@ from swarmnode.cli.terminal.console import (
     say,
     unless_stopped,
 )
+from swarmnode.cli.terminal.progress import bytes_bar
 from swarmnode.counting import counted
 
 
@@ -41,12 +41,12 @@ def export(
     Example: swarmnode export school.swarm ./trained
     """
     logs.begin()
-    from swarmnode.swarm.storage.new_folder import check_free
+    from swarmnode.swarm.storage.small_files import check_free
 
     target = out.absolute()
     check_free(target, force=force)
     known = open_swarm(swarm, home)
-    from swarmnode.training.client import TrainingClient
+    from swarmnode.client.training.client import TrainingClient
 
     async def fetch(stop: asyncio.Event) -> int | None:
         client = await TrainingClient.join(known, home, patience_s=patience)

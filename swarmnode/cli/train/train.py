@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.activations import CompressionOptions
 from swarmnode.cli.options.asking import patience_option
-from swarmnode.cli.options.averaging import AveragingOptions
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.options.training import AveragingOptions, CompressionOptions
 from swarmnode.cli.terminal.console import HOME, LogOptions, command, fail, run_async, say
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
@@ -98,8 +97,8 @@ def train(
     Example: swarmnode train school.swarm --data ./texts --steps 1000 --batch 32 --sequence 256 --lr 6e-4 --warmup 50
     """
     logs.begin()
+    from swarmnode.client.training.preparation import NO_DATA, check_early, check_trains
     from swarmnode.swarm.records.run import Run
-    from swarmnode.training.preparation import NO_DATA, check_early, check_trains
 
     settings = Run(
         data=NO_DATA,
@@ -112,9 +111,9 @@ def train(
     if known.manifest is not None:
         check_trains(known.manifest)
     from swarmnode.cli.terminal.training_view import training_view
-    from swarmnode.training.client import TrainingClient
-    from swarmnode.training.local import LocalDevice, OutputFolder, train_here
-    from swarmnode.training.meter import TrainerMeter
+    from swarmnode.client.training.client import TrainingClient
+    from swarmnode.client.training.listener import TrainerMeter
+    from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
 
     watch = metrics.watch(home, as_json=as_json)
 

@@ -29,7 +29,7 @@ from swarmnode.cli.terminal.console import (
 from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.peers.trust import Trust
+    from swarmnode.swarm.peers.standing import Trust
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
+from swarmnode.cli.options.files import check_output
 from swarmnode.cli.options.option import option, path_option
-from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
@@ -28,7 +28,7 @@ from swarmnode.cli.terminal.console import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from swarmnode.swarm.peers.trust import Trust
+    from swarmnode.swarm.peers.standing import Trust
 
 
 @command
@@ -55,7 +55,7 @@ def infer(
         if output.suffix != ".npz":
             fail(f"--output {output}: give it the name of an .npz file", 2)
         check_output("--output", output, force=force)
-    from swarmnode.compute.graph.arrays import read_arrays
+    from swarmnode.compute.graph.boundary import read_arrays
 
     arrays = read_arrays(inputs)
 

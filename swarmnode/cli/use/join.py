@@ -30,7 +30,7 @@ def join(
     Example: swarmnode join swarm1…
     """
     from swarmnode.swarm.records.invite import decode_invite
-    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 
     text = _invite(invite)
     terms = _terms(decode_invite(text))

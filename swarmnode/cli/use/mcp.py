@@ -11,7 +11,7 @@ from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import HOME, Verbosity, command, fail, run_async, unless_stopped
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.peers.trust import Trust
+    from swarmnode.swarm.peers.standing import Trust
 
 
 @command

@@ -41,7 +41,7 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     if not known:
         say("No swarm has a name here yet. Next: swarmnode join, and paste an invite; or swarmnode host MODEL")
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.cli.terminal.formatting import new_table, show
 
     table = new_table("", ("swarm", "model", "what it does", "units", "GB", "who"), numbers=("units", "GB"))
     for one in known:
@@ -52,9 +52,8 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
 
 
 def _known(home: Path) -> Iterator[KnownModel]:
-    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
-    from swarmnode.swarm.storage.manifest_cache import ManifestCache
-    from swarmnode.swarm.storage.public_swarms import known_swarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
+    from swarmnode.swarm.storage.remembered import ManifestCache
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     joined, cache = JoinedSwarms(home), ManifestCache(home)

@@ -17,7 +17,7 @@ from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.peers.trust import Trust
+    from swarmnode.swarm.peers.standing import Trust
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -62,10 +62,10 @@ def serve(
         _add_key(gateway.keys, gateway.new_key)
         return
     from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.codec.tensors import check_compression
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
     from swarmnode.gateway.config import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
-    from swarmnode.roles.serving.client.compressions import check_compression
 
     if gateway.keys is None and gateway.host not in LOOPBACK:
         fail(f"whoever reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
-from collections.abc import Callable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
-from swarmnode.cli.terminal.printable import one_line
-from swarmnode.cli.terminal.swarm_news import SwarmNews, slowest_links
+from swarmnode.cli.terminal.formatting import one_line
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
@@ -25,6 +25,69 @@ if TYPE_CHECKING:
 NAME_CHARS, DEVICE_CHARS, BAR_CHARS = 10, 10, 12
 LINKED = 32  # peers between which links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
+KEPT = 6
+SLOWEST = 3
+
+Picture = Mapping[str, Any]
+
+
+class SwarmNews:
+    """The latest changes, each with the time of the day at which it was seen."""
+
+    def __init__(self, picture: Picture, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
+        self._last = picture
+        self._clock = clock
+        self.lines: deque[str] = deque(maxlen=KEPT)
+
+    def __repr__(self) -> str:
+        return f"<SwarmNews of {len(self._last['peers'])} peers, {len(self.lines)} lines>"
+
+    def look(self, picture: Picture) -> None:
+        """Take in what is seen now."""
+        self.lines.extend(f"{self._clock()}  {change}" for change in changes(self._last, picture))
+        self._last = picture
+
+
+def changes(before: Picture, after: Picture) -> Iterator[str]:
+    """Who came, went, moved or changed its state, and which texts of this machine's gateways others went on with: a sentence
+    each."""
+    known, there = ({peer["peer"]: peer for peer in picture["peers"]} for picture in (before, after))
+    for name in known.keys() - there.keys():
+        yield f"{_called(known[name])} is gone; it held {_units(known[name])}"
+    for name, peer in there.items():
+        earlier = known.get(name)
+        if earlier is None:
+            yield f"{_called(peer)} has come, for {_units(peer)}"
+        elif tuple(earlier["span"]) != tuple(peer["span"]):
+            yield f"{_called(peer)} moves from {_units(earlier)} to {_units(peer)}"
+        elif earlier["state"] != peer["state"]:
+            yield f"{_called(peer)} is {peer['state']}"
+    were = before.get("reroutes", {})
+    for cause, count in after.get("reroutes", {}).items():
+        if count > were.get(cause, 0):
+            yield f"{counted(count - were.get(cause, 0), 'text')} asked for here moved to another route ({cause.replace('_', ' ')})"
+
+
+def slowest_links(links: Mapping[str, Any], picture: Picture) -> Iterator[str]:
+    """The links with the longest round trips between peers that hold units, and how fast they are where that was measured."""
+    called = {peer["peer"]: _called(peer) for peer in picture["peers"]}
+    peers: Sequence[str] = links["peers"]
+    pairs = [(links["rtt_s"][a][b], a, b) for a in range(len(peers)) for b in range(a)]
+    for rtt_s, a, b in sorted(pairs, reverse=True)[:SLOWEST]:
+        rates = [rate for rate in (links["bandwidth_bps"][a][b], links["bandwidth_bps"][b][a]) if rate is not None]
+        speed = f", {min(rates) / 1e6:.3g} Mbit/s" if rates else ""
+        guessed = "" if links["measured"][a][b] else " (estimated)"
+        yield f"{called.get(peers[b], peers[b][-8:])} - {called.get(peers[a], peers[a][-8:])}: {rtt_s * 1e3:.1f} ms{guessed}{speed}"
+
+
+def _called(peer: Mapping[str, Any]) -> str:
+    name = one_line(peer["name"])
+    return f"{name} ({peer['peer'][-8:]})" if name else str(peer["peer"][-8:])
+
+
+def _units(peer: Mapping[str, Any]) -> str:
+    start, end = peer["span"]
+    return f"units {start}:{end}" if end > start else "no units"
 
 
 @command
@@ -47,7 +110,7 @@ def status(
     """
     logs.begin()
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.roles.credit.worker_credits import summary, worker_credits
+    from swarmnode.credit.priorities import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
         async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
@@ -63,7 +126,7 @@ def status(
             elif as_json:
                 print_json(status_of())
             else:
-                from swarmnode.cli.terminal.tables import show
+                from swarmnode.cli.terminal.formatting import show
 
                 show(status_table(status_of()))
 
@@ -120,7 +183,7 @@ def status_table(status: dict[str, Any]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.cli.terminal.formatting import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""

@@ -9,12 +9,12 @@ from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.options.swarm import THIS_SWARM
 from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json
-from swarmnode.codec.trace_messages import TRACE_ID_BYTES
+from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.roles.measuring.timeline import Stop, Timeline, Token, Typical
+    from swarmnode.measuring.timeline import Stop, Timeline, Token, Typical
 
 WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at", "way": "on the way"}
 
@@ -39,7 +39,7 @@ def trace(
     """
     logs.begin()
     trace_id = parse_trace_id(session)
-    from swarmnode.roles.measuring.timeline import Timeline
+    from swarmnode.measuring.timeline import Timeline
 
     timeline = Timeline(ask(swarm, home, lambda client: client.traces(trace_id)))
     if not timeline.stops:
@@ -47,7 +47,7 @@ def trace(
     if as_json:
         print_json(timeline_json(session, timeline, slowest))
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.cli.terminal.formatting import show
 
     show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
 
@@ -65,7 +65,7 @@ def parse_trace_id(text: str) -> bytes:
 
 def hops_table(timeline: Timeline) -> Table:
     """One row per hop: median and worst of its tokens, in milliseconds."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.cli.terminal.formatting import new_table
 
     numbers = ("tokens", "wait ms", "compute ms", "batch")
     table = new_table("hops: median / worst of their tokens", ("peer", "units", *numbers), numbers=numbers)
@@ -85,7 +85,7 @@ def hops_table(timeline: Timeline) -> Table:
 
 def tokens_table(tokens: list[Token]) -> Table:
     """One row per token: all its milliseconds, and where most of them went."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.cli.terminal.formatting import new_table
 
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
     table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)

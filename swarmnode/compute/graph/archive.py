@@ -10,15 +10,17 @@ from __future__ import annotations
 import io
 import json
 import math
+import operator
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.program import DTYPES, Json, Program
-from swarmnode.errors import UsageError
+from swarmnode.compute.graph.operators import resolve
+from swarmnode.errors import CheckpointError, UsageError
 
 MAX_JSON_BYTES = 256 << 20
 MAX_EXAMPLE_BYTES = 1 << 30
@@ -38,6 +40,190 @@ _DAMAGE = (
     RecursionError,
     zipfile.BadZipFile,
 )
+Json = dict[str, Any]
+
+DTYPES = {
+    1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 6: torch.float16, 7: torch.float32,
+    8: torch.float64, 10: torch.complex64, 11: torch.complex128, 12: torch.bool, 13: torch.bfloat16,
+}  # fmt: skip
+_FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d, 4: torch.preserve_format}
+_STRIDED = 7
+_ON_SIZES: dict[str, Callable[..., Any]] = {
+    "torch.ops.aten.sym_size.int": lambda tensor, dim: tensor.shape[dim],
+    "torch.ops.aten.sym_numel.default": lambda tensor: tensor.numel(),
+    **{f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg")},
+    **{f"_operator.{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")},
+}
+_CHECKS = ("torch.ops.aten._assert", "torch.ops.aten.sym_constrain_range")
+_NO_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
+
+
+class Program(nn.Module):
+    """Runs `graph_module` of a program's JSON. Raises UsageError for an operator that graphs may not use.
+
+    `any_batch`: it was exported with a dynamic batch; else numbers that follow from its size are built in.
+    """
+
+    def __init__(self, graph_module: Json, tensors: Mapping[str, Tensor], parameters: frozenset[str]) -> None:
+        super().__init__()
+        self._graph = graph_module["graph"]
+        self._names: dict[str, str] = {}  # value -> name in the state dict
+        self._inputs: list[str] = []
+        self._moves: list[tuple[str, str]] = []  # (buffer, value)
+        for spec in graph_module["signature"]["input_specs"]:
+            self._read_input(spec)
+        self.any_batch = self._is_any_batch()
+        self._outputs = self._read_outputs(graph_module["signature"]["output_specs"])
+        for name in self._names.values():
+            _register(self, name, tensors[name], name in parameters)
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._resolve(self._graph)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the exported module's code called its arguments."""
+        return tuple(self._inputs)
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        """The program's tensors, in their order. Inputs come in theirs, or all of them by name."""
+        held = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+        values: dict[str, Any] = {value: held[name] for value, name in self._names.items()}
+        values.update(named or zip(self._inputs, inputs, strict=True))
+        self._run(self._graph, values)
+        for buffer, value in self._moves:
+            with torch.no_grad():
+                held[buffer].copy_(values[value])
+        return tuple(values[name] for name in self._outputs)
+
+    # -- reading
+
+    def _read_input(self, spec: Json) -> None:
+        ((kind, content),) = spec.items()
+        if kind == "user_input" and "as_tensor" in content["arg"]:
+            self._inputs.append(content["arg"]["as_tensor"]["name"])
+        elif kind in ("parameter", "buffer", "tensor_constant"):
+            self._names[content["arg"]["name"]] = content[f"{kind}_name"]
+        else:
+            raise UsageError(f"the exported program takes a {kind} that is no tensor: only tensors can be used")
+
+    def _is_any_batch(self) -> bool:
+        sizes = [self._graph["tensor_values"][name]["sizes"] for name in self._inputs]
+        return any("as_expr" in dimensions[0] for dimensions in sizes if dimensions)
+
+    def _read_outputs(self, specs: list[Json]) -> list[str]:
+        """Notes the buffers that move; returns the values of the outputs."""
+        outputs: list[str] = []
+        for spec in specs:
+            ((kind, content),) = spec.items()
+            if kind == "buffer_mutation":
+                self._moves.append((content["buffer_name"], content["arg"]["name"]))
+            elif kind == "user_output" and "as_tensor" in content["arg"]:
+                outputs.append(content["arg"]["as_tensor"]["name"])
+            elif kind != "user_output":
+                raise UsageError(f"the exported program has a {kind}, which a graph cannot hold")
+        if not outputs:
+            raise UsageError("the exported program returns no tensor")
+        return outputs
+
+    def _resolve(self, graph: Json) -> None:
+        for node in graph["nodes"]:
+            target = node["target"]
+            if target == _NO_GRAD:
+                self._resolve(node["inputs"][1]["arg"]["as_graph"]["graph"])
+            elif not target.startswith(_CHECKS):
+                self._functions[target] = _ON_SIZES.get(target) or _tensor_function(target)
+
+    # -- running
+
+    def _run(self, graph: Json, values: dict[str, Any]) -> None:
+        for node in graph["nodes"]:
+            target = node["target"]
+            if target == _NO_GRAD:
+                outputs: Any = self._run_region(node, values)
+            elif target.startswith(_CHECKS):
+                continue
+            else:
+                arguments = [(item["name"], item["kind"], _argument(item["arg"], values)) for item in node["inputs"]]
+                by_place = [value for _, kind, value in arguments if kind == 1]
+                outputs = self._functions[target](
+                    *by_place, **{name: value for name, kind, value in arguments if kind == 2}
+                )
+            _store(node["outputs"], outputs, values)
+
+    def _run_region(self, node: Json, values: dict[str, Any]) -> list[Any]:
+        enabled, region, *operands = (item["arg"] for item in node["inputs"])
+        inner = region["as_graph"]["graph"]
+        names = [item["as_tensor"]["name"] for item in inner["inputs"]]
+        own = dict(zip(names, (_argument(operand, values) for operand in operands), strict=True))
+        with torch.set_grad_enabled(bool(enabled["as_bool"])):
+            self._run(inner, own)
+        return [own[item["as_tensor"]["name"]] for item in inner["outputs"]]
+
+
+def _tensor_function(target: str) -> Callable[..., Any]:
+    """The operator of that name; unlike in our graphs it may write, since the program is exported again."""
+    try:
+        return resolve(target.removeprefix("torch.ops."), is_source=True)
+    except CheckpointError as error:
+        raise UsageError(f"the exported program cannot be used: {error}") from None
+
+
+def _argument(argument: Json, values: dict[str, Any]) -> Any:
+    """What an argument of the JSON stands for."""
+    ((kind, content),) = argument.items()
+    if kind in ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string", "as_strings"):
+        return float(content) if kind == "as_float" else content
+    if kind == "as_none":
+        return None
+    if kind == "as_tensor":
+        return values[content["name"]]
+    if kind == "as_tensors":
+        return [values[item["name"]] for item in content]
+    if kind in ("as_optional_tensors", "as_sym_ints"):
+        return [_argument(item, values) for item in content]
+    if kind in ("as_sym_int", "as_sym_bool", "as_optional_tensor"):
+        return _argument(content, values)
+    if kind == "as_name":
+        return values[content]
+    if kind == "as_scalar_type" and content in DTYPES:
+        return DTYPES[content]
+    if kind == "as_memory_format" and content in _FORMATS:
+        return _FORMATS[content]
+    if kind == "as_layout" and content == _STRIDED:
+        return torch.strided
+    if kind == "as_device":
+        return torch.device("cpu")
+    raise UsageError(f"the exported program has an argument of kind {kind}, which a graph cannot hold")
+
+
+def _store(outputs: list[Json], results: Any, values: dict[str, Any]) -> None:
+    """Give results their names."""
+    if len(outputs) == 1 and "as_tensors" in outputs[0]:
+        outputs = [{"as_tensor": item} for item in outputs[0]["as_tensors"]]
+    elif len(outputs) == 1 and not isinstance(results, list | tuple):
+        results = [results]
+    for output, result in zip(outputs, results, strict=True):
+        ((kind, content),) = output.items()
+        if kind in ("as_sym_int", "as_sym_bool"):
+            values[content["as_name"]] = result
+        elif kind == "as_tensor":
+            values[content["name"]] = result
+
+
+def _register(root: nn.Module, name: str, tensor: Tensor, is_parameter: bool) -> None:
+    """Put a tensor where its name in the state dict says."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if is_parameter:
+        root.register_parameter(last, tensor)  # type: ignore[arg-type]
+    else:
+        root.register_buffer(last, tensor)
 
 
 def load_program(file: Path) -> tuple[Program, tuple[Tensor, ...]]:

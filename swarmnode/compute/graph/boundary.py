@@ -2,19 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF, TORCH_DTYPE
-from swarmnode.compute.graph.arguments import torch_constant
-from swarmnode.compute.graph.graph import TensorType
+from swarmnode.compute.graph.graph import Graph, GraphInput, Size, TensorType
 from swarmnode.compute.graph.layout import Layout, Value
-from swarmnode.errors import CheckpointError, ProtocolError
+from swarmnode.compute.graph.operators import torch_constant
+from swarmnode.compute.training.datasets.batches import ArrayBatches
+from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
+ARRAYS_SUFFIX = ".npz"
+_DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
+
+
+def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
+    """The arrays of an .npz file by name. Raises UsageError where it is none, or holds more than plain arrays."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if not path.is_file() or path.suffix != ARRAYS_SUFFIX:
+        raise UsageError(
+            f"{path}: the data of a module is an {ARRAYS_SUFFIX} file (numpy.savez) of arrays by input name"
+        )
+    try:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except _DAMAGE as error:
+        raise UsageError(f"{path} is not a file of plain numpy arrays, or a damaged one: {error}") from None
+
+
+def array_batches(path: Path, graph: Graph) -> ArrayBatches:
+    """The arrays of an .npz file that a graph's inputs name, one row a sample. Raises UsageError where they do not fit."""
+    arrays = read_arrays(path)
+    wanted = [item.argument for item in graph.inputs]
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        raise UsageError(
+            f"{path} has no array {missing[0]!r}: the model takes {', '.join(wanted)}, "
+            f"the file has {', '.join(sorted(arrays)) or 'none'}"
+        )
+    layout, argument_of = Layout(graph), {item.name: item.argument for item in graph.inputs}
+    return ArrayBatches(
+        {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs},
+        *([argument_of[value.ref.name] for value in values] for values in (layout.boundaries[0], layout.labels)),
+    )
+
+
+def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.ndarray:
+    """The array in the input's dtype."""
+    row = item.type.sizes(batch)[1:]
+    if array.ndim == 0 or array.shape[1:] != row:
+        raise UsageError(
+            f"{path}: {item.argument!r} has the shape {array.shape}, but the model takes samples of shape {row}: "
+            "the first dimension counts the samples"
+        )
+    try:
+        dtype = np.dtype(item.type.dtype)
+    except TypeError:
+        raise UsageError(
+            f"the model's input {item.argument!r} is {item.type.dtype}, which numpy does not have"
+        ) from None
+    if array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype):
+        raise UsageError(f"{path}: {item.argument!r} is of {array.dtype}, but the model takes {dtype}")
+    return array.astype(dtype)
+
+
+def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The inputs of a graph that is served, from arrays by their names. Raises UsageError for the first that does not fit."""
+    wanted = [item.argument for item in graph.inputs]
+    named = f"the model takes {', '.join(wanted)}, and was given {', '.join(sorted(arrays)) or 'nothing'}"
+    for name in (*wanted, *arrays):
+        if name not in arrays or name not in wanted:
+            raise UsageError(f"{'there is no' if name in wanted else 'nobody asked for an'} array {name!r}: {named}")
+    values = tuple(_as_tensor(arrays[item.argument], item) for item in graph.inputs)
+    batch = _batch(graph, values)
+    for item, value in zip(graph.inputs, values, strict=True):
+        if tuple(value.shape) != item.type.sizes(batch):
+            fixed = "" if graph.any_batch else f", for it was exported for batches of {batch} only"
+            raise UsageError(
+                f"{item.argument!r} has the shape {tuple(value.shape)}, but the model takes {_shape_text(item)}{fixed}"
+                + (f"; the batch is {batch} here" if graph.any_batch and len(values) > 1 else "")
+            )
+    return values
+
+
+def output_arrays(graph: Graph, values: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    """The outputs by name, as numpy has them: bfloat16 is widened."""
+    by_ref = dict(zip(graph.results, values, strict=True))
+    return {output.name: _as_array(by_ref[output.value]) for output in graph.outputs}
+
+
+def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
+    """Of the first input that tells it. Raises UsageError where there are no samples."""
+    batch = graph.batch
+    for item, value in zip(graph.inputs, values, strict=True):
+        if graph.any_batch and item.type.tells_batch and value.dim() == len(item.type.shape):
+            batch = item.type.batch_of(tuple(value.shape))
+            break
+    if batch < 1:
+        raise UsageError("the arrays hold no samples")
+    return batch
+
+
+def _as_tensor(array: Any, item: GraphInput) -> Tensor:
+    """In the input's dtype, where no number changes but for rounding."""
+    try:
+        array = np.ascontiguousarray(array) if np.ndim(array) else np.asarray(array)
+    except ValueError as error:
+        raise UsageError(f"{item.argument!r} is no array: {error}") from None
+    dtype: torch.dtype = torch_constant(item.type.dtype)
+    kinds = "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "iub"
+    if array.dtype.kind not in kinds:
+        raise UsageError(f"{item.argument!r} is of {array.dtype}, but the model takes {item.type.dtype}")
+    if kinds == "f" and np.isnan(array).any():
+        raise UsageError(f"{item.argument!r} holds NaN")
+    if kinds == "iub" and array.size:
+        least, most = int(array.min()), int(array.max())
+        bounds = torch.iinfo(dtype)
+        if least < bounds.min or most > bounds.max:
+            raise UsageError(f"{item.argument!r} holds numbers that {item.type.dtype} does not have")
+    if array.dtype.kind == "u":
+        array = array.astype(np.int64)  # torch has few operators for unsigned numbers
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    return torch.from_numpy(array.copy()).to(dtype)
+
+
+def _as_array(value: Tensor) -> np.ndarray:
+    value = value.detach().cpu()
+    return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+
+
+def _shape_text(item: GraphInput) -> str:
+    """As in (batch, 3, 8)."""
+
+    def text(size: Size) -> str:
+        return (
+            str(size) if isinstance(size, int) else "batch" if size.coefficients == (0, 1) else "a size of the batch's"
+        )
+
+    return f"({', '.join(map(text, item.type.shape))})"
+
+
 """dtype and shape of a tensor"""
 
 

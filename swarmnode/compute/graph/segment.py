@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.boundary import batch_of, check_labels, described, text_of
-from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit, Value
-from swarmnode.compute.graph.operators import draws_by_device, is_random, resolve
+from swarmnode.compute.graph.operators import argument_value, draws_by_device, is_random, resolve, torch_constant
 from swarmnode.compute.graph.ranges import RangeCheck
-from swarmnode.compute.training.dropout import CounterDropout
-from swarmnode.compute.training.randomness import reseed
+from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.training.randomness import CounterDropout, reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import CheckpointError, ProtocolError
 

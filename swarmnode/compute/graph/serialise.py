@@ -7,13 +7,13 @@ of those in `operators.py`.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import torch
 
-from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import (
     BUFFER,
@@ -30,8 +30,9 @@ from swarmnode.compute.graph.graph import (
     Size,
     TensorType,
 )
-from swarmnode.compute.graph.operators import resolve
-from swarmnode.compute.model.checkpoint import SINGLE_FILE
+from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.graph.operators import resolve, torch_constant
+from swarmnode.compute.model.checkpoint import SINGLE_FILE, Checkpoint
 from swarmnode.errors import CheckpointError
 
 GRAPH_FILE = "graph.json"
@@ -215,3 +216,27 @@ def _check_size(size: Size) -> None:
 
 def _is_rising(numbers: tuple[int, ...]) -> bool:
     return all(before < after for before, after in pairwise(numbers))
+
+
+class GraphCheckpoint(Checkpoint):
+    """What a Checkpoint is for a transformers model. It has no config and no family. Raises CheckpointError."""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Checked before it is believed."""
+        return read_graph(self.path)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What each unit computes and holds."""
+        return Layout(self.graph)
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return self.graph.units
+
+    def tensors_of(self, start: int, end: int) -> list[str]:
+        """Names of the tensors that units [start, end) need."""
+        held = {name for unit in self.layout.units[start:end] for name in unit.weights}
+        return [weight.tensor for weight in self.graph.weights if weight.name in held]

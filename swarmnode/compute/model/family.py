@@ -8,17 +8,45 @@ code (`trace.py`), and whether a split gives the whole model's result is tried (
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnode.compute.model.dequantize.settings import settings_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.rope import is_dynamic
 from swarmnode.compute.model.trace import ModelTrace, trace_model
 from swarmnode.errors import CheckpointError
 
 SPLITTABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+KEYS = ("quantization_config", "compression_config")
+
+
+def switching_position(config: Any) -> int | None:
+    """The first position that a longrope model of this transformers config turns by its long frequencies; None for others."""
+    lengths = [
+        rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rope in ropes(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=None)
+
+
+def is_dynamic(config: Any) -> bool:
+    """Whether frequencies change with every position."""
+    return any("dynamic" in str(rope.get("rope_type")) for rope in ropes(config))
+
+
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """What a config says of its layers' rotary embeddings; layers of several types may have one each."""
+    told = getattr(config, "rope_parameters", None) or {}
+    return [rope for rope in told.values() if isinstance(rope, dict)] or [told]
+
+
+def settings_of(config: Any) -> Mapping[str, Any] | None:
+    """How a transformers config says that the weights are quantised; None where they are not. Raises CheckpointError."""
+    settings = next((each for key in KEYS if (each := getattr(config, key, None)) is not None), None)
+    if settings is not None and not isinstance(settings, dict):
+        raise CheckpointError("the checkpoint's quantization_config is not a table")
+    return settings
 
 
 @dataclass(frozen=True)

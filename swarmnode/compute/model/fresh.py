@@ -2,15 +2,152 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
-from swarmnode.compute.model.family import family_of
+from swarmnode.compute.model.family import Family, family_of, ropes
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, SwarmnodeError
+
+TINY_SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "max_seq_len": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "intermediate_size_mlp": 24,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "n_inner": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "rotary_dim": 4,
+    "sliding_window": 3,
+    "window_size": 3,
+    "attention_chunk_size": 3,
+}
+TINY_LAYERS = 4
+FACTORS = {"long_factor", "short_factor"}
+POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # what configs call the size of their position tables
+
+FamilyKey = tuple[type[Any], str]
+
+_bounded: dict[FamilyKey, bool] = {}  # whether a family's positions end
+
+
+def family_key(family: Family) -> FamilyKey:
+    """What decides how models of a family compute: their class, and all that their config says."""
+    return family.model_class, family.config.to_json_string()
+
+
+@lean()
+@torch.inference_mode()
+def position_limit(family: Family) -> int | None:
+    """How many positions a sequence may have: the size of the family's position table, where it has one that ends. None where
+    positions are computed (rotary, ALiBi), however many the model was trained on. Raises CheckpointError if no tiny model can
+    be made."""
+    key = family_key(family)
+    if key not in _bounded:
+        with tried(family) as tiny:
+            _bounded[key] = _ends(tiny_model(tiny), _positions(tiny.config))
+    return _positions(family.config) if _bounded[key] else None
+
+
+@contextlib.contextmanager
+def tried(family: Family) -> Iterator[Family]:
+    """The tiny family, for a trial that leaves no trace in torch's generator. Raises CheckpointError where the trial fails."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield family_of(tiny_config(family.config))
+    except (SwarmnodeError, *FOREIGN_ERRORS) as problem:
+        name = family.model_class.__name__
+        raise CheckpointError(f"{name} could not be tried on a tiny model: {problem}") from problem
+
+
+def tiny_model(tiny: Family) -> Any:
+    """The whole model of a family with a tiny config, drawn at random, in float32."""
+    torch.manual_seed(0)
+    with ONE_AT_A_TIME:
+        whole = tiny.model_class(copy.deepcopy(tiny.config)).to(torch.float32).eval()
+    for parameter in whole.parameters():  # norms and biases start as ones and zeros, which hide mistakes
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    return whole
+
+
+def tiny_config(config: Any) -> Any:
+    """A copy with few and small layers that keeps the kinds of layers and every switch."""
+    tiny = copy.deepcopy(config)
+    count = config.num_hidden_layers
+    kept = sorted({round(step * (count - 1) / (TINY_LAYERS - 1)) for step in range(TINY_LAYERS)})
+    for name, value in config.to_dict().items():
+        if isinstance(value, (list, tuple)) and len(value) == count and not name.endswith("token_id"):
+            setattr(tiny, name, [value[layer] for layer in kept])
+    tiny.num_hidden_layers = len(kept)
+    for name, size in TINY_SIZES.items():
+        value = getattr(tiny, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > size:
+            setattr(tiny, name, size)
+    _shrink_attention(tiny, config)
+    _shrink_factors(tiny)
+    if config.pad_token_id is not None:
+        tiny.pad_token_id = 0
+    tiny.dtype = None
+    return tiny
+
+
+def _shrink_attention(tiny: Any, config: Any) -> None:
+    """Heads that share keys and values go on to do so; latent attention has its own head sizes."""
+    sharing = getattr(config, "num_key_value_heads", None)
+    if sharing is not None:
+        tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
+    if getattr(config, "qk_rope_head_dim", None) is not None:
+        tiny.head_dim = tiny.qk_rope_head_dim
+
+
+def _shrink_factors(tiny: Any) -> None:
+    """LongRoPE has a factor for each pair of a head's numbers that is turned."""
+    head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
+    for rope in ropes(tiny):
+        pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        for name in FACTORS & rope.keys():
+            rope[name] = rope[name][:pairs]
+
+
+def _positions(config: Any) -> int | None:
+    sizes = (getattr(config, name, None) for name in POSITION_NAMES)
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def _ends(model: Any, positions: int | None) -> bool:
+    """Whether the whole model cannot take one position more than its config says."""
+    if positions is None or positions > TINY_SIZES["max_position_embeddings"]:
+        return False
+    try:
+        model(input_ids=torch.zeros((1, positions + 1), dtype=torch.int64), use_cache=False)
+    except FOREIGN_ERRORS:  # an index out of its table, or a mask that is too short
+        return True
+    return False
+
 
 with lean():
     from transformers.utils import logging as transformers_logging

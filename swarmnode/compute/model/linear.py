@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.packed import FORMS, PackedLinear, Packings, in_blocks, multiply_blocks
+from swarmnode.compute.model.packed import FORMS, PackedLinear, Packings, in_blocks, multiply_blocks
 
 T = TypeVar("T")
 

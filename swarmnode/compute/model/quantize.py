@@ -11,14 +11,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from swarmnode.compute.model.int8 import Int8Linear
 from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError
 
 METHODS = ("none", "int8", "nf4")
 MIN_FEATURES = 32  # narrower matrices (routers of experts) stay as they are
+LEVELS = 127
+
+
+class Int8Linear(nn.Module):
+    """`weight_OI` (int8) times `scale_O1` (float32) is the matrix; made on its device, layer by layer, while it multiplies."""
+
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        full_OI = linear.weight.detach().to(device, torch.float32)
+        scale_O1 = (full_OI.abs().amax(dim=1, keepdim=True) / LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
+        self.register_buffer("weight", (full_OI / scale_O1).round_().to(torch.int8))
+        self.register_buffer("scale_O1", scale_O1)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., I) -> (..., O) in the dtype of x."""
+        weight: Tensor = self.get_buffer("weight")
+        scale_O1: Tensor = self.get_buffer("scale_O1")
+        return functional.linear(x, weight * scale_O1.to(x.dtype), self.bias)
 
 
 @dataclass(frozen=True)

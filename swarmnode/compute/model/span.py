@@ -5,28 +5,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from swarmnode.compute.adapters.span_adapters import SpanAdapters
+from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import assemble
-from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dismantle import dismantle
 from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
-from swarmnode.compute.model.tiny_model import position_limit
-from swarmnode.compute.packed import PackedLinear, Packings, packed_bytes
+from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
+
+
+def dismantle(model: nn.Module, device: torch.device) -> None:
+    """Drop all weights and buffers, packed ones too, and give what the device's allocator keeps of them back. It cannot be used
+    any more."""
+    for module in list(model.modules()):
+        for held in (module._parameters, module._buffers, module._modules):
+            held.clear()
+        module.__dict__.pop("_packed", None)
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # of a card that is lost, with all that was on it
+            torch.cuda.empty_cache()
 
 
 class ModelSpan:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack
 from swarmnode.errors import CheckpointError
+
+with lean():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+_NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
+CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
+
 
 with lean():
     from transformers.cache_utils import Cache

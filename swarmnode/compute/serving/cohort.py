@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.serving.attention_cache import AttentionCache
-from swarmnode.compute.serving.window import Window, Windows
+from swarmnode.compute.serving.window import AttentionCache, Window, Windows
 
 
 class CachedSession:

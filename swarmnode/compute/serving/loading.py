@@ -16,11 +16,11 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.model.span import ModelSpan, load_model
-from swarmnode.compute.model.tiny_model import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.device_fault import forget_traceback, is_device_fault
-from swarmnode.compute.model.rope import switching_position
+from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape

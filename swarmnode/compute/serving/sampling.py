@@ -8,15 +8,76 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from swarmnode.codec.sampling import Sampling
+from swarmnode.codec.sampling import Sampling, TokenLogprob, pack_logprobs, unpack_text
+from swarmnode.compress.codecs import Buffer
+from swarmnode.compute.serving.device_transfers import DeviceOutputs
+
+if TYPE_CHECKING:
+    from swarmnode.compute.serving.grammar import GrammarMatcher  # brings llguidance along
 
 HEAD = 1024  # of the vocabulary, put in order first
+UNKNOWN = -1
+
+
+class TokenHistory:
+    """Ids by position. What is told and what is drawn may be set in any order and again: a position always has the same token."""
+
+    def __init__(self, prompt_length: int, max_length: int) -> None:
+        """The last token of a session lies behind its last position."""
+        self._prompt_length = prompt_length
+        self._ids_T = torch.full((max_length + 1,), UNKNOWN, dtype=torch.int32)
+
+    def __repr__(self) -> str:
+        return f"<TokenHistory of up to {len(self._ids_T)} tokens, {self._prompt_length} of them the prompt's>"
+
+    def set(self, start: int, ids: Sequence[int]) -> None:
+        """The tokens from position `start` on."""
+        ids = ids[: max(0, len(self._ids_T) - start)]
+        self._ids_T[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+
+    def prompt(self) -> Tensor:
+        """ids_N (int64) of the prompt, where they are known."""
+        return _known(self._ids_T[: self._prompt_length])
+
+    def drawn(self, position: int) -> Tensor:
+        """ids_N (int64) of those that were drawn for the positions before this one."""
+        return _known(self._ids_T[self._prompt_length : position])
+
+
+def _known(ids_T: Tensor) -> Tensor:
+    return ids_T[ids_T != UNKNOWN].long()
+
+
+def adjust(logits_V: Tensor, parameters: Sampling, history: TokenHistory | None, position: int) -> None:
+    """Change logits_V (float32), from which the token at `position` is drawn: first by the repetition penalty (CTRL, arXiv
+    1909.05858), then by frequency and presence penalty (OpenAI's API), then by the biases."""
+    if history is not None:
+        _penalise_repetition(logits_V, parameters.repetition_penalty, history, position)
+        _penalise_frequency(logits_V, parameters, history, position)
+    if parameters.logit_bias:
+        ids, biases = zip(*parameters.logit_bias, strict=True)
+        logits_V[torch.tensor(ids)] += torch.tensor(biases, dtype=torch.float32)
+
+
+def _penalise_repetition(logits_V: Tensor, penalty: float, history: TokenHistory, position: int) -> None:
+    if penalty == 1:
+        return
+    seen_N = torch.cat([history.prompt(), history.drawn(position)]).unique()
+    values_N = logits_V[seen_N]
+    logits_V[seen_N] = torch.where(values_N < 0, values_N * penalty, values_N / penalty)
+
+
+def _penalise_frequency(logits_V: Tensor, parameters: Sampling, history: TokenHistory, position: int) -> None:
+    if not parameters.frequency_penalty and not parameters.presence_penalty:
+        return
+    ids_N, counts_N = history.drawn(position).unique(return_counts=True)
+    logits_V[ids_N] -= counts_N.float() * parameters.frequency_penalty + parameters.presence_penalty
 
 
 def sample(logits_BV: Tensor, parameters: Sampling, position: int, *, rows: Sequence[int] = ()) -> Tensor:
@@ -137,3 +198,106 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ids = (logits_V >= torch.topk(logits_V, count).values[-1]).nonzero()[:, 0]
     ordered, order = torch.sort(logits_V[ids], descending=True, stable=True)
     return ordered[:count], ids[order][:count]
+
+
+class Drawn(NamedTuple):
+    """The tokens at a position, one for each row; `final` where nothing follows. `logprobs` as they travel, where wanted."""
+
+    position: int
+    ids: tuple[int, ...]
+    final: bool
+    logprobs: bytes = b""
+
+
+Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
+"""From what was fetched to the tokens, on the host"""
+
+
+class Sampler:
+    """Of a session of at most so many positions, whose text follows the `grammar`. Where tokens count, it must be told of those
+    that are not drawn here."""
+
+    def __init__(self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None) -> None:
+        self._parameters = parameters
+        self._grammar = grammar
+        counts = parameters.counts_tokens
+        self._history = TokenHistory(parameters.prompt_length, max_length) if counts else None
+        self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
+
+    def __repr__(self) -> str:
+        return f"<Sampler by {self._parameters!r}>"
+
+    def tell(self, text: Buffer) -> None:
+        """What came with an OPEN: the ids of the prompt, where they count, then of the tokens that were drawn elsewhere."""
+        if self._history is not None:
+            start = 0 if self._parameters.counts_prompt else self._parameters.prompt_length
+            self._history.set(start, unpack_text(text))
+
+    def first(self, known: int) -> int:
+        """The first position for which a token is to be drawn, where outputs for those below `known` are there already."""
+        return max(self._parameters.prompt_length, known)
+
+    def is_final(self, position: int, token: int) -> bool:
+        """Whether nothing follows this token."""
+        parameters = self._parameters
+        end = parameters.prompt_length + parameters.max_new_tokens
+        if position + 1 >= end or token in parameters.stop_ids:
+            return True
+        if self._grammar is None or self._history is None:
+            return False
+        return self._grammar.ends(self._history.drawn(position + 1).tolist())
+
+    def launch(self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs) -> Draw:
+        """What draws, from what was fetched, the tokens at K positions from `first` on."""
+        if self._needs_all:
+            place = outputs.add(logits_BKV)
+            return lambda fetched: tuple(self._draw_in_order(fetched[place], first))
+        draws = [_launch(logits_BKV[:, k], self._parameters, first + k, outputs) for k in range(logits_BKV.shape[1])]
+        return lambda fetched: tuple(
+            self._drawn(position, draw(fetched).tolist()) for position, draw in enumerate(draws, first)
+        )
+
+    def _drawn(self, position: int, ids: Sequence[int], logprobs: bytes = b"") -> Drawn:
+        return Drawn(position, tuple(ids), self.is_final(position, ids[0]), logprobs)
+
+    def _draw_in_order(self, logits_BKV: Tensor, first: int) -> Iterator[Drawn]:
+        """Each may depend on the one before. Only sessions of one row are drawn for."""
+        for position, logits_V in enumerate(logits_BKV[0].float(), first):
+            adjusted_V = logits_V.clone()
+            adjust(adjusted_V, self._parameters, self._history, position)
+            if self._grammar is not None and self._history is not None:
+                allowed_V = self._grammar.allowed(self._history.drawn(position).tolist())
+                adjusted_V.masked_fill_(~allowed_V, -torch.inf)
+            token = int(sample(adjusted_V[None], self._parameters, position))
+            if self._history is not None:
+                self._history.set(position, [token])
+            yield self._drawn(position, [token], self._logprobs(logits_V, token))
+
+    def _logprobs(self, logits_V: Tensor, token: int) -> bytes:
+        count = self._parameters.logprobs
+        if count is None:
+            return b""
+        logprobs_V = logits_V.log_softmax(0)
+        values_C, ids_C = logprobs_V.topk(min(count, len(logprobs_V)))
+        told = [(token, float(logprobs_V[token])), *zip(ids_C.tolist(), values_C.tolist(), strict=True)]
+        return pack_logprobs(TokenLogprob(*one) for one in told)
+
+
+def _launch(
+    logits_BV: Tensor, parameters: Sampling, position: int, outputs: DeviceOutputs
+) -> Callable[[Sequence[Tensor]], Tensor]:
+    """What draws ids_B from what was fetched. Of a card's logits only the largest are; all of them where these are too few."""
+    if parameters.temperature <= 0:
+        place = outputs.add(logits_BV.argmax(dim=-1))
+        return lambda fetched: fetched[place]
+    if logits_BV.device.type != "cuda":  # the host has them already, or the device may lack float64
+        place = outputs.add(logits_BV)
+        return lambda fetched: sample(fetched[place], parameters, position)
+    places = [outputs.add(part) for part in candidates(logits_BV, parameters)]
+
+    def draw(fetched: Sequence[Tensor]) -> Tensor:
+        known = Candidates(*(fetched[place] for place in places))
+        ids_B = sample_candidates(known, logits_BV.shape[1], parameters, position)
+        return sample(logits_BV, parameters, position) if ids_B is None else ids_B
+
+    return draw

@@ -7,15 +7,51 @@ how many columns are written before the kept ones move to the front of the buffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from swarmnode.compute.model.lean import lean
 
 MAX_LAG = 16  # steps that a cohort goes on with a stand-in for an absent member
 LONGEST_SHARED = 8  # positions of a step that goes together with others: all are filled up to the longest
 ROLLBACK = 48  # positions that a session may always go back
 ROOM = 256
 SLIDING = "sliding_attention"
+
+
+with lean():
+    from transformers.cache_utils import Cache
+
+
+class AttentionCache(Cache):
+    """A cache of keys and values that are kept by itself, not in transformers' layer objects.
+
+    `sliding` are the numbers, in the whole model, of the layers that look back over a window.
+    """
+
+    def __init__(self, sliding: Collection[int]) -> None:
+        super().__init__(layers=[])
+        self._is_sliding = [layer in sliding for layer in range(max(sliding, default=-1) + 2)]
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Per layer of the whole model up to one behind the last that slides: the family's masks ask."""
+        return self._is_sliding
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """None has a recurrent state."""
+        return [False] * len(self._is_sliding)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """All have keys and values."""
+        return self.is_linear
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No fixed one."""
+        return -1
 
 
 @dataclass(frozen=True)

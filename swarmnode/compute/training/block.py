@@ -14,12 +14,43 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.training.averaging.diloco import OuterOptimizer
 from swarmnode.compute.training.optimizer import Optimizer
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import Averaging, Run
 
 Changes = dict[str, Tensor]
+
+
+class OuterOptimizer:
+    """What all replicas agreed on last (`anchor_N`) and the momentum, float32. Changed by `update` only, at a commit.
+
+    The first `trained` elements are parameters; statistics, behind them, are just averaged.
+    """
+
+    def __init__(self, values_N: Tensor, trained: int, averaging: Averaging) -> None:
+        self.learning_rate = averaging.outer_lr
+        self.momentum = averaging.outer_momentum
+        self.anchor_N = values_N
+        self.velocity_N = torch.zeros(trained, device=values_N.device)
+
+    def __repr__(self) -> str:
+        return f"OuterOptimizer({len(self.velocity_N)} parameters, lr {self.learning_rate}, momentum {self.momentum})"
+
+    def way(self, values_N: Tensor) -> Tensor:
+        """How far a replica came since the last averaging, in the direction of a gradient; written into `values_N`."""
+        return torch.sub(self.anchor_N, values_N, out=values_N)
+
+    def update(self, mean_way_N: Tensor) -> Tensor:
+        """A step along the mean of the replicas' ways; the values with which all go on."""
+        trained = len(self.velocity_N)
+        mean_way_P = mean_way_N[:trained]
+        self.velocity_N.mul_(self.momentum).add_(mean_way_P)
+        self.anchor_N[:trained].sub_(mean_way_P, alpha=self.learning_rate)
+        self.anchor_N[:trained].sub_(self.velocity_N, alpha=self.learning_rate * self.momentum)
+        self.anchor_N[trained:].sub_(mean_way_N[trained:])
+        return self.anchor_N
+
+
 """What one pass changed of running statistics, by name."""
 
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from swarmnode.compute.training.averaging.flat import FlatVector, by_block
+from swarmnode.compute.training.averaging.parts import FlatVector, by_block
 from swarmnode.compute.training.block import Block
 from swarmnode.compute.training.learner import Learner, count_of
 from swarmnode.compute.training.saved_activations import Gradients, SavedPiece

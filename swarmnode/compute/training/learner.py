@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.training.averaging.flat import FlatVector, by_block, split
+from swarmnode.compute.training.averaging.parts import FlatVector, by_block, split
 from swarmnode.compute.training.block import Block
 from swarmnode.compute.training.optimizer import clip_factor
-from swarmnode.compute.training.passes import Passes
-from swarmnode.compute.training.precision import autocast_dtype
+from swarmnode.compute.training.passes import Passes, autocast_dtype
 from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.saved_activations import (
     Gradients,

@@ -16,16 +16,44 @@ from torch.nn import functional
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.packed import let_go
 from swarmnode.compute.model.span import ModelSpan, load_model
-from swarmnode.compute.packed import let_go
 from swarmnode.compute.serving.loading import check_family
-from swarmnode.compute.training.dropout import CounterDropout, draws_dropout
-from swarmnode.compute.training.nothing_kept import NothingKept
-from swarmnode.compute.training.randomness import reseed
+from swarmnode.compute.serving.window import AttentionCache, sliding_layers
+from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import ProtocolError
 
 NO_LABEL = -100
+
+
+class NothingKept(AttentionCache):
+    """Of a model of this transformers config: no positions came before, and attention gets back what it hands in."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(sliding_layers(config))
+
+    def __repr__(self) -> str:
+        return "NothingKept()"
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by attention."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """None came before."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(positions, the first of them)."""
+        return query_length, 0
+
+    @property
+    def is_initialized(self) -> bool:
+        """Nothing is held."""
+        return False
 
 
 class SpanSegment(Segment):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from swarmnode.compute.device import computes_in_bfloat16
 from swarmnode.compute.training.block import Block, Changes
-from swarmnode.compute.training.grad_scaler import GradScaler
-from swarmnode.compute.training.precision import autocast, tf32
 from swarmnode.compute.training.randomness import drawing
 from swarmnode.compute.training.saved_activations import (
     Gradients,
@@ -18,9 +18,96 @@ from swarmnode.compute.training.saved_activations import (
     SavedPiece,
     accumulate,
     check_finite,
+    is_finite,
     pairs,
 )
 from swarmnode.compute.training.segment import Segment, Values
+
+FIRST_EXPONENT = 16  # as of torch.amp.GradScaler
+BACKOFF = 4  # from one try of a pass to the next, as an exponent
+GROWTH_PASSES = 100  # until the scale is doubled
+LEAST = 1e-30  # gradients below are as good as none
+VOLTA = 7  # major compute capability: the first tensor cores, which multiply float16 alone
+
+
+def autocast_dtype(device: torch.device, *, wanted: bool = True) -> torch.dtype | None:
+    """bfloat16 since Ampere, float16 on Volta and Turing. None, which is float32: neither is fast, or `wanted` by the run."""
+    if not wanted or device.type != "cuda":
+        return None
+    if computes_in_bfloat16(device):
+        return torch.bfloat16
+    major, _minor = torch.cuda.get_device_capability(device)
+    return torch.float16 if major >= VOLTA else None
+
+
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
+    """Around a forward pass; see `tf32` for `alone`."""
+    with tf32(dtype, alone=alone), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        yield
+
+
+@contextmanager
+def tf32(dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
+    """Around a pass there, or back, which autocast needs nothing for: where its dtype is bfloat16. What else computes here,
+    sessions in float32 among it, keeps float32. It is of the whole process: where other devices compute at the same time
+    (not `alone`) it is left as it is."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if alone and dtype is torch.bfloat16 else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class GradScaler:
+    """Of one unit on one device. The largest gradient that comes in is scaled to 2 ** `exponent`, which is never less than 1: who
+    sends what overflows lowers it by a half each time, and others' gradients still have most of float16's range below them.
+    """
+
+    def __init__(self) -> None:
+        self.exponent = FIRST_EXPONENT
+        self._passes = 0  # that did not overflow, since the last change
+
+    def __repr__(self) -> str:
+        return f"GradScaler(2 ** {self.exponent})"
+
+    def gradients(self, outputs: Values, grads: Gradients, wanted: Sequence[Tensor]) -> list[Tensor | None] | None:
+        """Of `wanted`, float32, by the gradients of `outputs`, whose graph stays; None where they overflow at every scale, or what
+        came in is NaN or infinite. Waits once for the device, where nothing overflows."""
+        device = outputs[0].device
+        largest = _power_of_two_above(grads).to(device)
+        for exponent in range(self.exponent, -1, -BACKOFF):
+            scale = 2.0**exponent / largest
+            scaled = [None if gradient is None else gradient.to(device, torch.float32) * scale for gradient in grads]
+            roots, seeds = pairs(outputs, scaled)
+            if not roots:
+                return [None] * len(wanted)
+            found: list[Tensor | None] = [
+                *torch.autograd.grad(roots, wanted, seeds, retain_graph=True, allow_unused=True)
+            ]
+            if is_finite([*found, largest]):  # what a unit masks would hide what came in
+                self._learn(overflowed=exponent < self.exponent)
+                for place, gradient in enumerate(found):  # one by one: they are as large as the unit
+                    found[place] = None if gradient is None else gradient.float() / scale
+                return found
+            if not is_finite(grads):  # no scale is at fault
+                return None
+        self._learn(overflowed=True)
+        return None
+
+    def _learn(self, *, overflowed: bool) -> None:
+        self._passes = 0 if overflowed else self._passes + 1
+        if overflowed:
+            self.exponent = max(0, self.exponent - 1)
+        elif self._passes == GROWTH_PASSES:
+            self.exponent, self._passes = min(FIRST_EXPONENT, self.exponent + 1), 0
+
+
+def _power_of_two_above(grads: Gradients) -> Tensor:
+    """The largest magnitude among them, on their device: nobody waits for it."""
+    magnitudes = [gradient.detach().float().abs().max() for gradient in grads if gradient is not None]
+    return torch.stack(magnitudes).max().clamp(min=LEAST).log2().ceil().exp2()
 
 
 class Passes:

@@ -1,7 +1,8 @@
-"""Randomness of training as a function of (run's seed, step, microbatch, unit): replays and recomputations draw the same.
+"""Dropout that is the same on every device: who is dropped follows from (seed, unit, which draw, which element) alone.
 
-What is no plain dropout (`dropout.py`) draws from torch's generators, one for each card and one for all else, which therefore
-belong to training while it computes: devices that share one make their forward passes one after another (`drawing`).
+One seed makes a CPU, a card and a card with more processors draw different numbers. A microbatch that a replica computes again on
+another device would then not be the one that was lost, and a spot check would find an honest peer false. So masks are hashed from
+counters, as in "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), by whole numbers alone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+# Odd constants of two rounds of multiplying and shifting (lowbias32, Ettinger 2018), which mix 32 bits well.
+_SPREAD, _FIRST, _SECOND = (word - (1 << 32) if word >> 31 else word for word in (0x9E3779B1, 0x7FEB352D, 0x846CA68B))
+_WORD = 1 << 32
+_COUNTERS = 1 << 31  # of one key; elements beyond have the next one
+_CPU_BLOCK, _CARD_BLOCK = 1 << 16, 1 << 26  # elements at a time: they stay in a CPU's cache; both divide _COUNTERS
 _GENERATOR = threading.Lock()  # of the CPU
 
 
@@ -44,3 +54,110 @@ def hashed(*numbers: int) -> int:
     """63 well-mixed bits (the CPU's Mersenne twister takes the lower 32 only)."""
     raw = struct.pack(f"<{len(numbers)}Q", *(number & 0xFFFFFFFFFFFFFFFF for number in numbers))
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+
+
+class CounterDropout(TorchFunctionMode):
+    """While it is entered, dropout draws by counters: torch's own, that inside attention, and a graph's operators.
+
+    Other draws (bernoulli, normal, dropout of whole channels and of recurrent layers) stay the generators'.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seed, self._unit, self._draws = 0, 0, 0
+        self._instead: Mapping[Callable[..., Any], Callable[..., Any]] = {
+            functional.dropout: self.dropout,
+            torch.dropout: self._operator,
+            torch.ops.aten.dropout.default: self._operator,
+            torch.ops.aten.native_dropout.default: self._native_dropout,
+            functional.scaled_dot_product_attention: self._attention,
+            torch.ops.aten.scaled_dot_product_attention.default: self._attention,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of each of its functions."""
+        return self._instead.get(func, func)(*args, **(kwargs or {}))
+
+    def begin(self, seed: int, unit: int) -> None:
+        """What is dropped from here on is this unit's, for the microbatch of this seed."""
+        self._seed, self._unit, self._draws = seed, unit, 0
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """As `torch.nn.functional.dropout`, never in place. Raises ValueError where p is no probability."""
+        return self._drop(input, p)[0] if training and p != 0 else input
+
+    def _operator(self, input: Tensor, p: float, train: bool) -> Tensor:
+        return self.dropout(input, p, train)
+
+    def _native_dropout(self, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        if train is False or p == 0:
+            return input.clone(), torch.ones_like(input, dtype=torch.bool)
+        return self._drop(input, p)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As torch's. Fused kernels draw for themselves, so that with dropout its arithmetic is done one operator after another."""
+        if dropout_p == 0:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        if is_causal:
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self.dropout(torch._safe_softmax(scores, -1), dropout_p) @ value
+
+    def _drop(self, input: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        """The next draw: (what is left, scaled up; where it is left)."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"a probability of {p} to drop an element")
+        kept = keep_mask(hashed(self._seed, self._unit, self._draws), input.shape, p, input.device)
+        self._draws += 1
+        return (input * (1 / (1 - p) if p < 1 else 0.0)).masked_fill(~kept, 0), kept
+
+
+def keep_mask(draw: int, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+    """True (bool) where an element stays, which it does with probability 1 - p. `draw`: 63 bits, another one for each mask."""
+    kept_N = torch.empty(torch.Size(shape).numel(), dtype=torch.bool, device=device)
+    least = min(round(p * _WORD) - (_WORD >> 1), (_WORD >> 1) - 1)
+    block = _CPU_BLOCK if device.type == "cpu" else _CARD_BLOCK
+    for first in range(0, len(kept_N), block):
+        count = min(block, len(kept_N) - first)
+        word_n = _mixed(hashed(draw, first // _COUNTERS), first % _COUNTERS, count, device)
+        torch.ge(word_n, least, out=kept_N[first : first + count])
+    return kept_N.view(shape)
+
+
+def draws_dropout(model: nn.Module, config: Any) -> bool:
+    """Whether a transformers model drops anything while it is trained."""
+    modules = (module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd))
+    told = (value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float))
+    return any(modules) or any(told)
+
+
+def _mixed(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Words (int32, count) of the counters from `first` on; their upper bits are the better ones. Products wrap around."""
+    x = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    x.mul_(_SPREAD).add_(_signed(key))
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST).add_(_signed(key >> 31))
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
+
+
+def _signed(key: int) -> int:
+    """Its lower 32 bits as torch has them."""
+    word = key % _WORD
+    return word - _WORD if word >> 31 else word

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError, too_many
-from swarmnode.gateway.http.time_limit import TimeLimit
+from swarmnode.gateway.http.client_watch import TimeLimit
 
 OPEN_PATHS = {"/health", "/ready", "/"}  # for whoever restarts it, and the page, which asks for the key itself
 OPEN_FOLDER = "/page/"

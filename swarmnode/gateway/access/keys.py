@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from swarmnode.errors import UsageError
-from swarmnode.files.durable import write_private
+from swarmnode.files import write_private
 from swarmnode.swarm.storage.user_file import read_user_file
 
 log = logging.getLogger(__name__)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from swarmnode.gateway.anthropic.replies import (
-    MessageReply,
-    MessageUsage,
-    ReplyBlock,
-    TextBlock,
-    ThinkingBlock,
-    TokenCount,
-    ToolUseBlock,
-)
-from swarmnode.gateway.anthropic.requests import MessagesRequest
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
-from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep
+from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
+from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
+from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, NONE, REQUIRED, ToolUse, function_tool
+from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.event_stream import NamedEvent
+from swarmnode.gateway.openai.conversation import (
+    MAX_MESSAGES,
+    ContentPart,
+    check_results,
+    not_text,
+    template_call,
+    text_of,
+)
 from swarmnode.gateway.served_model import ServedModel
 
 router = APIRouter()
@@ -33,6 +34,185 @@ DELTAS = {  # of a kind of block: what its deltas are called, and the field that
     PartKind.REASONING: ("thinking_delta", "thinking"),
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
+CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": REQUIRED, "none": NONE}
+
+
+class ContentBlock(BaseModel):
+    """Text, what the model thought, a call of a tool, or what it gave."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: str | list[ContentPart] | None = None
+    is_error: bool | None = None
+
+
+class MessageParam(BaseModel):
+    """What one side of a conversation said."""
+
+    role: str
+    content: str | list[ContentBlock]
+
+    def turns(self) -> list[dict[str, Any]]:
+        """As chat templates expect it, in which each result of a tool is a turn of its own. Raises ApiError."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results = [_result(block) for block in self.content if block.type == "tool_result"]
+        said = [block for block in self.content if block.type != "tool_result"]
+        return [*results, self._turn(said)] if said or not results else results
+
+    def _turn(self, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+        text, thought, calls = "", "", []
+        for block in blocks:
+            if block.type == "tool_use":
+                calls.append(template_call(block.id, block.name, block.input))
+            elif block.type == "thinking":
+                thought += block.thinking or ""
+            elif block.type == "text" and block.text is not None:
+                text += block.text
+            elif block.type != "redacted_thinking":  # which only its writer can read
+                raise not_text(block.type)
+        told: dict[str, Any] = {"role": self.role, "content": text}
+        return told | {key: said for key, said in (("tool_calls", calls), ("reasoning_content", thought)) if said}
+
+
+def _result(block: ContentBlock) -> dict[str, Any]:
+    text = text_of(block.content)
+    return {"role": "tool", "content": f"Error: {text}" if block.is_error else text, "tool_call_id": block.tool_use_id}
+
+
+def templated_blocks(messages: Iterable[MessageParam]) -> list[dict[str, Any]]:
+    """A conversation as chat templates expect it. Raises ApiError."""
+    turns = [turn for message in messages for turn in message.turns()]
+    check_results(turns)
+    return turns
+
+
+class CustomTool(BaseModel):
+    """A tool that the model may call."""
+
+    type: str | None = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(BaseModel):
+    """auto, any, none, or the tool of this name."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingOptions(BaseModel):
+    """enabled or disabled, where the template knows that."""
+
+    type: str
+
+
+class MessagesRequest(SamplingFields):
+    """POST /v1/messages"""
+
+    messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | list[ContentPart] | None = None
+    stop_sequences: list[str] | None = None
+    thinking: ThinkingOptions | None = None
+    tools: list[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return checked_stops(self.stop_sequences or ())
+
+    @property
+    def tool_use(self) -> ToolUse:
+        for tool in self.tools or ():
+            check_type(tool.type, (None, "custom"), "custom ones are")
+        tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
+        choice = self.tool_choice or ToolChoice(type="auto")
+        if choice.type not in CHOICES or (choice.type == "tool") != (choice.name is not None):
+            raise bad_request("tool_choice is auto, any, none, or tool with a name", "tool_choice")
+        parallel = not choice.disable_parallel_tool_use
+        return ToolUse.choose(tools, CHOICES[choice.type], choice.name, parallel=parallel)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What else the template is told."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """As chat templates expect it. Raises ApiError."""
+        begin = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        return [*begin, *templated_blocks(self.messages)]
+
+
+class TextBlock(BaseModel):
+    """Text in a message of Anthropic's API."""
+
+    type: str = "text"
+    text: str
+
+
+class ThinkingBlock(BaseModel):
+    """What the model thinks before it answers. Nobody signs it here."""
+
+    type: str = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(BaseModel):
+    """A call that the model makes."""
+
+    type: str = "tool_use"
+    id: str
+    name: str
+    input: Any
+
+
+ReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(BaseModel):
+    """How many tokens a message was."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+    @classmethod
+    def of(cls, usage: TokenUsage) -> MessageUsage:
+        """The same in this API's words, in which what was cached is no input."""
+        return cls(
+            input_tokens=usage.prompt - usage.cached,
+            output_tokens=usage.completion,
+            cache_read_input_tokens=usage.cached,
+        )
+
+
+class MessageReply(BaseModel):
+    """A message of Anthropic's API."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[ReplyBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(BaseModel):
+    """POST /v1/messages/count_tokens"""
+
+    input_tokens: int
 
 
 @router.post("/v1/messages", response_model=MessageReply)

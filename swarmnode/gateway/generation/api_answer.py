@@ -20,8 +20,8 @@ from swarmnode.errors import SwarmnodeError
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.generation.choice_stream import ChoiceStream, Piece, pieces_of
 from swarmnode.gateway.generation.logprobs import SpelledChoice
-from swarmnode.gateway.generation.tool_calls import ToolCall
-from swarmnode.gateway.generation.usage import TokenUsage
+from swarmnode.gateway.generation.parts import TokenUsage
+from swarmnode.gateway.generation.response_parser import ToolCall
 from swarmnode.gateway.http.api_error import ApiError, api_error
 from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.http.event_stream import EventStream, event

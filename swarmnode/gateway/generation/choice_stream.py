@@ -12,9 +12,7 @@ from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
-from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser
-from swarmnode.gateway.generation.stop_strings import StopStrings
-from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser, StopStrings, ToolCall
 from swarmnode.net.tasks import Tasks
 
 LENGTH, STOP, TOOL_CALLS = "length", "stop", "tool_calls"

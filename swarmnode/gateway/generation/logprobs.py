@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from swarmnode.client.tokenizer import UNFINISHED, ByteTokenizer, Tokenizer
-from swarmnode.codec.logprobs import TokenLogprob
+from swarmnode.codec.sampling import TokenLogprob
 
 
 class SpelledToken(BaseModel):

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.generation.response_parser import ToolCall
+
+
+class TokenUsage(NamedTuple):
+    """`cached` is of the prompt's tokens those that were not computed again, `reasoning` of the completion's those before the
+    answer."""
+
+    prompt: int
+    completion: int
+    cached: int
+    reasoning: int = 0
 
 
 class PartKind(Enum):

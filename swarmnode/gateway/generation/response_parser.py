@@ -2,11 +2,152 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from swarmnode.gateway.generation.reasoning import ReasoningParser
-from swarmnode.gateway.generation.tool_calls import ToolCall, ToolCallParser
 from swarmnode.gateway.generation.tool_use import ToolUse
+
+TEXT = "content"
+REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
+CALLS = "tool_calls"
+THOUGHTS_BEGIN, THOUGHTS_END = "<think>", "</think>"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+
+
+class StopStrings:
+    """Lets a text through as it comes, but for its end where that may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.found: str | None = None  # which of them ended the text
+        self.rest = ""  # and what came after it in the same breath
+
+    def __repr__(self) -> str:
+        return f"<StopStrings {self._stops!r}, {'found' if self.found is not None else f'{len(self._held)} characters held back'}>"
+
+    def push(self, text: str) -> str:
+        """What is certain to come before any stop string, once this has been said. Nothing more after one was found."""
+        if self.found is not None:
+            return ""
+        held = self._held + text
+        ends = [(begin + len(stop), begin) for stop in self._stops if (begin := held.find(stop)) >= 0]
+        if ends:  # the one that was said first, so that it does not matter how much came at once
+            end, begin = min(ends)
+            self.found, self.rest, self._held = held[begin:end], held[end:], ""
+            return held[:begin]
+        kept = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - kept :]
+        return held[: len(held) - kept]
+
+    def flush(self) -> str:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text that is a beginning of the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if stop.startswith(text[-length:])), 0)
+
+
+class ToolCall(NamedTuple):
+    """`arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallParser:
+    """Lets a text through as it comes, but for what may be calls of the tools of these names."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._before = StopStrings([CALL_BEGIN])
+        self._is_object: bool | None = None  # not known before the first character
+        self._held = ""
+
+    def __repr__(self) -> str:
+        return f"<ToolCallParser for {', '.join(self._names)}, {len(self._held)} characters held back>"
+
+    def push(self, text: str) -> str:
+        """What is certain to be no call."""
+        if self._is_object is None and text.strip():
+            self._is_object = text.lstrip().startswith("{")
+        if self._is_object or self._before.found is not None:
+            self._held += text
+            return ""
+        told = self._before.push(text)
+        if self._before.found is not None:
+            self._held = CALL_BEGIN + self._before.rest
+        return told
+
+    def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """What was held back, as calls where all of it is that, else as text."""
+        held = self._before.flush() + self._held
+        bodies = [held] if self._is_object else [part.split(CALL_END)[0] for part in held.split(CALL_BEGIN)[1:]]
+        calls = [self._call(body) for body in bodies]
+        whole = tuple(call for call in calls if call is not None)
+        return ("", whole) if whole and len(whole) == len(calls) else (held, ())
+
+    def _call(self, body: str) -> ToolCall | None:
+        try:
+            said = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(said, dict) or said.get("name") not in self._names:
+            return None
+        return ToolCall(said["name"], json.dumps(said.get("arguments", said.get("parameters", {}))))
+
+
+class ReasoningParser:
+    """Parts a text as it comes into reasoning and answer. `begun` where the prompt has opened the reasoning already."""
+
+    def __init__(self, *, begun: bool) -> None:
+        self._inside = begun
+        self._end = StopStrings([THOUGHTS_END])
+        self._start = ""  # while it may still become BEGIN
+        self._undecided = not begun
+        self._told = False  # something of the part that we are in, so that white space no longer leads it
+
+    def __repr__(self) -> str:
+        return f"<ReasoningParser {'inside' if self._inside else 'outside'}>"
+
+    @property
+    def inside(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._inside
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What is certain to be reasoning, and what is certain to be of the answer."""
+        if self._undecided:
+            self._start += text
+            seen = self._start.lstrip()
+            if len(seen) < len(THOUGHTS_BEGIN) and THOUGHTS_BEGIN.startswith(seen):
+                return "", ""
+            self._undecided, self._inside = False, seen.startswith(THOUGHTS_BEGIN)
+            text = seen[len(THOUGHTS_BEGIN) :] if self._inside else self._start
+        if not self._inside:
+            return "", self._led(text) if self._end.found else text
+        reasoning = self._led(self._end.push(text))
+        if self._end.found is None:
+            return reasoning, ""
+        self._inside = self._told = False
+        return reasoning, self._led(self._end.rest)
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back."""
+        if self._undecided:
+            return "", self._start
+        return self._end.flush(), ""
+
+    def _led(self, text: str) -> str:
+        """Without the line breaks that templates put around both parts."""
+        text = text if self._told else text.lstrip("\n")
+        self._told = self._told or bool(text)
+        return text
 
 
 class Parsed(NamedTuple):
@@ -66,3 +207,93 @@ class CommonParser:
         told = self._calls.push(text)
         held, calls = self._calls.finish()
         return Parsed(told + held, reasoning, calls[: self._most])
+
+
+class TemplateParser:
+    """`parser` is transformers' `ResponseParser`, which wants special tokens, too. What it cannot read is told as text."""
+
+    def __init__(self, parser: Any, tools: ToolUse) -> None:
+        self._parser = parser
+        self._tools = tools
+        self._calls: list[ToolCall] = []
+        self._region: str | None = None
+        self._held = ""  # of a call that has not ended
+        self._unread = ""  # what was fed and not told, should reading it fail
+        self._failed = False
+        self._take(parser.initial_events)  # how the prompt begins the answer
+
+    def __repr__(self) -> str:
+        return f"<TemplateParser in {self._region}, {len(self._calls)} calls>"
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the model is not yet answering."""
+        return self._region in REASONING
+
+    def push(self, text: str) -> Parsed:
+        """The next piece of what it says."""
+        if self._failed:
+            return Parsed(text)
+        self._unread += text
+        try:
+            events = self._parser.feed(text)
+        except (ValueError, KeyError, TypeError):  # broken JSON in a call, as models write now and then
+            return self._fail()
+        return self._take(events)
+
+    def finish(self) -> Parsed:
+        """What was held back, now that nothing follows."""
+        if self._failed:
+            return Parsed(calls=tuple(self._calls))
+        try:
+            _, events = self._parser.finalize()
+        except (ValueError, KeyError, TypeError):
+            return self._fail()._replace(calls=tuple(self._calls))
+        told = self._take(events)
+        calls = self._calls if self._tools.parallel else self._calls[:1]
+        return told._replace(text=told.text + self._held, calls=tuple(calls))
+
+    def _fail(self) -> Parsed:
+        self._failed, text = True, self._unread
+        return Parsed(text)
+
+    def _take(self, events: Iterable[Mapping[str, Any]]) -> Parsed:
+        text = reasoning = ""
+        for event in events:
+            field, kind = event["field"], event["type"]
+            self._region = None if kind == "region_close" else field
+            if field == CALLS:
+                text += self._call(event)
+            elif kind == "region_chunk" and field == TEXT:
+                text += event["text"]
+            elif kind == "region_chunk" and field in REASONING:
+                reasoning += event["text"]
+            if self._region != CALLS:  # what follows the last event may be the beginning of a call
+                self._unread = self._unread.rpartition(event["text"])[2] if kind == "region_chunk" else ""
+        return Parsed(text, reasoning)
+
+    def _call(self, event: Mapping[str, Any]) -> str:
+        """The text of what turns out to be no call of ours."""
+        if event["type"] != "region_close":
+            self._held += event.get("text", "")
+            return ""
+        held, self._held = self._held, ""
+        values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+        calls = [_call_of(value) for value in values]
+        if not calls or any(call is None or call.name not in self._tools.names for call in calls):
+            return held
+        self._calls += [call for call in calls if call is not None]
+        return ""
+
+
+def _call_of(value: Any) -> ToolCall | None:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return ToolCall(function["name"], json.dumps(arguments))

@@ -18,8 +18,7 @@ from swarmnode.codec.sampling import (
     Grammar,
     GrammarKind,
 )
-from swarmnode.gateway.generation.response_format import ResponseFormat
-from swarmnode.gateway.generation.tool_use import ToolUse
+from swarmnode.gateway.generation.tool_use import ResponseFormat, ToolUse
 from swarmnode.gateway.http.api_error import bad_request
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch
-from swarmnode.gateway.http.time_limit import TimeLimit
+from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch, TimeLimit
 
 DONE = "[DONE]"
 

@@ -4,19 +4,111 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from swarmnode.errors import LocalError
-from swarmnode.gateway.http.bounded_http import BoundedHttp
+from swarmnode.net.limits.address_group import Claimant, address_group
 from swarmnode.net.limits.fair_share import FairShare
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 5  # for answers that are under way
+MAX_HEAD_BYTES = 1 << 16  # and as much again as one read brings
+HEAD_S = 30.0  # for a head to arrive, also the first one of a connection
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+FRAMING = 8  # bytes that a chunked body may take on the wire for one of its own: a chunk of one byte takes 6
+
+
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection. Where all `places` are taken, the address group with most of them gives its newest one up."""
+
+    def __init__(
+        self, *arguments: Any, places: FairShare[BoundedHttp] | None = None, **named: Any
+    ) -> None:  # as uvicorn has it, beside that
+        super().__init__(*arguments, **named)
+        self._places = FairShare[BoundedHttp](1) if places is None else places
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower than asyncio's
+        self._beside_bytes = 0  # bodies, of the request that comes in
+        self._overdue: asyncio.TimerHandle | None = None
+        yielding = self._places.take(self, self._claimant())
+        if yielding is self:
+            self.transport.write(BUSY)
+            self.transport.close()
+            return
+        if yielding is not None:
+            yielding.transport.abort()
+        self._await_head()
+
+    def _claimant(self) -> Claimant:
+        host = self.client[0] if self.client else ""
+        return Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self)
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Of whatever part of a request."""
+        self._beside_bytes += len(data)
+        super().data_received(data if self._overdue is None else _without_upgrade(data))
+        if self._beside_bytes > MAX_HEAD_BYTES:
+            self._refuse(f"The head of a request may have {MAX_HEAD_BYTES} bytes.")
+        elif not self._is_answering:
+            self._await_head()
+
+    def on_message_begin(self) -> None:
+        self._beside_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._beside_bytes -= FRAMING * len(body)
+        super().on_body(body)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        if self._overdue is None and not self.transport.is_closing():
+            self._overdue = self.loop.call_later(HEAD_S, self._refuse, "The request did not arrive in time.")
+
+    def _stop_waiting(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _refuse(self, sentence: str) -> None:
+        """End the connection; in words, where no answer is under way."""
+        if self.transport.is_closing():
+            return
+        if self._is_answering:
+            self.transport.close()
+        else:
+            self.send_400_response(sentence)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The head of a request whose client would rather speak HTTP/2, as Java's does: the parser would take its body for that. Who is
+    not answered so goes on with HTTP/1.1."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"\r\nX-Upgrade:", head) + end + body
 
 
 class _Server(uvicorn.Server):

@@ -10,9 +10,9 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.codec.trace_messages import TRACE_ID_BYTES
+from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
 from swarmnode.errors import SwarmnodeError, UsageError
-from swarmnode.roles.measuring.timeline import Stop, Timeline
+from swarmnode.measuring.timeline import Stop, Timeline
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
 
 MAX_TEXTS = 64  # an agent reads all that it is told

@@ -11,7 +11,7 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import ChatLogprobs
-from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.generation.response_parser import ToolCall
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import DONE, TextEvents
 from swarmnode.gateway.openai.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage

@@ -3,32 +3,92 @@
 from __future__ import annotations
 
 import base64
+import time
+import uuid
+from typing import Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 
 from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.client_watch import ClientWatch
-from swarmnode.gateway.openai.encoder_replies import (
-    Classification,
-    ClassificationReply,
-    Embedding,
-    EmbeddingReply,
-    EncoderUsage,
-)
-from swarmnode.gateway.openai.encoder_requests import (
-    MAX_TEXTS,
-    ClassificationRequest,
-    EmbeddingRequest,
-    EncoderRequest,
-)
+from swarmnode.gateway.openai.requests import Texts, each_of
 from swarmnode.gateway.served_model import ServedModel
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
 router = APIRouter()
+MAX_TEXTS = 2048  # OpenAI's own bound
+
+
+class EncoderUsage(BaseModel):
+    """How many tokens went in."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """`embedding`: numbers, or float32 (little-endian) in base64."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingReply(BaseModel):
+    """The vectors, in the order of the texts."""
+
+    object: str = "list"
+    data: list[Embedding]
+    model: str
+    usage: EncoderUsage
+
+
+class Classification(BaseModel):
+    """The most probable class of a text, and how probable each is."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationReply(BaseModel):
+    """The classes, in the order of the texts."""
+
+    id: str = Field(default_factory=lambda: f"classify-{uuid.uuid4().hex}")
+    object: str = "list"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    model: str
+    data: list[Classification]
+    usage: EncoderUsage
+
+
+class EncoderRequest(BaseModel):
+    """A text, token ids, or several of one of these."""
+
+    model: str = ""
+    input: Texts = Field(min_length=1)
+
+    @property
+    def texts(self) -> list[str] | list[list[int]]:
+        """Each of them."""
+        return each_of(self.input)
+
+
+class EmbeddingRequest(EncoderRequest):
+    """POST /v1/embeddings"""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+
+class ClassificationRequest(EncoderRequest):
+    """POST /classify"""
 
 
 @router.post("/v1/embeddings")

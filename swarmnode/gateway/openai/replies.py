@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from swarmnode.gateway.generation.logprobs import ChatLogprobs, TextLogprobs
-from swarmnode.gateway.generation.usage import TokenUsage
+from swarmnode.gateway.generation.parts import TokenUsage
 
 
 class PromptTokens(BaseModel):

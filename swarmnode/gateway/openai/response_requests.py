@@ -7,9 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from swarmnode.codec.sampling import Grammar
-from swarmnode.gateway.generation.response_format import ResponseFormat
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
-from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse, function_tool
+from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.openai.conversation import (
     ASSISTANT,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.event_stream import event
-from swarmnode.gateway.page.history import SwarmHistory
-from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.gateway.page.replies import HistoryReply, HistorySample
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Histogram
+from swarmnode.serving.client.generation import Generation
 
 SWARM_PERIOD_S = 0.5  # at which changes are told together
 SESSION_PERIOD_S = 0.1
@@ -21,6 +25,54 @@ MAX_SESSIONS = 64
 HIDDEN = ("addresses",)  # where machines are is nobody's business who looks at a page
 
 Picture = dict[str, Any]
+PERIOD_S = 10.0
+KEPT = 360  # samples: an hour
+
+LossOf = Callable[[str], float | None]
+
+
+"""The loss of the last step of the swarm with this id, where a node of this machine trains it; called in a thread"""
+
+
+class SwarmHistory:
+    """Of one swarm, while `record` runs."""
+
+    def __init__(self, client: SwarmClient, loss_of: LossOf, *, now: Callable[[], float] = time.time) -> None:
+        self._client = client
+        self._loss_of = loss_of
+        self._now = now
+        self._samples: deque[HistorySample] = deque(maxlen=KEPT)
+        self._tokens = self._generated()
+
+    def __repr__(self) -> str:
+        return f"<SwarmHistory of {len(self._samples)} samples>"
+
+    def reply(self) -> HistoryReply:
+        """All of it."""
+        return HistoryReply(period_s=PERIOD_S, samples=list(self._samples))
+
+    async def record(self) -> None:
+        """Take samples, for ever."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            status, tokens = self._client.status(), self._generated()
+            self._samples.append(
+                HistorySample(
+                    at=self._now(),
+                    tokens_per_s=(tokens - self._tokens) / PERIOD_S,
+                    sessions=len(self._client.running),
+                    peers=len(status["peers"]),
+                    missing=len(status["missing"]),
+                    training_step=status["training_step"],
+                    loss=await asyncio.to_thread(self._loss_of, status["swarm"]),
+                )
+            )
+            self._tokens = tokens
+
+    def _generated(self) -> float:
+        """Tokens that came so far."""
+        counts = (one.value for one in self._client.readings() if one.metric is table.CLIENT_TOKENS)
+        return sum(count for count in counts if not isinstance(count, Histogram))
 
 
 class SwarmFeed:

@@ -16,11 +16,10 @@ from swarmnode.client.owner_client import end_membership, find_member
 from swarmnode.errors import UsageError
 from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import MembersReply, NewInvite, RevocationReply
-from swarmnode.roles.membership.invite_qr import InviteQr
-from swarmnode.roles.membership.owner import InviteTerms, find_invite, issue_invite
-from swarmnode.swarm.records.grant import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role
+from swarmnode.membership.owner import InviteQr, InviteTerms, find_invite, issue_invite
+from swarmnode.net.identity import SigningKey
+from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role
 from swarmnode.swarm.records.invite import MAX_INVITE_CHARS
-from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 from swarmnode.swarm.storage.owner_key import load_owner_key

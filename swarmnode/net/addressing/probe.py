@@ -4,9 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import socket
+import struct
 from collections.abc import Sequence
 
 from swarmnode.net.addressing.addresses import tcp_service
+
+REQUEST, SUCCESS = 0x0001, 0x0101
+COOKIE = 0x2112A442
+XOR_MAPPED_ADDRESS, IPV4 = 0x0020, 0x01
+HEADER = struct.Struct(">HHI12s")
+MAX_ANSWER_BYTES = 2048
+
+
+def seen_at(port: socket.socket, server: tuple[str, int], timeout_s: float) -> tuple[str, int] | None:
+    """Where the server saw a request from this socket come from; None where it does not answer in time, or not in STUN."""
+    transaction = secrets.token_bytes(12)
+    port.settimeout(timeout_s)
+    try:
+        port.sendto(HEADER.pack(REQUEST, 0, COOKIE, transaction), server)
+        answer, _sender = port.recvfrom(MAX_ANSWER_BYTES)
+    except OSError:
+        return None
+    return mapped_address(answer, transaction)
+
+
+def mapped_address(answer: bytes, transaction: bytes) -> tuple[str, int] | None:
+    """The IPv4 address and port in an answer to this request; None where it has none."""
+    if len(answer) < HEADER.size:
+        return None
+    kind, size, cookie, asked = HEADER.unpack_from(answer)
+    if (kind, cookie, asked) != (SUCCESS, COOKIE, transaction):
+        return None
+    at, end = HEADER.size, min(len(answer), HEADER.size + size)
+    while at + 4 <= end:
+        attribute, length = struct.unpack_from(">HH", answer, at)
+        value = answer[at + 4 : min(end, at + 4 + length)]
+        if attribute == XOR_MAPPED_ADDRESS and len(value) == 8 and value[1] == IPV4:
+            port, host = struct.unpack(">HI", value[2:])
+            return socket.inet_ntoa(struct.pack(">I", host ^ COOKIE)), port ^ COOKIE >> 16
+        at += 4 + -(-length // 4) * 4
+    return None
 
 
 async def answering(addresses: Sequence[str], *, timeout_s: float) -> list[str]:

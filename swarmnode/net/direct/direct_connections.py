@@ -11,18 +11,17 @@ import asyncio
 import contextlib
 import logging
 import struct
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, cast
 
 from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.deadlines import Backoff, Deadline
-from swarmnode.net.direct.agreement import PUBLIC_KEY_BYTES, Agreement, KeyPair, Occasion
 from swarmnode.net.direct.direct_stream import DirectStream
-from swarmnode.net.direct.listener import DirectListener
-from swarmnode.net.direct.prologue import Prologue
-from swarmnode.net.direct.records import DirectionKey
+from swarmnode.net.direct.records import PUBLIC_KEY_BYTES, TOKEN_BYTES, Agreement, DirectionKey, KeyPair, Occasion
 from swarmnode.net.interfaces import PeerId, Stream
+from swarmnode.net.limits.address_group import address_group
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,144 @@ DIALLING = Deadline(floor_s=1.0, ceiling_s=2.0, slack=6.0)  # a router or firewa
 ASK_TIMEOUT_S = 2.0
 OFFER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0  # in which a peer that cannot be reached directly is not tried again
+MOST_NOT_SHOWN = 128  # connections that have not shown a token yet
+SHOW_TIMEOUT_S = 2.0
+
+
+class Prologue(asyncio.BufferedProtocol):
+    """Reads one word and nothing beyond it. `settled` is called once: the word has come, or the connection is gone."""
+
+    def __init__(
+        self,
+        made: Callable[[Prologue], None] = lambda _prologue: None,
+        settled: Callable[[Prologue], None] = lambda _prologue: None,
+    ) -> None:
+        self._word: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._made = made
+        self._settled = settled
+        self._transport: asyncio.Transport | None = None
+        self._data = memoryview(bytearray(TOKEN_BYTES))
+        self._filled_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Prologue from {self.host} with {self._filled_bytes} of {TOKEN_BYTES} bytes>"
+
+    @property
+    def host(self) -> str:
+        """The IP address of the other side; empty where it is gone already."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
+        self._made(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._data[self._filled_bytes :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled_bytes += nbytes
+        if self._filled_bytes == TOKEN_BYTES and self._transport is not None:
+            self._transport.pause_reading()  # what follows is for the stream
+            self._word.set_result(bytes(self._data))
+            self._settled(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._word.done():
+            self._word.set_exception(PeerLost("the direct connection was closed"))
+            self._word.exception()  # nobody may be waiting for it
+            self._settled(self)
+
+    async def word(self) -> bytes:
+        """What the other side shows. Raises PeerLost."""
+        return await asyncio.shield(self._word)
+
+    @property
+    def shown(self) -> bytes | None:
+        """The word, where it has come."""
+        return self._word.result() if self._word.done() and self._word.exception() is None else None
+
+    def say(self, word: bytes) -> None:
+        """Show our own."""
+        if self._transport is not None:
+            self._transport.write(word)
+
+    def hand_over(self, stream: DirectStream) -> None:
+        """From now on the connection is the stream's."""
+        assert self._transport is not None
+        self._transport.set_protocol(stream)
+        stream.connection_made(self._transport)
+        self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class DirectListener:
+    """One port, on all addresses at which p2pd listens, too. Nobody need listen: then `port` is 0."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._servers: list[asyncio.AbstractServer] = []
+        self._expected: dict[bytes, Callable[[Prologue], None]] = {}
+        self._groups: dict[Prologue, str] = {}  # of those that have not shown anything, in the order in which they came
+        self._timers: dict[Prologue, asyncio.TimerHandle] = {}
+
+    def __repr__(self) -> str:
+        return f"<DirectListener on port {self.port}, {len(self._expected)} expected, {len(self._groups)} not shown>"
+
+    async def open(self, hosts: Sequence[str]) -> None:
+        """Listen on each IP address; one on which that cannot be is left out."""
+        loop = asyncio.get_running_loop()
+        for host in hosts:
+            try:
+                server = await loop.create_server(lambda: Prologue(self._came, self._settled), host, self.port)
+            except OSError as error:
+                log.warning("no direct connections at %s: %s", host, error.strerror or error)
+                continue
+            self._servers.append(server)
+            self.port = server.sockets[0].getsockname()[1]
+
+    def expect(self, token: bytes, on_shown: Callable[[Prologue], None]) -> None:
+        """`on_shown` takes over the connection that shows this token, once; until `forget`."""
+        self._expected[token] = on_shown
+
+    def forget(self, token: bytes) -> None:
+        """Nobody is expected with it any more. Safe to call twice."""
+        self._expected.pop(token, None)
+
+    def _came(self, prologue: Prologue) -> None:
+        if len(self._groups) == MOST_NOT_SHOWN:
+            ((group, _),) = Counter(self._groups.values()).most_common(1)
+            self._leave(oldest := next(each for each, of in self._groups.items() if of == group))
+            oldest.abort()
+        self._groups[prologue] = address_group(f"/ip{6 if ':' in prologue.host else 4}/{prologue.host}")
+        self._timers[prologue] = asyncio.get_running_loop().call_later(SHOW_TIMEOUT_S, prologue.abort)
+
+    def _leave(self, prologue: Prologue) -> None:
+        if self._groups.pop(prologue, None) is not None:
+            self._timers.pop(prologue).cancel()
+
+    def _settled(self, prologue: Prologue) -> None:
+        self._leave(prologue)
+        token = prologue.shown
+        on_shown = None if token is None else self._expected.pop(token, None)
+        if on_shown is None:
+            prologue.abort()
+        else:
+            on_shown(prologue)
+
+    def close(self) -> None:
+        """Listen no longer, and end what has not shown anything. Safe to call twice."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        self.port = 0
+        for prologue in list(self._groups):
+            self._leave(prologue)
+            prologue.abort()
 
 
 class Introducer(Protocol):

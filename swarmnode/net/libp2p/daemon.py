@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import LocalError
-from swarmnode.files.file_lock import lock_alone
+from swarmnode.files import lock_alone
 from swarmnode.net.libp2p.parent import die_with_parent
 from swarmnode.net.tasks import cancel_and_wait
 

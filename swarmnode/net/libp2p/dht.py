@@ -10,16 +10,14 @@ from typing import Any, TypeVar
 
 from swarmnode.errors import NetworkDown
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, Enough, PeerId, Record, RecordValidator
-from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.from_hivemind import P2P
+from swarmnode.net.libp2p.peers import AddressGroups
 from swarmnode.net.libp2p.table_calls import TableCalls
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.ids import id_bytes, key_id, node_id
-from swarmnode.net.table.keepers import REPLICAS, Keepers
+from swarmnode.net.table.keepers import REPLICAS, Keepers, Population
 from swarmnode.net.table.lookup import EnoughThere, LookUp, Records
-from swarmnode.net.table.population import Population
 from swarmnode.net.table.record_store import RecordStore
-from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable
+from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable, id_bytes, key_id, node_id
 
 log = logging.getLogger(__name__)
 

@@ -12,20 +12,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
-from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
+from swarmnode.net.addressing.addresses import check, check_port_free, is_relayed, peer_of, with_peer, with_ports
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import DirectConnections
 from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
-from swarmnode.net.libp2p import hole_punching
-from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
-from swarmnode.net.limits.recent import Recent
+from swarmnode.net.libp2p.peers import AddressGroups
+from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.network_config import NetworkConfig
@@ -42,6 +41,22 @@ SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly eac
 MAX_RESTART_DELAY_S = 5.0
 MOST_FAILED_STARTS = 10  # one after the other, within some 40 s: then this machine cannot
 NOT_ADMITTED = "not admitted"
+SETTLE_S = 4.0
+
+
+class Connections(Protocol):
+    """What p2pd is connected with, and how to end it (`p2pd_control.py`)."""
+
+    async def connected(self) -> dict[PeerId, list[str]]: ...
+    async def disconnect(self, peer: PeerId) -> None: ...
+
+
+async def prepare(control: Connections, *, settle_s: float = SETTLE_S) -> None:
+    """Wait until a young p2pd knows where it is seen, and end what it opened over relays before: who calls anew gets a hole."""
+    await asyncio.sleep(settle_s)
+    for peer, addresses in (await control.connected()).items():
+        if all(map(is_relayed, addresses)):
+            await control.disconnect(peer)
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,7 @@ class Engine(Network):
             await control.serve(protocol, self._inbox.path)
         self._p2p = await _Client.connect(self._daemon.socket, self._folder.path, self.config.gate)
         if self.config.hidden:
-            await hole_punching.prepare(control)
+            await prepare(control)
         self._control = control  # before the table: its calls may have to be introduced
         await self._dht.start(self._p2p)
 

@@ -14,18 +14,15 @@ from typing import Any
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS
 from swarmnode.net.interfaces import PeerId, Record, RecordValidator
-from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
-from swarmnode.net.libp2p.peer_names import hivemind_id, peer_bytes, peer_name
+from swarmnode.net.libp2p.peers import AddressGroups, hivemind_id, peer_bytes, peer_name
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_pace import FairPace, Pace
-from swarmnode.net.limits.recent import Recent
-from swarmnode.net.table.ids import ID_BITS, id_bytes, node_id
+from swarmnode.net.limits.fair_share import FairPace, Pace, Recent
 from swarmnode.net.table.lookup import MAX_FIND_KEYS, FoundThere
 from swarmnode.net.table.record_store import MAX_SUBKEYS, RecordStore
-from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable
+from swarmnode.net.table.routing_table import BUCKET_PEERS, ID_BITS, RoutingTable, id_bytes, node_id
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)

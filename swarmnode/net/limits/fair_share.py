@@ -3,13 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 
 Item = TypeVar("Item", bound=Hashable)
+MAX_BUCKETS = 8192
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Recent(dict[Key, Value]):
+    """Mapping of at most `most` entries, the one set least recently first, which goes if there are more. Set by `[key] =` only."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much a second, and how much at once after a rest."""
+
+    per_s: float
+    at_once: float
+
+
+class FairPace:
+    """Asked before something is done for somebody. An amount is whatever is counted: calls, bytes, frames."""
+
+    def __init__(self, peer: Pace, group: Pace, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._peer = peer
+        self._group = group
+        self._clock = clock
+        self._free_at_s: Recent[Hashable, float] = Recent(MAX_BUCKETS)  # when all that was taken has been paid for
+
+    def __repr__(self) -> str:
+        return f"<FairPace of {self._peer} for a peer, {self._group} for a group, {len(self._free_at_s)} known>"
+
+    def wait_s(self, claimant: Claimant, amount: float = 1.0, *, within_s: float = math.inf) -> float:
+        """Take the amount; how long to wait before it is this claimant's turn, in seconds. Where that is longer than `within_s`
+        nothing is taken: what one peer is refused must not be paid for by the others of its group."""
+        paces: tuple[tuple[Hashable, Pace], ...] = ((claimant, self._peer), (claimant.group, self._group))
+        free_at_s = {whose: self._free_after_s(whose, amount, pace) for whose, pace in paces}
+        wait_s = max(0.0, max(free_at_s.values()) - self._clock())
+        if wait_s <= within_s:
+            for whose, at_s in free_at_s.items():
+                self._free_at_s[whose] = at_s
+        return wait_s
+
+    def _free_after_s(self, whose: Hashable, amount: float, pace: Pace) -> float:
+        rested_s = self._clock() - pace.at_once / pace.per_s
+        return max(self._free_at_s.get(whose, rested_s), rested_s) + amount / pace.per_s
 
 
 class FairShare(Generic[Item]):

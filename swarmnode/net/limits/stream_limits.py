@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_pace import FairPace, Pace
-from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.limits.fair_share import FairPace, FairShare, Pace
 
 # Not greeted yet; who does not greet is dropped after seconds.
 HALF_OPEN, HALF_OPEN_OF_PEER, HALF_OPEN_OF_GROUP = 512, 32, 128
@@ -57,3 +56,17 @@ def _take(shares: FairShare[Stream], stream: Stream, claimant: Claimant) -> bool
     if yielding is not None and yielding is not stream:
         yielding.abort()
     return yielding is not stream
+
+
+class CountedStream(Stream):
+    """`limits` counts it; None where we have opened it ourselves."""
+
+    limits: StreamLimits | None = None
+
+    def let_in(self) -> None:
+        if self.limits is not None:
+            self.limits.let_in(self)
+
+    def give_place_up(self) -> None:
+        if self.limits is not None:
+            self.limits.leave(self)

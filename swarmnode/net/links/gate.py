@@ -1,4 +1,4 @@
-"""The gate: whom this peer speaks with. The base is that of an open swarm; of members: `roles/membership/access_control.py`.
+"""The gate: whom this peer speaks with. The base is that of an open swarm; of members: `membership/access_control.py`.
 
 Every link of every protocol passes it on both sides, and every call of the table.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from swarmnode.codec.messages import Body, Hello
+from swarmnode.codec.body import Body
+from swarmnode.codec.messages import Hello
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 

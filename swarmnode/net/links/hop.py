@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready, Truncate
+from swarmnode.codec.messages import End, Error, Input, Open, Ready, Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import PeerError, PeerLost, refusal
 from swarmnode.ledger import Reservation

@@ -5,31 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind, FrameReader, pack_header
-from swarmnode.codec.messages import (
-    KIND_OF,
-    Body,
-    End,
-    Error,
-    Hello,
-    Ping,
-    Pong,
-    Revocations,
-    decode_body,
-    encode_body,
-)
+from swarmnode.codec.messages import KIND_OF, End, Error, Hello, Ping, Pong, Revocations, decode_body, encode_body
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.ledger import Full
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.greeting import check_greeting, read_greeting
 from swarmnode.net.links.heartbeat import Heartbeat
-from swarmnode.net.links.link_config import LinkConfig as LinkConfig
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.rate_limiter import RateLimitedStream
 from swarmnode.net.links.send_queue import SendQueue
-from swarmnode.net.measuring.round_trips import RoundTrips
-from swarmnode.net.measuring.throughput_meter import MEASURED_BYTES, ThroughputMeter
-from swarmnode.net.measuring.traffic import protocol_name
+from swarmnode.net.measuring.link_statistics import RoundTrips
+from swarmnode.net.measuring.traffic import MEASURED_BYTES, ThroughputMeter, protocol_name
 
 OnFrame = Callable[[Frame, Body], None]
 
@@ -37,6 +25,27 @@ ROOM_TIMEOUT_S = 1.0  # for a payload to find memory: less than the peer's patie
 ROOM_AGAIN_S = 0.05
 MAX_PAUSE_S = 0.25  # in which whoever sends too much is not read: less than its patience with our silence
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
+
+
+def read_greeting(frame: Frame, peer: PeerId) -> Hello:
+    """What a peer's first frame says. Raises ProtocolError where it is no HELLO, PeerRefused where it is a refusal."""
+    body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None
+    if isinstance(body, Error):
+        raise refusal(body.code, retry_s=body.retry_s, peer=peer)
+    if not isinstance(body, Hello):
+        raise ProtocolError("the first frame of a link must be HELLO", peer=peer)
+    return body
+
+
+def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
+    """Raises ProtocolError where the peer and we have no version in common, or it is of another swarm."""
+    (oldest, newest), (our_oldest, our_newest) = theirs.spoken, ours.spoken
+    if newest < our_oldest or our_newest < oldest:
+        spoken = newest if newest < our_oldest else oldest
+        text = f"peer {peer} speaks version {spoken} of the protocol, we speak {our_newest}; one must upgrade"
+        raise ProtocolError(text, code=ErrorCode.VERSION, peer=peer)
+    if theirs.swarm != ours.swarm:
+        raise ProtocolError(f"peer {peer} belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)
 
 
 class Link:

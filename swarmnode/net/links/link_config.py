@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from swarmnode.codec.body import VERSION
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
+from swarmnode.codec.messages import Hello
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.deadlines import Deadline
-from swarmnode.net.limits.fair_pace import FairPace, Pace
+from swarmnode.net.limits.address_group import Claimant, owner_of
+from swarmnode.net.limits.fair_share import FairPace, Pace
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.heartbeat import HeartbeatConfig
-from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.net.links.rate_limiter import RateLimiter
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.traffic import Traffic
-from swarmnode.net.supervisor import Supervisor
+from swarmnode.net.tasks import Supervisor
 
 FRAMES = Pace(10_000, 20_000), Pace(20_000, 40_000)  # of a peer, of an address group
 CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)
+PEERS_KEPT = 256
+FEWEST = 2  # what one peer says never decides
+
+
+class PeerVersions:
+    """Of all the node's links. Who greeted longest ago is forgotten first."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, int] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<PeerVersions of {len(self._newest)} peers>"
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def greeted(self, by: Claimant, hello: Hello) -> None:
+        """A peer has said what it speaks."""
+        whose = owner_of(by)
+        self._newest[whose] = hello.spoken[1]
+        self._newest.move_to_end(whose)
+        if len(self._newest) > PEERS_KEPT:
+            self._newest.popitem(last=False)
+
+    @property
+    def newer(self) -> int | None:
+        """The version, newer than ours, that more than half of the peers speak at least; None while this is up to date."""
+        ranked = sorted(self._newest.values(), reverse=True)
+        if len(ranked) < FEWEST:
+            return None
+        most = ranked[len(ranked) // 2]
+        return most if most > VERSION else None
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, End, Hello
+from swarmnode.codec.messages import End, Hello
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link import Link, LinkConfig
+from swarmnode.net.links.link import Link
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.tasks import Tasks
 
 OnFrame = Callable[[Frame, Body], None]

@@ -2,11 +2,75 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable
 
 from swarmnode.metrics import table
-from swarmnode.metrics.histogram import Histogram
-from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.metrics.metric import Histogram, Reading, Readings
+
+MEASURED_BYTES = 64 * 1024  # of one frame: less says more of latencies than of bandwidth
+FRAMES_KEPT = 5  # whose median counts: one that waited to be read came in no time, one that waited to be sent never
+KEPT_S = 30.0  # after which a frame says nothing beside a new one: few come on some paths, which may have changed since
+SHORTEST_S = 1e-6
+
+
+class Arrivals:
+    """What comes of one peer, on all links to it."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.rate_bps: float | None = None
+        self._measured: deque[tuple[float, float]] = deque(maxlen=FRAMES_KEPT)  # when, and bits/s
+
+    def __repr__(self) -> str:
+        rate = "unknown" if self.rate_bps is None else f"{self.rate_bps / 1e6:.3g} Mbit/s"
+        return f"<Arrivals {self.total_bytes} bytes, {rate}>"
+
+    def measured(self, rate_bps: float, now_s: float) -> None:
+        """While a large frame came, everything of the peer came so fast."""
+        self._measured.append((now_s, rate_bps))
+        self.rate_bps = statistics.median_low(bps for at_s, bps in self._measured if at_s >= now_s - KEPT_S)
+
+
+class ThroughputMeter:
+    """Of one link. Fed after every read with what has come and how much of it belongs to a frame that is not whole yet.
+
+    Only the time within large frames counts: between frames the sender may have had nothing to say. What comes of the peer on its
+    other links meanwhile counts, too: they share the way.
+    """
+
+    def __init__(self, clock: Callable[[], float], arrivals: Arrivals | None = None) -> None:
+        self._arrivals = arrivals or Arrivals()
+        self._clock = clock
+        self._began_s: float | None = None
+        self._bytes = 0  # of the frame
+        self._before_bytes = 0  # of the peer, before it
+
+    def __repr__(self) -> str:
+        return f"<ThroughputMeter, {self._arrivals!r}>"
+
+    @property
+    def rate_bps(self) -> float | None:
+        """How fast the peer's large frames come in, on whichever link; None where none has."""
+        return self._arrivals.rate_bps
+
+    def note(self, read_bytes: int, pending_bytes: int) -> None:
+        """`read_bytes` came; `pending_bytes` of all that came are of an unfinished frame."""
+        self._arrivals.total_bytes += read_bytes
+        if self._began_s is not None:
+            next_bytes = pending_bytes if pending_bytes < read_bytes else 0  # of the next frame
+            self._bytes += read_bytes - next_bytes
+            if pending_bytes < read_bytes:  # the frame is whole, or another began: the measurement is over
+                self._finish(self._began_s, self._arrivals.total_bytes - self._before_bytes - next_bytes)
+        if self._began_s is None and pending_bytes:
+            self._began_s, self._bytes, self._before_bytes = self._clock(), 0, self._arrivals.total_bytes
+
+    def _finish(self, began_s: float, came_bytes: int) -> None:
+        self._began_s = None
+        if self._bytes >= MEASURED_BYTES:
+            now_s = self._clock()
+            self._arrivals.measured(came_bytes * 8 / max(now_s - began_s, SHORTEST_S), now_s)
 
 
 class Traffic:

@@ -36,13 +36,10 @@ from swarmnode.net.interfaces import (
 from swarmnode.net.limits.address_group import address_group
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
-from swarmnode.net.memory.island import Island
-from swarmnode.net.memory.medium import Medium
-from swarmnode.net.memory.medium import Path as Path
+from swarmnode.net.memory.medium import Island, Medium
 from swarmnode.net.memory.stream import FakeStream, connect
 from swarmnode.net.network_config import NetworkConfig
-from swarmnode.net.supervisor import Supervisor
-from swarmnode.net.tasks import Tasks, cancel_and_wait
+from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 
 log = logging.getLogger(__name__)
 

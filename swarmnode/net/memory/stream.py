@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.counted_stream import CountedStream
+from swarmnode.net.limits.stream_limits import CountedStream
 
 HIGH_WATER_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16

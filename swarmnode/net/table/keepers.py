@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.recent import Recent
+from swarmnode.net.limits.fair_share import Recent
+from swarmnode.net.table.routing_table import ID_BITS, node_id
 
 REPLICAS = 5
 REMEMBERED_S = 500.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
 MAX_KEYS = 64
 
 Find = Callable[[int], Awaitable[Sequence[PeerId]]]
+SAMPLES = 9
+
+
+class Population:
+    """The median of the latest estimates; each is of one random place."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+        self._estimates: deque[float] = deque(maxlen=SAMPLES)
+
+    def __repr__(self) -> str:
+        return f"<Population of about {self.peers:.0f} by {len(self._estimates)} estimates>"
+
+    @property
+    def peers(self) -> float:
+        """About how many there are; 0 before the first look."""
+        return statistics.median(self._estimates) if self._estimates else 0.0
+
+    def next_place(self) -> int:
+        """Where to look."""
+        return self._random.getrandbits(ID_BITS)
+
+    def saw(self, place: int, nearest: Sequence[PeerId]) -> None:
+        """These peers answered, the nearest to the place: of N, the n-th stands about n/N of the way around."""
+        if nearest:
+            farthest = max(node_id(peer) ^ place for peer in nearest)
+            self._estimates.append(max(len(nearest), (len(nearest) - 1) * (1 << ID_BITS) / (farthest + 1)))
+
+
 """(place of a key) -> the peers nearest to it"""
 
 

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.net.interfaces import PeerId, Record
-from swarmnode.net.table.ids import node_id
-from swarmnode.net.table.routing_table import BUCKET_PEERS, GROUP_PEERS, diverse
+from swarmnode.net.table.routing_table import BUCKET_PEERS, GROUP_PEERS, diverse, node_id
 
 AT_ONCE = 4  # calls
 MAX_ASKED = 48  # peers for one key, however many are named

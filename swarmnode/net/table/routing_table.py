@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import PeerId, key_digest
 from swarmnode.net.limits.address_group import is_wide
-from swarmnode.net.table.ids import node_id
 
 BUCKET_PEERS = 8  # Kademlia's k, as BitTorrent has it
 GROUP_PEERS = 2  # of one address group of the open internet that are preferred to those of no other
 DOUBTFUL_S = 60.0  # who was heard within them is taken to live: in a full bucket each call of a newcomer would have another asked
+ID_BITS = 160
+
+
+@lru_cache(maxsize=16_384)
+def node_id(peer: PeerId) -> int:
+    """The place of a peer."""
+    return int.from_bytes(hashlib.sha1(b"swarmnode peer " + peer.encode(), usedforsecurity=False).digest(), "big")
+
+
+def key_id(key: bytes) -> int:
+    """The place of a key."""
+    return int.from_bytes(key_digest(key), "big")
+
+
+def id_bytes(place: int) -> bytes:
+    """As it travels, and as a validator is asked."""
+    return place.to_bytes(ID_BITS // 8, "big")
 
 
 class _Known(NamedTuple):

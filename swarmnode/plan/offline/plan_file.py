@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import UsageError
-from swarmnode.files.bounded import read_bounded
+from swarmnode.files import read_bounded
 from swarmnode.plan.view import Span
 
 MAX_FILE_BYTES = 16 << 20

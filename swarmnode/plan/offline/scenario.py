@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmnode.errors import UsageError
-from swarmnode.files.bounded import read_bounded
+from swarmnode.files import read_bounded
 
 FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")

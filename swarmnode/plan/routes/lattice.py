@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from swarmnode.codec.messages import HopSpec
+from swarmnode.codec.body import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.delays import position_times
 from swarmnode.plan.spans.flow import Floats

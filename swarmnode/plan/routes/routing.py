@@ -6,10 +6,12 @@ peer has one place in a route.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from swarmnode.codec.messages import HopSpec
+from swarmnode.codec.body import HopSpec
 from swarmnode.counting import counted
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
@@ -18,6 +20,51 @@ from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
 MAX_SPLITS = 4  # how often a peer that came up twice is resolved by trying all that it may be
+SHARE = 0.25  # of sessions, that newcomers may take part in
+ESTABLISHED = 0.1  # trust, from which on one is no newcomer
+CONSIDERED = 48
+
+
+def shortlist(
+    view: View, client: PeerId | None, span: Span, keep: frozenset[PeerId] = frozenset(), considered: int = CONSIDERED
+) -> View:
+    """The view with `considered` peers, drawn by the client, more where those do not cover `span`. `keep` stay in any case.
+
+    A swarm of up to four times as many is left as it is.
+    """
+    if len(view.peers) <= 4 * considered:
+        return view
+    chance = random.Random(str(client))
+    drawn: list[PeerView] = [peer for peer in view.peers if peer.peer in keep] if keep else []
+    while len(drawn) < len(view.peers):
+        drawn += chance.sample(view.peers, min(considered, len(view.peers)))
+        chosen = tuple({peer.peer: peer for peer in drawn}.values())
+        if _cover(chosen, span):
+            return replace(view, peers=chosen)
+        considered *= 2
+    return view
+
+
+def _cover(peers: tuple[PeerView, ...], span: Span) -> bool:
+    """Whether each unit of the span has two holders to choose from."""
+    held = [0] * span.end
+    for peer in peers:
+        if peer.state is State.READY:
+            for unit in range(peer.span.start, min(peer.span.end, span.end)):
+                held[unit] += 1
+    return min(held[span.start :], default=2) >= 2
+
+
+def dispensable(view: View, trust: Mapping[PeerId, float], avoid: Collection[PeerId] = ()) -> frozenset[PeerId]:
+    """The newcomers without whom each of their units still has an established holder that is not in `avoid`."""
+    established = [
+        peer
+        for peer in view.peers
+        if trust.get(peer.peer, 0.0) >= ESTABLISHED and peer.state is State.READY and peer.peer not in avoid
+    ]
+    held = {unit for peer in established for unit in range(*peer.span)}
+    newcomers = (peer for peer in view.peers if trust.get(peer.peer, 0.0) < ESTABLISHED)
+    return frozenset(peer.peer for peer in newcomers if held.issuperset(range(*peer.span)))
 
 
 def find_route(

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from swarmnode.counting import counted
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.capacity_index import CapacityIndex
 from swarmnode.plan.spans.flow import Floats, fair_levels, worth
@@ -35,6 +36,28 @@ FRAGILE = 0.1  # of the throughput, where every unit hangs on one peer
 ALIKE = 0.003  # relative: placements closer than this are equal, and habit or the draw decides
 MAX_CLAIMS = 16  # of earlier joiners that are worked out; further ones stand as they are
 HOLDING = (State.JOINING, State.LOADING, State.READY)
+REAL_CHANGE = 1.25  # a speed that differs by less than this factor from the held one is the same speed
+
+
+class Hysteresis:
+    """One observer's held speeds, in units/s, by peer. A peer that was not measured yet is not held."""
+
+    def __init__(self) -> None:
+        self._held: dict[PeerId, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Hysteresis speeds of {len(self._held)} peers>"
+
+    def view(self, view: View) -> View:
+        """The same view with held speeds. Peers that are gone are forgotten."""
+        self._held = {peer.peer: self._hold(peer.peer, peer.decode_units_per_s) for peer in view.peers}
+        peers = tuple(replace(peer, decode_units_per_s=self._held[peer.peer]) for peer in view.peers)
+        return replace(view, peers=peers)
+
+    def _hold(self, peer: PeerId, units_per_s: float) -> float:
+        held = self._held.get(peer, 0.0)
+        same = held > 0 and held / REAL_CHANGE < units_per_s < held * REAL_CHANGE
+        return held if same else units_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +302,19 @@ def _hops(reach: Sequence[int], window: Span) -> int:
             return units + 1
         reached, hops = furthest, hops + 1
     return hops
+
+
+def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
+    """What spoke for `span`: who else is there, which of its units nobody else holds, and what the joiner can do."""
+    others = [peer for peer in view.peers if peer.peer != joiner.peer and peer.state in HOLDING and peer.span.units]
+    holders_U = CapacityIndex(view.units, others).holders_U
+    held = holders_U[span.start : span.end]
+    alone = int((holders_U == 0).sum())
+    return (
+        f"units are held or claimed by {counted(len(others), 'other peer')}; {alone} of {view.units} have nobody else",
+        f"of the units {span} {int((held == 0).sum())} have nobody else and {int((held == 1).sum())} one other peer",
+        f"there is room for {counted(min(joiner.capacity_units, view.units), 'unit')} in the memory that is lent",
+        f"{joiner.decode_units_per_s:.4g} units/s were measured here"
+        if joiner.decode_units_per_s
+        else "this node's speed was not measured yet",
+    )

@@ -4,7 +4,7 @@ Every step (`Averaging.every` = 1): the gradients of each unit are summed over i
 
 Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up in which every step's gradients are summed: in between each replica
 updates by itself. At every H-th step, and at the last one, replicas average how far their parameters came; see
-`compute/training/averaging/diloco.py`. What the first and the last unit share has to stay one thing, so its gradient is
+`compute/training/block.py`. What the first and the last unit share has to stay one thing, so its gradient is
 summed in every
 step unless all who hold it hold the whole model.
 """
@@ -21,7 +21,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import LADDER, encoded_bytes
-from swarmnode.plan.training.averaging_forecast import part_shares
+from swarmnode.plan.training.averaging import part_shares
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Averaging, Run
 

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from swarmnode.plan.holders import HOLDERS, fragility
+from swarmnode.plan.cost import HOLDERS, fragility
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.training.wiring import SAME

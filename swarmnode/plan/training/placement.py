@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from swarmnode.plan.holders import HOLDERS, fragility
+from swarmnode.plan.cost import HOLDERS, fragility
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout, windows_between
 from swarmnode.plan.training.step_forecast import StepForecast, held_units

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from swarmnode.plan.holders import HOLDERS
+from swarmnode.plan.cost import HOLDERS
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, gain_of_all
 from swarmnode.plan.training.step_forecast import StepForecast, held_units

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.offline.layouts import dendrogram
+from swarmnode.plan.offline.grid import dendrogram
 from swarmnode.plan.spans.flow import Floats, Indexes
-from swarmnode.plan.spans.hysteresis import REAL_CHANGE
-from swarmnode.plan.training.averaging_clusters import fastest, sharings_of
-from swarmnode.plan.training.averaging_forecast import AveragingNetwork, part_shares
+from swarmnode.plan.spans.placement import REAL_CHANGE
+from swarmnode.plan.training.averaging import AveragingNetwork, fastest, part_shares, sharings_of
 from swarmnode.plan.training.step_model import passing_s
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica

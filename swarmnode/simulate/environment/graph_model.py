@@ -39,8 +39,7 @@ class GraphModel(Model):
     @classmethod
     def of_graph(cls, graph: Graph, name: str, samples: int) -> GraphModel:
         """The model of a graph that is cut into units. Raises UsageError where it does not work with so many samples at once."""
-        from swarmnode.compute.graph.costs.crossing import entering_bytes, usual_width
-        from swarmnode.compute.graph.costs.estimate import estimate_units
+        from swarmnode.compute.graph.costs.estimate import entering_bytes, estimate_units, usual_width
         from swarmnode.compute.graph.costs.rates import REFERENCE
         from swarmnode.compute.graph.costs.work import CALLS, FLOPS, total
         from swarmnode.compute.graph.layout import Layout

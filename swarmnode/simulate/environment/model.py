@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
+from swarmnode.compute.capacity.memory import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
 from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
 

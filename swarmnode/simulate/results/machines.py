@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.offline.layouts import TINY_S, Dendrogram, dendrogram
+from swarmnode.plan.offline.grid import TINY_S, Dendrogram, dendrogram
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.flow import Floats
 

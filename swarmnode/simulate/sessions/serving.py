@@ -4,25 +4,67 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-from swarmnode.codec.messages import HopSpec
+from swarmnode.codec.body import HopSpec
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.routes.lattice import Route
+from swarmnode.plan.routes.routing import find_route, shortlist
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.sessions.executor import SimulatedExecutor
 from swarmnode.simulate.sessions.fluid import FluidSession
-from swarmnode.simulate.sessions.pathfinder import Pathfinder
-from swarmnode.simulate.sessions.ring import RingSession
-from swarmnode.simulate.sessions.session import Session, SimulatedHop
+from swarmnode.simulate.sessions.session import RingSession, Session, SimulatedHop
 from swarmnode.simulate.settings import EXACT_PEERS, ServeSettings
 
 RETRY_S = 2.0  # what a peer that is full tells its clients; see ServerConfig
 MAX_DEFAULT_ARRIVALS_PER_S = 2.0  # in a large swarm, where half its load would be a thousand sessions a second
 DEFAULT_LOAD = 0.5  # of what the placement can do, counted without what batching adds
+
+
+class Pathfinder:
+    """Clients stand at the places of the scenario; round trips are known, as coordinates would tell them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rtt_s: dict[tuple[PeerId, PeerId], float] = {}
+        self._revision = -1
+
+    def __repr__(self) -> str:
+        return f"<Pathfinder at revision {self._revision}, {len(self._rtt_s)} round trips>"
+
+    def route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
+        """For a client whose index in the links is `place`. Raises NoRoute."""
+        return self._world.measures.timed("route", lambda: self._route(client, place, avoid, keep))
+
+    def _route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
+        world = self._world
+        picture = world.directory.view()
+        view = shortlist(picture, client, Span(0, picture.units), frozenset(hop.peer for hop in keep))
+        indexes = {peer.peer: world.by_id[peer.peer].index for peer in view.peers if peer.peer in world.by_id}
+        between = self._kept(indexes) if view is picture else self._between(indexes)
+        own = {(client, peer): 2 * world.links.delay_s(place, index) for peer, index in indexes.items()}
+        seen = replace(view, rtt_s={**between, **own})
+        return find_route(seen, client=client, avoid=avoid, keep=keep, config=world.settings.routing)
+
+    def _kept(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
+        """Round trips between all pairs, worked out anew when somebody came or went."""
+        if self._revision != self._world.directory.revision:
+            self._revision = self._world.directory.revision
+            self._rtt_s = self._between(indexes)
+        return self._rtt_s
+
+    def _between(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
+        delay_s, peers = self._world.links.delay_s, sorted(indexes.items())
+        return {
+            (one, other): 2 * delay_s(here, there)
+            for number, (one, here) in enumerate(peers)
+            for other, there in peers[:number]
+        }
 
 
 class Serving:

@@ -1,7 +1,7 @@
 """A model of the end of a step: replicas agree on gradients. The groups are made as nodes make them (`plan/training/groups.py`).
 
 Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all; over clusters,
-one of each does so for all there (`roles/training/averaging/attempt.py`).
+one of each does so for all there (`training/averaging/attempt.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from swarmnode.codec.averaging_messages import Group, How
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.averaging_forecast import AveragingNetwork, averaged_bytes, gathering
+from swarmnode.plan.training.averaging import AveragingNetwork, averaged_bytes, gathering
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.swarm.records.run import Averaging

@@ -1,4 +1,4 @@
-"""A model of training, microbatch by microbatch, and of its coordinator (`roles/training/coordinator/coordinator.py`).
+"""A model of training, microbatch by microbatch, and of its coordinator (`training/coordinator/coordinator.py`).
 
 Microbatches are wired through the replicas that will be done first, a ledger knows which units have counted which of them,
 those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins. What follows from
@@ -14,7 +14,7 @@ from swarmnode.codec.averaging_messages import How
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
-from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
+from swarmnode.plan.training.averaging import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.plan.training.rule import SETTLING
@@ -26,8 +26,7 @@ from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
-from swarmnode.simulate.steps.encoder import Encoder
-from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
+from swarmnode.simulate.steps.microbatch import Encoder, SimulatedMicrobatch, SimulatedStage
 from swarmnode.simulate.steps.pipelines import beat_s, share_out
 from swarmnode.simulate.steps.training_rule import simulated_rule
 
@@ -280,7 +279,7 @@ class Training:
 
     def _dispatch(self) -> None:
         """Lease every microbatch that is missing and free, as long as stages have room
-        (`roles/training/coordinator/dispatcher.py`)."""
+        (`training/coordinator/dispatcher.py`)."""
         missing = [number for number in self._ledger.missing() if number not in self._flights]
         if not missing:
             return

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from swarmnode.compute.memory import STATE_BYTES
-from swarmnode.plan.training.averaging_clusters import may_cluster
-from swarmnode.plan.training.averaging_forecast import averaged_bytes
+from swarmnode.compute.capacity.memory import STATE_BYTES
+from swarmnode.plan.training.averaging import averaged_bytes, may_cluster
 from swarmnode.plan.training.rule import StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
-from swarmnode.simulate.steps.encoder import Encoder
+from swarmnode.simulate.steps.microbatch import Encoder
 
 
 def simulated_rule(

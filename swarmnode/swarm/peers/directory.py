@@ -8,39 +8,107 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from swarmnode.errors import ProtocolError, SwarmnodeError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.net.interfaces import Enough, Network, PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.peers.dht_meter import GET, STORE, DhtMeter
-from swarmnode.swarm.peers.directory_config import DirectoryConfig as DirectoryConfig
 from swarmnode.swarm.peers.peer_table import PeerTable
-from swarmnode.swarm.peers.shard_sampling import ShardSampling
-from swarmnode.swarm.peers.shards import Shard
+from swarmnode.swarm.peers.shards import LARGE, Shard, ShardSampling
 from swarmnode.swarm.records.announcement import (
     MAX_LIFE_S,
     VERSION,
     Announcement,
-    Sign,
     State,
-    Verify,
     Vouch,
     announcement_reader,
     fit,
     sign_announcement,
 )
 from swarmnode.swarm.records.sections import Section, said
-from swarmnode.swarm.storage.known_peers import KnownPeers
+from swarmnode.swarm.records.signed import Sign, Verify
+from swarmnode.swarm.storage.remembered import KnownPeers
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 URGENT_FIELDS = ("state", "span", "seeds", "addresses")
+GET, STORE = "get", "store"
+KEY_BYTES = 6000  # of a read, for each key: asking some five peers, from neighbour to neighbour, where it lies
+RECORD_BYTES = 100  # of a record besides its value: subkey, expiry, framing
+
+
+@dataclass(frozen=True)
+class DirectoryConfig:
+    """Both slow down as the swarm grows, so that a peer's traffic stays bounded. In seconds and bytes."""
+
+    read_s: float = 1.0
+    max_read_s: float = 5.0
+    calm_growth: float = 1.3  # reads that find the same peers in the same places and run follow one another more slowly
+    read_bytes_per_s: float = 12_000.0  # a read that brought more delays the next one
+    least_read_bytes_per_s: float = 600.0  # what is left of it in the largest swarms, of which a sample is known
+    publish_s: float = 5.0
+    max_publish_s: float = 150.0
+    life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s, in the largest swarms 8 min
+    fresh_factor: float = 1.5  # publishing periods, of which one and a store pass between two refreshes
+    crowd: int = 40  # peers beyond which reading slows down (publishing: from twice as many)
+    retry_s: float = 1.0  # after a store that nobody took
+    dht_timeout_s: float = 10.0
+    save_s: float = 30.0
+
+    def read_period_s(self, peers: float) -> float:
+        """Seconds between two reads in a swarm of so many peers."""
+        return min(self.max_read_s, self.read_s * max(1.0, peers / self.crowd))
+
+    def publish_period_s(self, peers: float) -> float:
+        """Seconds between two refreshes of the own announcement."""
+        return min(self.max_publish_s, self.publish_s * max(1.0, peers / (2 * self.crowd)))
+
+    def fresh_s(self, peers: float) -> float:
+        """For so many seconds is an announcement good at least whose peer has refreshed it when it was due."""
+        return (self.life_factor - self.fresh_factor) * self.publish_period_s(peers)
+
+    def rest_s(self, keys: int, values_bytes: Sequence[int], peers: float) -> float:
+        """Seconds that a read of so many keys, which brought values of these sizes, is to be paid with."""
+        read_bytes = KEY_BYTES * keys + sum(values_bytes) + RECORD_BYTES * len(values_bytes)
+        share_bytes_per_s = self.read_bytes_per_s * min(1.0, LARGE / max(1.0, peers))
+        return read_bytes / max(share_bytes_per_s, self.least_read_bytes_per_s)
+
+
+class DhtMeter:
+    """Times operations where they are asked for, so that what waits for p2pd counts."""
+
+    def __init__(self) -> None:
+        self._seconds = {operation: Histogram() for operation in (GET, STORE)}
+        self._failures = Counter(dict.fromkeys((GET, STORE), 0))
+
+    def __repr__(self) -> str:
+        return f"<DhtMeter {self._seconds}, {self._failures.total()} failed>"
+
+    @contextmanager
+    def timing(self, operation: str) -> Iterator[None]:
+        """Around one operation. One that was cancelled has not failed."""
+        try:
+            with self._seconds[operation].timing():
+                yield
+        except Exception:
+            self._failures[operation] += 1
+            raise
+
+    def readings(self) -> Readings:
+        """All of it."""
+        for operation, seconds in self._seconds.items():
+            yield Reading(table.DHT_SECONDS, seconds, (operation,))
+            yield Reading(table.DHT_FAILURES, self._failures[operation], (operation,))
 
 
 class Directory:

@@ -1,28 +1,54 @@
-"""Validation of DHT records: what a peer keeps in the table for others, and believes of what it reads there.
-
-The subkey tells the kind of a record: a report, in a swarm with an owner a notice, else an announcement. Each kind has one rule,
-which says under which keys its records belong, who signed them, and how soon they end.
-"""
+"""Reports in the table: where they lie, for how long, and how many of one author."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from swarmnode.errors import ProtocolError
-from swarmnode.net.interfaces import RecordValidator, key_digest
+from swarmnode.net.interfaces import PeerId, Record, RecordValidator, key_digest
 from swarmnode.swarm.peers.notices import LIFE_S as NOTICE_LIFE_S
 from swarmnode.swarm.peers.notices import REVOCATIONS, USE, notice_keys, use_subkey
-from swarmnode.swarm.peers.report_rules import LIFE_S as REPORT_LIFE_S
-from swarmnode.swarm.peers.report_rules import REPORT, report_key, report_subkey
 from swarmnode.swarm.peers.shards import homes, places_of
-from swarmnode.swarm.records.announcement import MAX_LIFE_S, MAX_SKEW_S, Announcement, Vouch, announcement_reader
+from swarmnode.swarm.records.announcement import (
+    MAX_LIFE_S,
+    MAX_SKEW_S,
+    Announcement,
+    Vouch,
+    announcement_reader,
+    peer_digest,
+)
 from swarmnode.swarm.records.certificate import open_certificate
 from swarmnode.swarm.records.membership import Membership
-from swarmnode.swarm.records.report import open_report
+from swarmnode.swarm.records.report import Report, open_report
 from swarmnode.swarm.records.signed import Verify
+from swarmnode.swarm.records.statement import Statement
 
 Now = Callable[[], float]
+LIFE_S = 3600.0
+SLOTS = 4  # reports of one author; another one of the same accused replaces the first
+REPORT = b"report:"
+
+
+def report_key(swarm: bytes) -> bytes:
+    """Where all of a swarm's lie."""
+    return swarm + b":reports"
+
+
+def report_subkey(author: PeerId, accused: PeerId) -> bytes:
+    """Where one author's of one accused lies."""
+    return b"%b%d:%b" % (REPORT, peer_digest(accused)[0] % SLOTS, author.encode())
+
+
+def reports_in(records: Iterable[Record], swarm: bytes, verify: Verify) -> Iterator[tuple[Report, Statement]]:
+    """Those that hold."""
+    for record in records:
+        try:
+            yield open_report(record.value, swarm, verify)
+        except ProtocolError:
+            continue  # whoever stored it is not our concern: the table's validator refuses it
+
+
 """Unix time in seconds"""
 
 
@@ -78,7 +104,7 @@ def report_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
 
     def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
         report, _ = open_report(value, swarm, verify)
-        in_time = report.at <= now() + MAX_SKEW_S and expires_at <= report.at + REPORT_LIFE_S
+        in_time = report.at <= now() + MAX_SKEW_S and expires_at <= report.at + LIFE_S
         return key == reports and subkey == report_subkey(report.author, report.accused) and in_time
 
     return valid

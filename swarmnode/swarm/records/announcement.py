@@ -19,9 +19,7 @@ from msgspec import Meta, field
 
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.signed import PeerSigned, Signable, Signed
-from swarmnode.swarm.records.signed import Sign as Sign
-from swarmnode.swarm.records.signed import Verify as Verify
+from swarmnode.swarm.records.signed import PeerSigned, Sign, Signable, Signed, Verify
 
 VERSION = 1
 DOMAIN = b"swarmnode announcement 1\n"

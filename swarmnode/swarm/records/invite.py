@@ -18,11 +18,11 @@ import re
 
 import msgspec
 
-from swarmnode.codec.body import first_broken
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS, first_broken
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.swarm.records.grant import Grant, open_grant
-from swarmnode.swarm.records.signing_key import PUBLIC_BYTES, SEED_BYTES, SigningKey, is_signed
+from swarmnode.net.identity import SigningKey
+from swarmnode.swarm.records.certificate import Grant, open_grant
+from swarmnode.swarm.records.signed import PUBLIC_BYTES, SEED_BYTES, is_signed
 
 VERSION = 1
 OWNED_VERSION = 2

@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from swarmnode.codec.credit_messages import MAX_RECEIPT_BYTES
 from swarmnode.codec.training_fields import Peer
+from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.signed import PeerSigned, Signable
+from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify
 
 DOMAIN = b"swarmnode receipt 1\n"
 MAX_UNIT_TOKENS = 1 << 53
@@ -21,6 +22,32 @@ MAX_BATCH_S = 86_400  # of work on one receipt
 MAX_TIME_S = 1 << 40
 
 UnitTokens = Annotated[int, Meta(ge=0, le=MAX_UNIT_TOKENS)]
+VOUCHER_DOMAIN = b"swarmnode voucher 1\n"
+MAX_VOUCHER_S = 86_400
+
+
+class Voucher(Signable, frozen=True):
+    """What `worker` is credited counts for `client` `until` then (unix time, seconds)."""
+
+    swarm: bytes
+    worker: Peer
+    client: Peer
+    until: Annotated[int, Meta(gt=0)]
+
+    def __repr__(self) -> str:
+        return f"<Voucher of {self.worker[-8:]} for {self.client[-8:]}>"
+
+
+_VOUCHER_KIND = PeerSigned("voucher", Voucher, domain=VOUCHER_DOMAIN, max_bytes=MAX_RECEIPT_BYTES, author="worker")
+sign_voucher = _VOUCHER_KIND.sign
+
+
+def open_voucher(raw: bytes, swarm: bytes, verify: Verify, now: float) -> Voucher:
+    """The voucher in these bytes, where it holds at `now`. Raises ProtocolError."""
+    voucher = _VOUCHER_KIND.open(raw, swarm, verify)
+    if not 0 <= voucher.until - now <= MAX_VOUCHER_S:
+        raise ProtocolError("a voucher of another time", code=ErrorCode.REFUSED, peer=voucher.client)
+    return voucher
 
 
 class Receipt(Signable, frozen=True):

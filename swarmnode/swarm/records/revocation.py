@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.grant import INVITE_ID_BYTES, SwarmId, UnixTime
+from swarmnode.swarm.records.certificate import INVITE_ID_BYTES, SwarmId, UnixTime
 from swarmnode.swarm.records.signed import OwnerSigned, Signable
 
 VERSION = 1

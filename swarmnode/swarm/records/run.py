@@ -11,8 +11,7 @@ import math
 
 import msgspec
 
-from swarmnode.codec.body import MAX_RUN_BYTES, first_broken
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS, MAX_RUN_BYTES, first_broken
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.config import COMPRESSIONS
 from swarmnode.errors import ProtocolError, UsageError

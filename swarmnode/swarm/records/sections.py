@@ -6,11 +6,32 @@ A field that a section leaves UNSET stays as it was announced before. On the wir
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+
+class StepLoad(NamedTuple):
+    """Of one run: the microbatches of a step, positions of one, and bytes of gradients that are averaged in a step for 1,000
+    parameters. All 0 where there is no run."""
+
+    microbatches: int = 0
+    positions: int = 0
+    averaged_millibytes: int = 0
+
+    @property
+    def all_positions(self) -> int:
+        """That a step computes; 0 where there is no run."""
+        return self.microbatches * self.positions
+
+
+def middle_load(told: Iterable[StepLoad]) -> StepLoad:
+    """Of those that are known, figure by figure, the middle one: nobody alone says what others compute by."""
+    known = [load for load in told if load.all_positions]
+    return StepLoad(*map(statistics.median_low, zip(*known, strict=True))) if known else StepLoad()
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

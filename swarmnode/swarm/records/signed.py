@@ -7,18 +7,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from swarmnode.codec.body import first_broken
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS, first_broken
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.identity import SigningKey, has_signed
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.signing_key import SigningKey, is_signed
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]
+SEED_BYTES = 32
+PUBLIC_BYTES = 32
+
+
+def is_signed(public: bytes, data: bytes, signature: bytes) -> bool:
+    """Whether the key with these 32 public bytes made the signature over the data; False for what is no key."""
+    key = _public_key(public)
+    return key is not None and has_signed(key, data, signature)
+
+
+@lru_cache(maxsize=256)
+def _public_key(public: bytes) -> Ed25519PublicKey | None:
+    return Ed25519PublicKey.from_public_bytes(public) if len(public) == PUBLIC_BYTES else None
+
+
 """(peer id, data, signature) -> whether the peer's key made the signature over the data"""
 
 

@@ -12,13 +12,34 @@ import msgspec
 from msgspec import Meta
 
 from swarmnode.codec.audit_messages import MAX_SKETCHED, MAX_STATEMENT_BYTES, Seed
-from swarmnode.codec.body import MAX_POSITIONS, Position, SessionId, Unit
-from swarmnode.codec.spot_check_messages import DIGEST_BYTES, Digest
-from swarmnode.codec.training_fields import Peer
+from swarmnode.codec.body import MAX_POSITIONS, Position, SessionId, Step, Unit
+from swarmnode.codec.spot_check_messages import DIGEST_BYTES, MAX_COMMITMENT_BYTES, MAX_ENTRIES, Digest
+from swarmnode.codec.training_fields import Peer, RunId
 from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS
 from swarmnode.swarm.records.signed import PeerSigned, Signable
 
 DOMAIN = b"swarmnode statement 1\n"
+COMMITMENT_DOMAIN = b"swarmnode commitment 1\n"
+
+
+class Commitment(Signable, frozen=True):
+    """Of `count` microbatches of a step; `entries` is the SHA-256 of all their entries (`codec/spot_check_messages.py`)."""
+
+    swarm: bytes
+    peer: Peer
+    run: RunId
+    step: Step
+    count: Annotated[int, Meta(ge=0, le=MAX_ENTRIES)]
+    entries: Digest
+
+    def __repr__(self) -> str:
+        return f"<Commitment of {self.peer[-8:]} to {self.count} microbatches of step {self.step}>"
+
+
+_COMMITMENT_KIND = PeerSigned(
+    "commitment", Commitment, domain=COMMITMENT_DOMAIN, max_bytes=MAX_COMMITMENT_BYTES, author="peer"
+)
+sign_commitment, open_commitment = _COMMITMENT_KIND.sign, _COMMITMENT_KIND.open
 
 
 class Edge(msgspec.Struct, array_like=True, frozen=True):

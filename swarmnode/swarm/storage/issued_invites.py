@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.files.durable import write_private
+from swarmnode.files import write_private
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.grant import Grant
+from swarmnode.swarm.records.certificate import Grant
 from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, read_user_file
 
 SUFFIX = ".guests"

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from swarmnode.errors import UsageError
-from swarmnode.files.durable import write_private
-from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.files import write_private
+from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.storage.user_file import read_user_file
 
 SUFFIX = ".owner"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from swarmnode.codec.credit_messages import MAX_RECEIPT_BYTES
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
-from swarmnode.files.bounded import read_bounded
-from swarmnode.files.durable import write_private
+from swarmnode.files import read_bounded, write_private
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.receipt import Receipt, open_receipt
 from swarmnode.swarm.records.signed import Verify

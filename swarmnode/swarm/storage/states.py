@@ -23,11 +23,9 @@ from typing import IO
 
 import msgspec
 
-from swarmnode.codec.body import SHARED
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS, SHARED
 from swarmnode.errors import CheckpointError, LocalError, ProtocolError
-from swarmnode.files.durable import sync, write_private
-from swarmnode.files.file_lock import lock_alone
+from swarmnode.files import lock_alone, sync, write_private
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
 from swarmnode.swarm.storage.content import FileContent, describe_files, verify_file

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.files.durable import write_private
+from swarmnode.files import write_private
 from swarmnode.net.addressing.addresses import is_loopback
 from swarmnode.swarm.records.invite import (
     Invite,
@@ -26,8 +26,7 @@ from swarmnode.swarm.records.invite import (
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
-from swarmnode.swarm.storage.public_swarms import find_public_swarm
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_public_swarm
 from swarmnode.swarm.storage.user_file import VersionedFile, is_user_file, parse_versioned, read_user_file
 
 FORMAT = 1

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.body import DECODE_ERRORS
 from swarmnode.errors import UsageError
-from swarmnode.files.bounded import read_bounded
+from swarmnode.files import read_bounded
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from swarmnode.errors import LocalError
-from swarmnode.files.file_lock import lock_alone, lock_with_others
+from swarmnode.files import lock_alone, lock_with_others
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error, used_bytes
 
 FOLDER = "weights"  # in the home folder

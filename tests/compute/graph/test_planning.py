@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.compute.graph.serialise import GraphCheckpoint, read_graph
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
-from swarmnode.roles.serving.hardware import Hardware
-from swarmnode.roles.training.organisation import SAMPLES, training_load
+from swarmnode.measuring.hardware import Hardware
 from swarmnode.simulate.environment.graph_model import GraphModel, load_model
-from swarmnode.swarm.records.step_load import StepLoad
+from swarmnode.swarm.records.sections import StepLoad
+from swarmnode.training.organisation import SAMPLES, training_load
 from tests.cli.command import assert_clear, invoke
 
 BATCH = 8

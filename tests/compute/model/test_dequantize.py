@@ -14,8 +14,8 @@ from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
-from swarmnode.compute.model.dequantize.int4 import AWQ_ORDER, unpack
-from swarmnode.compute.model.dequantize.settings import settings_of
+from swarmnode.compute.model.dequantize.methods import AWQ_ORDER, unpack
+from swarmnode.compute.model.family import settings_of
 from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
 from tests.llama import save_llama

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint, find_gguf
-from swarmnode.compute.model.rope import switching_position
+from swarmnode.compute.model.family import switching_position
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import save_llama_gguf
 

@@ -81,11 +81,11 @@ def test_afterwards_everybody_gets_the_real_ones(said: list[str]) -> None:
 HOLDERS = """
 import importlib, sys, types
 import torch
-from swarmnode.compute.late import LateModule
+from swarmnode.compute.model.lean import LateModule
 from swarmnode.compute.model.lean import STAND_INS
 
 def held():
-    ours = ("swarmnode.compute.late", "swarmnode.compute.model.lean")
+    ours = ("swarmnode.compute.model.lean", "swarmnode.compute.model.lean")
     spaces = {name: vars(module) for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
     return [
         f"{module}.{name}" for module, names in spaces.items() for name, thing in names.items()

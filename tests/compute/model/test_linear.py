@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model import linear
 from swarmnode.compute.model.linear import TIMED_ROWS, TimedLinear, speed_up_linears
-from swarmnode.compute.packed import FORMS, BlockedLinear, PackedLinear, packed_bytes
+from swarmnode.compute.model.packed import FORMS, BlockedLinear, PackedLinear, packed_bytes
 
 INPUTS, OUTPUTS = 300, 260
 

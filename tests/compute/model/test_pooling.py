@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnode.compute.model.pooling import CLS, LAST, MAX, MEAN, Pooling, SmallFile, read_pooling
+from swarmnode.compute.model.encoder import CLS, LAST, MAX, MEAN, Pooling, SmallFile, read_pooling
 from swarmnode.errors import CheckpointError
 
 HIDDEN_TH = torch.tensor([[3.0, 4.0], [0.0, 8.0]])

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.serving.cache import MAX_PADDING, SMALL_COLUMNS, CachePool, capacity_for, partition_by_length
-from swarmnode.compute.serving.cache_budget import Claim, OutOfCache
+from swarmnode.compute.serving.cache import (
+    MAX_PADDING,
+    SMALL_COLUMNS,
+    CachePool,
+    Claim,
+    OutOfCache,
+    capacity_for,
+    partition_by_length,
+)
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.window import ROLLBACK, Window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.compute.serving.cache_budget import CacheBudget, Claim, OutOfCache
+from swarmnode.compute.serving.cache import CacheBudget, Claim, OutOfCache
 from swarmnode.ledger import Account, MemoryLedger
 
 

@@ -12,10 +12,9 @@ import torch
 
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.codec.sampling import Grammar, GrammarKind, Sampling
-from swarmnode.compute.serving.device_outputs import DeviceOutputs
-from swarmnode.compute.serving.grammar import GrammarCompiler
-from swarmnode.compute.serving.grammar_reader import check_grammar
-from swarmnode.compute.serving.sampler import Sampler
+from swarmnode.compute.serving.device_transfers import DeviceOutputs
+from swarmnode.compute.serving.grammar import GrammarCompiler, check_grammar
+from swarmnode.compute.serving.sampling import Sampler
 from swarmnode.errors import ErrorCode, ProtocolError
 from tests.gateway.speaking import VOCABULARY, save_speaking_llama
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.family import family_of
-from swarmnode.compute.model.rope import switching_position
+from swarmnode.compute.model.family import family_of, switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput

@@ -18,13 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from swarmnode.codec.logprobs import unpack_logprobs
-from swarmnode.codec.sampling import Sampling, pack_text
-from swarmnode.compute.serving.device_outputs import DeviceOutputs
-from swarmnode.compute.serving.penalties import adjust
-from swarmnode.compute.serving.sampler import Drawn, Sampler
-from swarmnode.compute.serving.sampling import uniform
-from swarmnode.compute.serving.token_history import TokenHistory
+from swarmnode.codec.sampling import Sampling, pack_text, unpack_logprobs
+from swarmnode.compute.serving.device_transfers import DeviceOutputs
+from swarmnode.compute.serving.sampling import Drawn, Sampler, TokenHistory, adjust, uniform
 
 VOCABULARY = 300
 PROMPT = [5, 17, 5, 200, 42]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from swarmnode.codec.messages import Sampling
+from swarmnode.codec.sampling import Sampling
 from swarmnode.compute.serving.sampling import candidates, sample, sample_candidates, uniform
 
 

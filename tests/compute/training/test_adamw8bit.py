@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training import adamw8bit
-from swarmnode.compute.training.adamw8bit import BLOCK, dequantize, dynamic_map, quantize
+from swarmnode.compute.training import optimizer as adamw8bit
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.optimizer import Optimizer
+from swarmnode.compute.training.optimizer import BLOCK, Optimizer, dequantize, dynamic_map, quantize
 from swarmnode.errors import CheckpointError
 from tests.compute.training.conftest import make_run
 from tests.llama import save_llama

@@ -15,10 +15,10 @@ from swarmnode.compute.graph import segment as graph_segment
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training import dropout as module
 from swarmnode.compute.training import lm
-from swarmnode.compute.training.dropout import CounterDropout, keep_mask
+from swarmnode.compute.training import randomness as module
 from swarmnode.compute.training.lm import SpanSegment, load_segment
+from swarmnode.compute.training.randomness import CounterDropout, keep_mask
 from swarmnode.compute.training.segment import Segment
 from tests.numerics.families import tiny_config
 

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import torch
 from pathlib import Path
-from swarmnode.compute.training.heap import give_back_large_tensors
+from swarmnode.training.worker.memory import give_back_large_tensors
 def resident_mb(): return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 1024
 assert give_back_large_tensors()
 before_mb = resident_mb()

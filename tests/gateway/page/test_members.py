@@ -17,11 +17,9 @@ import segno
 from swarmnode.errors import NotAdmitted
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.page.owner_access import HEADER
-from swarmnode.gateway.page.page import Page
+from swarmnode.gateway.page.page import HEADER, Page
+from swarmnode.membership.owner import HOST_NOTE, QUIET_ZONE, InviteQr, with_host_grant
 from swarmnode.net.identity import Identity
-from swarmnode.roles.membership.invite_qr import QUIET_ZONE, InviteQr
-from swarmnode.roles.membership.owner import HOST_NOTE, with_host_grant
 from swarmnode.swarm.records.manifest import PRIVATE
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import save_owner_key

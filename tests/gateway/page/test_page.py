@@ -15,11 +15,10 @@ import pytest
 from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.page import feed, history
-from swarmnode.gateway.page.owner_access import FILE, HEADER, OwnerAccess
-from swarmnode.gateway.page.page import Page
-from swarmnode.lending.lending import Lending
-from swarmnode.lending.lifecycle import LendingEvent
+from swarmnode.gateway.page import feed
+from swarmnode.gateway.page import feed as history
+from swarmnode.gateway.page.page import FILE, HEADER, OwnerAccess, Page
+from swarmnode.lending.lending import Lending, LendingEvent
 from tests.gateway.conftest import MODEL, Served, serving
 from tests.gateway.in_process import InProcess
 from tests.lending.test_control import server_of

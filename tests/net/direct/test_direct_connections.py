@@ -11,12 +11,18 @@ import pytest_asyncio
 
 from swarmnode.errors import PeerLost
 from swarmnode.net.deadlines import Deadline
-from swarmnode.net.direct import direct_connections, listener
-from swarmnode.net.direct.agreement import TOKEN_BYTES, KeyPair
-from swarmnode.net.direct.direct_connections import OFFER, PROTOCOL, REQUEST, DirectConnections
+from swarmnode.net.direct import direct_connections
+from swarmnode.net.direct import direct_connections as listener
+from swarmnode.net.direct.direct_connections import (
+    MOST_NOT_SHOWN,
+    OFFER,
+    PROTOCOL,
+    REQUEST,
+    DirectConnections,
+    Prologue,
+)
 from swarmnode.net.direct.direct_stream import DirectStream
-from swarmnode.net.direct.listener import MOST_NOT_SHOWN
-from swarmnode.net.direct.prologue import Prologue
+from swarmnode.net.direct.records import TOKEN_BYTES, KeyPair
 from swarmnode.net.interfaces import PeerId, Stream, StreamHandler
 from swarmnode.net.limits.stream_limits import HALF_OPEN_OF_PEER
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.net.libp2p.hole_punching import prepare
+from swarmnode.net.libp2p.engine import prepare
 
 DIRECT = "/ip4/8.8.8.8/tcp/4001"
 RELAYED = f"{DIRECT}/p2p/12D3KooWdoor/p2p-circuit"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import (
     ALLOCATE_BYTES,
     HEADER_BYTES,
@@ -18,12 +19,12 @@ from swarmnode.codec.frames import (
     FrameReader,
     pack_header,
 )
-from swarmnode.codec.messages import VERSION, Body, Hello, Output
+from swarmnode.codec.messages import Hello, Output
 from swarmnode.errors import ErrorCode, PeerLost, PeerRefused, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger
 from swarmnode.net.links.link import Link, OnFrame
 from swarmnode.net.links.send_queue import SMALL_BYTES
-from swarmnode.net.memory.network import Path
+from swarmnode.net.memory.medium import Path
 from tests.net.links.test_link import CONFIG, HELLO, PROTOCOL, Pair, nothing
 from tests.net.virtual import in_virtual_time
 

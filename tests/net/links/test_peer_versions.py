@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import Hello
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.greeting import check_greeting
-from swarmnode.net.links.peer_versions import PEERS_KEPT, PeerVersions
+from swarmnode.net.links.link import check_greeting
+from swarmnode.net.links.link_config import PEERS_KEPT, PeerVersions
 
 SWARM = bytes(32)
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, Ready
+from swarmnode.codec.messages import Ready
 from swarmnode.errors import PeerLost
 from swarmnode.net.links.link import Link
 from swarmnode.net.links.rate_limiter import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
-from swarmnode.net.measuring.throughput_meter import ThroughputMeter
-from swarmnode.net.memory.network import Path
+from swarmnode.net.measuring.traffic import ThroughputMeter
+from swarmnode.net.memory.medium import Path
 from tests.net.links.test_link import CONFIG, HELLO, Pair, now_s
 from tests.net.virtual import in_virtual_time
 

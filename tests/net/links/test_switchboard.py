@@ -7,13 +7,15 @@ import contextlib
 
 import pytest
 
+from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import VERSION, Body, End, Error, Hello, Output, Ready
+from swarmnode.codec.messages import End, Error, Hello, Output, Ready
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRefused
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.net.memory.network import FakeWorld, Path
+from swarmnode.net.memory.medium import Path
+from swarmnode.net.memory.network import FakeWorld
 from tests.net.virtual import in_virtual_time
 
 PROTOCOL = "/test/switchboard/1"

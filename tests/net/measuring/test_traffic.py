@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
-from swarmnode.codec.messages import VERSION, Hello, Ready
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import Hello, Ready
 from swarmnode.metrics import table
-from swarmnode.metrics.histogram import Histogram
-from swarmnode.net.links.link import LinkConfig
+from swarmnode.metrics.metric import Histogram
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.measuring.traffic import Traffic, protocol_name
-from swarmnode.net.memory.network import FakeWorld, Path
+from swarmnode.net.memory.medium import Path
+from swarmnode.net.memory.network import FakeWorld
 from tests.net.virtual import in_virtual_time
 
 PROTOCOL = "/swarmnode/test/1"

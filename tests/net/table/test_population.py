@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.table.ids import node_id
-from swarmnode.net.table.population import SAMPLES, Population
-from swarmnode.net.table.routing_table import BUCKET_PEERS
+from swarmnode.net.table.keepers import SAMPLES, Population
+from swarmnode.net.table.routing_table import BUCKET_PEERS, node_id
 
 
 def look(population, peers, times=SAMPLES):

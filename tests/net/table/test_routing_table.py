@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from swarmnode.net.table.ids import node_id
-from swarmnode.net.table.routing_table import BUCKET_PEERS, DOUBTFUL_S, RoutingTable, diverse
+from swarmnode.net.table.routing_table import BUCKET_PEERS, DOUBTFUL_S, RoutingTable, diverse, node_id
 
 
 def far_from(own: str, count: int, name: str) -> list[str]:

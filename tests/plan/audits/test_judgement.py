@@ -8,8 +8,16 @@ import random
 import pytest
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.plan.audits.judgement import judge_states, judge_tokens
-from swarmnode.plan.audits.tolerances import MAX_FACTOR, NOISE, SPREAD, VOICES, Calibration, noise_of
+from swarmnode.plan.audits.judgement import (
+    MAX_FACTOR,
+    NOISE,
+    SPREAD,
+    VOICES,
+    Calibration,
+    judge_states,
+    judge_tokens,
+    noise_of,
+)
 
 TOLERANCE = Calibration().tolerance("bfloat16", Codec.NONE, units=8)
 

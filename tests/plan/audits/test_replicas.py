@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from swarmnode.codec.messages import HopSpec
-from swarmnode.plan.audits.replicas import second_route
+from swarmnode.codec.body import HopSpec
+from swarmnode.plan.audits.selection import second_route
 from swarmnode.swarm.records.announcement import Announcement, State
 
 ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))

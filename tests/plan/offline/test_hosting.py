@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.plan.holders import FRAGILE, HOLDERS
+from swarmnode.plan.cost import FRAGILE, HOLDERS
 from swarmnode.plan.offline.hosting import DeviceRates, Hosting, Planner, Workload
 from swarmnode.plan.offline.scenario import Scenario
 from tests.plan.networks import instances

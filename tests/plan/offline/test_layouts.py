@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swarmnode.plan.offline.grid import Problem
-from swarmnode.plan.offline.layouts import dendrogram, layouts
+from swarmnode.plan.offline.grid import Problem, dendrogram, layouts
 from tests.plan.networks import GPT3_XL, instances, noisy_regions
 
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from swarmnode.plan.offline.split import StageRoom, split, units_that_fit
+from swarmnode.plan.offline.hosting import StageRoom, split, units_that_fit
 from swarmnode.plan.view import Span
 
 

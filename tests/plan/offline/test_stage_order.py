@@ -7,8 +7,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from swarmnode.plan.offline.grid_search import EXACT, path_length, shortest_path
 from swarmnode.plan.offline.scenario import FloatArray
-from swarmnode.plan.offline.stage_order import EXACT, path_length, shortest_path
 
 
 def lengths(count: int, seed: int) -> FloatArray:

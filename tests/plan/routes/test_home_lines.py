@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarmnode.plan.routes.home_lines import HELD_S, HomeLines, shared_homes, sharing_lines
+from swarmnode.plan.routes.delays import HELD_S, HomeLines, shared_homes, sharing_lines
 from swarmnode.plan.view import PeerView, Span, View
 
 

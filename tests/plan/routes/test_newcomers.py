@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.plan.routes.newcomers import ESTABLISHED, dispensable
+from swarmnode.plan.routes.routing import ESTABLISHED, dispensable
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.codec.messages import HopSpec
+from swarmnode.codec.body import HopSpec
 from swarmnode.errors import NoRoute
 from swarmnode.plan.routes.lattice import RoutingConfig, SessionSize
 from swarmnode.plan.routes.routing import find_route

@@ -3,8 +3,7 @@ import random
 import pytest
 
 from swarmnode.errors import NoRoute
-from swarmnode.plan.routes.routing import find_route
-from swarmnode.plan.routes.shortlist import CONSIDERED, shortlist
+from swarmnode.plan.routes.routing import CONSIDERED, find_route, shortlist
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
 

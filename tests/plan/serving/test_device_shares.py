@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.plan.serving.device_shares import ALLOWED_POSITIONS, MAX_OWNERS, SLOWDOWN, DeviceShares
 from swarmnode.plan.serving.pass_cost import PassCost
-from swarmnode.plan.serving.scheduler import USUAL_CHUNK, PassScheduler
+from swarmnode.plan.serving.scheduler import (
+    ALLOWED_POSITIONS,
+    MAX_OWNERS,
+    SLOWDOWN,
+    USUAL_CHUNK,
+    DeviceShares,
+    PassScheduler,
+)
 from tests.plan.serving.stage import OTHERS, cost_s, open_greedy, p99_s, with_others
 
 

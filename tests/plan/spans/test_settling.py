@@ -6,9 +6,8 @@ import statistics
 
 import pytest
 
-from swarmnode.plan.spans.baselines import petals, swarm
+from swarmnode.plan.spans.baselines import BEST_RESPONSE, Rule, Settling, petals, swarm
 from swarmnode.plan.spans.placement import Joiner
-from swarmnode.plan.spans.settling import BEST_RESPONSE, Rule, Settling
 
 ROUNDS = 5
 SWARMS = 10

@@ -10,8 +10,15 @@ import pytest
 from swarmnode.codec.averaging_messages import Group, How, MemberSpec
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.parts import cut
-from swarmnode.plan.training.averaging_clusters import REST, AveragingClusters, is_bearable, may_cluster
-from swarmnode.plan.training.averaging_forecast import AveragingNetwork, crossing, gathering
+from swarmnode.plan.training.averaging import (
+    REST,
+    AveragingClusters,
+    AveragingNetwork,
+    crossing,
+    gathering,
+    is_bearable,
+    may_cluster,
+)
 from swarmnode.swarm.records.run import Averaging
 
 SIZE_BYTES = 100e6

@@ -34,7 +34,7 @@ LAYOUTS = {  # of two nodes at each place
 MICROBATCHES_AND_WIDTH = {"activations": (64, 128), "gradients": (4, 256)}
 FLOAT32_BYTES, POSITIONS = 4, 4 * 128
 LINE_DELAY_S, HOME_DELAY_S, HOME_BPS = 0.02, 0.0005, 1e9
-COMMANDS = 5  # `roles/training/organisation.py`
+COMMANDS = 5  # `training/organisation.py`
 
 
 def modelled_s(measured: dict[str, Any]) -> float:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from swarmnode.codec.averaging_messages import MOST_SHARE, USUAL_SHARE
-from swarmnode.plan.training.averaging_forecast import LEAST_SHARE, part_shares
+from swarmnode.plan.training.averaging import LEAST_SHARE, part_shares
 
 
 def test_a_line_of_a_tenth_adds_up_a_tenth() -> None:

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.simulate.environment.churn import Change, read_trace, steady_churn
+from swarmnode.simulate.environment.peers import Change, read_trace, steady_churn
 
 
 def test_peers_leave_at_the_rate_and_others_come():

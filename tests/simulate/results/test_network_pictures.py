@@ -7,8 +7,7 @@ import pytest
 
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.simulate.results.machines import MOST, Machines, planned_machines
-from swarmnode.simulate.results.network_map import coordinates, network_map
-from swarmnode.simulate.results.network_matrix import network_matrix
+from swarmnode.simulate.results.network_map import coordinates, network_map, network_matrix
 from tests.simulate.results.page_parser import ParsedPage
 
 

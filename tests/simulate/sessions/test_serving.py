@@ -3,7 +3,7 @@ import json
 import pytest
 
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.churn import Change
+from swarmnode.simulate.environment.peers import Change
 from swarmnode.simulate.results.measures import percentile
 from swarmnode.simulate.sessions import serving
 from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings

@@ -10,8 +10,7 @@ import pytest
 
 from swarmnode.codec.averaging_messages import USUAL_SHARE, Group, MemberSpec
 from swarmnode.plan.offline.scenario import Scenario
-from swarmnode.plan.training.averaging_clusters import AveragingClusters
-from swarmnode.plan.training.averaging_forecast import part_shares
+from swarmnode.plan.training.averaging import AveragingClusters, part_shares
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s

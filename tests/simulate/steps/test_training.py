@@ -11,7 +11,7 @@ from swarmnode.errors import UsageError
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.churn import Change
+from swarmnode.simulate.environment.peers import Change
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 from swarmnode.simulate.steps.pipelines import beat_s, share_out

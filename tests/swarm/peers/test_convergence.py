@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 
 from swarmnode.net.identity import verify
-from swarmnode.net.memory.network import FakeWorld, Path
+from swarmnode.net.memory.medium import Path
+from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.records.announcement import State

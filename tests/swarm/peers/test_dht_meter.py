@@ -6,7 +6,7 @@ import pytest
 
 from swarmnode.errors import NetworkDown
 from swarmnode.metrics import table
-from swarmnode.swarm.peers.dht_meter import GET, STORE, DhtMeter
+from swarmnode.swarm.peers.directory import GET, STORE, DhtMeter
 
 
 def figures(meter):

@@ -4,11 +4,10 @@ from dataclasses import replace
 import pytest
 
 from swarmnode.metrics import table
-from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
-from swarmnode.swarm.peers.directory_config import KEY_BYTES
+from swarmnode.swarm.peers.directory import KEY_BYTES, Directory, DirectoryConfig
 from swarmnode.swarm.records.announcement import MAX_LIFE_S, State, sign_announcement
 from swarmnode.swarm.records.sections import Introduction, Place, ServingLoad
-from swarmnode.swarm.storage.known_peers import KnownPeers
+from swarmnode.swarm.storage.remembered import KnownPeers
 from tests.swarm.clock import FakeClock, settle
 from tests.swarm.memory_dht import MemoryDht, MemoryNetwork
 from tests.swarm.population import Population

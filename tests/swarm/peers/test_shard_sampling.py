@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.peers.directory_config import DirectoryConfig
-from swarmnode.swarm.peers.shard_sampling import ShardSampling
-from swarmnode.swarm.peers.shards import LARGE, SAMPLE, WIDE
+from swarmnode.swarm.peers.directory import DirectoryConfig
+from swarmnode.swarm.peers.shards import LARGE, SAMPLE, WIDE, ShardSampling
 from tests.swarm.population import Population, Span
 from tests.swarm.records.test_announcement import make
 

@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 from swarmnode.codec.body import MAX_PROOF_BYTES
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import MAX_CERTIFICATE_BYTES
-from swarmnode.swarm.records.certificate import Certificate, open_certificate
-from swarmnode.swarm.records.grant import MAX_GROUP_CHARS, MAX_USES, Grant, Role, open_grant, sign_grant
+from swarmnode.swarm.records.certificate import (
+    MAX_GROUP_CHARS,
+    MAX_USES,
+    Certificate,
+    Grant,
+    Role,
+    open_certificate,
+    open_grant,
+    sign_grant,
+)
 from tests.swarm.society import ALICE, BOB, NOW, OWNER, STRANGER, SWARM, Ticket
 
 

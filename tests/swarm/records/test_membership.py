@@ -4,10 +4,8 @@ import pytest
 
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import MAX_SKEW_S
-from swarmnode.swarm.records.grant import Role
-from swarmnode.swarm.records.invite_uses import RACE_S
-from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.records.certificate import MAX_SKEW_S, Role
+from swarmnode.swarm.records.membership import RACE_S, Membership
 from swarmnode.swarm.records.revocation import open_list
 from tests.swarm.society import ALICE, BOB, CAROL, DAY_S, NOW, OWNER, STRANGER, SWARM, Ticket, listed, private
 

@@ -8,8 +8,14 @@ import pytest
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Record, key_digest
-from swarmnode.swarm.peers.record_validation import record_validator
-from swarmnode.swarm.peers.report_rules import LIFE_S, SLOTS, report_key, report_subkey, reports_in
+from swarmnode.swarm.peers.record_validation import (
+    LIFE_S,
+    SLOTS,
+    record_validator,
+    report_key,
+    report_subkey,
+    reports_in,
+)
 from swarmnode.swarm.records.report import MAX_IDS, MAX_REPORT_BYTES, Report, open_report, sign_report
 from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 

@@ -9,7 +9,7 @@ import pytest
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import Invite, encode_invite
 from swarmnode.swarm.records.manifest import encode_manifest
-from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.swarmfile import load_swarm, names_a_swarm, new_swarm, save_swarm
 from tests.swarm.records.test_manifest import make_manifest
 

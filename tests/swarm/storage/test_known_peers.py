@@ -1,6 +1,6 @@
 import stat
 
-from swarmnode.swarm.storage.known_peers import MAX_PEERS, KnownPeers
+from swarmnode.swarm.storage.remembered import MAX_PEERS, KnownPeers
 from tests.swarm.records.test_announcement import NOW, make
 
 

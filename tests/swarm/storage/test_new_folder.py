@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.swarm.storage.new_folder import check_free, new_folder
+from swarmnode.swarm.storage.small_files import check_free, new_folder
 
 
 def test_it_appears_at_the_end(tmp_path: Path) -> None:

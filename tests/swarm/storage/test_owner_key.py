@@ -6,7 +6,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from swarmnode.errors import UsageError
-from swarmnode.swarm.records.signing_key import SigningKey, is_signed
+from swarmnode.net.identity import SigningKey
+from swarmnode.swarm.records.signed import is_signed
 from swarmnode.swarm.storage.owner_key import load_owner_key, parse_owner_key, save_owner_key
 from tests.swarm.society import OWNER, STRANGER
 

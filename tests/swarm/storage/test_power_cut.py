@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import CheckpointError, LocalError, UsageError
-from swarmnode.files.durable import sync, write_private
+from swarmnode.files import sync, write_private
 from swarmnode.net.identity import Identity
-from swarmnode.swarm.storage import new_folder as new_folder_module
+from swarmnode.swarm.storage import small_files as new_folder_module
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, chunk_hashes, describe_files
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites
-from swarmnode.swarm.storage.kept_file import write_kept
-from swarmnode.swarm.storage.known_peers import KnownPeer, KnownPeers
+from swarmnode.swarm.storage.remembered import KnownPeer, KnownPeers
+from swarmnode.swarm.storage.small_files import write_kept
 from swarmnode.swarm.storage.states import FILES, RUN_FILE, StateStore, stored_runs
 from tests.swarm.storage.test_states import make_run
 
@@ -143,7 +143,7 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
         synced.append(path.name)
         sync(path)
 
-    monkeypatch.setattr("swarmnode.files.durable.sync", note)
+    monkeypatch.setattr("swarmnode.files.sync", note)
     with new_folder_module.new_folder(tmp_path / "out") as partial:
         (partial / "model.safetensors").write_bytes(b"weights")
     assert synced == ["model.safetensors", ".out.partial", tmp_path.name]

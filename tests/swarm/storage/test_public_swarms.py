@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import OwnedInvite, encode_invite, sign_swarm
-from swarmnode.swarm.storage.public_swarms import FILE, USER_FILE, find_public_swarm, known_swarms
+from swarmnode.swarm.storage.named_swarms import FILE, USER_FILE, find_public_swarm, known_swarms
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.swarm.society import OWNER, SWARM
 
@@ -38,7 +38,7 @@ def test_a_name_leads_to_the_swarm_with_its_owner(tmp_path: Path):
 def test_the_users_own_entry_counts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shipped = [{"name": "tiny", "invite": INVITE, "about": "shipped"}]
     monkeypatch.setattr(
-        "swarmnode.swarm.storage.public_swarms.resources.files",
+        "swarmnode.swarm.storage.named_swarms.resources.files",
         lambda _package: _Folder({"swarmnode": 1, "swarms": shipped}),
     )
     assert known_swarms(tmp_path)["tiny"].about == "shipped"

@@ -11,10 +11,8 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.lend.service.launchd import Launchd
-from swarmnode.cli.lend.service.scheduled_task import ScheduledTask
+from swarmnode.cli.lend.service.managers import Launchd, ScheduledTask, Systemd
 from swarmnode.cli.lend.service.service import Service, ServiceManager
-from swarmnode.cli.lend.service.systemd import Systemd
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, command, fail, say
 
@@ -42,7 +40,7 @@ def install(
     Example: swarmnode service install friends --memory 6GB --only-idle 10m
     """
     from swarmnode.cli.options.swarm import open_swarm
-    from swarmnode.files.durable import write_private
+    from swarmnode.files import write_private
 
     _check_name(name)
     service = Service(name, tuple(context.args), None if context.params["home"] is None else home)
@@ -106,7 +104,7 @@ def manager_here() -> ServiceManager:
 
 
 def _invite(name: str, home: Path) -> str:
-    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 
     return JoinedSwarms(home).invite_to(name) or fail(f"{name} was not joined here: `swarmnode join` first", 2)
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
 from swarmnode.compute.graph.costs.work import FRESH, PLAIN, ComputeWork, WorkCounter, bytes_of, total
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Value, trained_values, value_types
-from swarmnode.compute.graph.operators import resolve
+from swarmnode.compute.graph.operators import argument_value, resolve, torch_constant
 
+FLOAT32_BYTES = 4
 CALLS_KEPT = 4096  # of all graphs, some 2 KiB each; a large model has some hundred kinds
 
 
@@ -248,3 +248,41 @@ def storage_of(tensor: Tensor) -> Any:
 def reference_seconds(estimates: Iterable[NodeEstimate]) -> list[float]:
     """Forward and backward on a middling machine, for decisions that must not depend on this one."""
     return [REFERENCE.seconds(estimate.forward) + REFERENCE.seconds(estimate.backward) for estimate in estimates]
+
+
+def forward_bytes(layout: Layout, start: int, end: int, batch: int) -> int:
+    """Of a pass through units [start, end) for so many samples, its inputs too. Every value counts as memory of its own, also a
+    view of another: that is more than it takes, and never less but for what operators use inside."""
+    nodes = [node for unit in layout.units[start:end] for node in unit.nodes]
+    sizes = {value.ref: type_bytes(value.type, batch) for value in layout.boundaries[start]}
+    made = {ref: type_bytes(kind, batch) for ref, kind in value_types(nodes).items()}
+    leaving = {value.ref for value in layout.boundaries[end]}
+    last = {ref: number for number, node in enumerate(nodes) for ref in node.refs()}
+    held = peak = sum(sizes.values())
+    for number, node in enumerate(nodes):
+        results = (
+            [Ref(node.name)] if len(node.types) == 1 else [Ref(node.name, item) for item in range(len(node.types))]
+        )
+        for ref in results:
+            sizes[ref] = made.get(ref, 0)
+            held += sizes[ref]
+        peak = max(peak, held)
+        for ref in {ref for ref in (*node.refs(), *results) if last.get(ref, number) == number} - leaving:
+            held -= sizes.pop(ref, 0)
+    return peak
+
+
+def entering_bytes(layout: Layout, samples: int, *, back: bool = False) -> tuple[int, ...]:
+    """Per unit, of what enters it from the unit before it; `back`: of the gradients that go back there."""
+    return tuple(
+        values_bytes((value for value in values if value.trained or not back), samples)
+        for values in layout.boundaries[: layout.graph.units]
+    )
+
+
+def usual_width(layout: Layout) -> int:
+    """Float32 values of one sample that pass between two units: at the boundary that is in the middle by size. 0 where there is
+    but one unit."""
+    samples = layout.graph.batch
+    between = sorted(entering_bytes(layout, samples)[1:])
+    return max(1, between[len(between) // 2] // (samples * FLOAT32_BYTES)) if between else 0

@@ -30,7 +30,7 @@ from swarmnode.compute.graph.costs.work import (
     WorkCounter,
 )
 from swarmnode.compute.stopwatch import synchronize
-from swarmnode.compute.training.dropout import CounterDropout
+from swarmnode.compute.training.randomness import CounterDropout
 
 MEASURING_BYTES = 96 << 20  # that a measurement takes at most at a time, its outputs and torch's own buffers among them
 _TRIALS = 5

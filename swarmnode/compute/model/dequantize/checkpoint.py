@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,27 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
-from swarmnode.compute.model.dequantize.method import Method, method_of
-from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
-from swarmnode.compute.model.dequantize.settings import KEYS
-from swarmnode.compute.model.dequantize.shards import write_plain
-from swarmnode.compute.model.family import family_of
+from swarmnode.compute.model.dequantize.methods import Method, PackedMatrix, method_of
+from swarmnode.compute.model.family import KEYS, family_of
+from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import INDEX_NAME, SMALL_NAMES, Progress
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 PACKED_DTYPES = frozenset({"I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"})
+
+
+def write_plain(tensors: Iterable[tuple[str, Tensor]], out: Path, total_bytes: int, progress: Progress | None) -> None:
+    """Write tensors of about `total_bytes` by their names into the empty folder `out`, as they come. Raises CheckpointError if one
+    holds values that are no finite numbers, OSError."""
+    writer = ShardWriter(out)
+    for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{name} holds values that are no finite numbers: its scales are damaged")
+        writer.add(name, tensor)
+        if progress is not None:
+            progress(min(writer.written_bytes, total_bytes), total_bytes)
+    writer.close()
 
 
 class QuantisedCheckpoint:

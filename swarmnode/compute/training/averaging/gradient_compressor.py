@@ -22,8 +22,7 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
-from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.parts import Forms
+from swarmnode.compute.training.averaging.parts import FlatVector, Forms
 from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.swarm.records.run import Averaging

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import Buffer, decode, encode
-from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import (
     Contribution,
     Encoded,
+    FlatVector,
     contribution,
     reduce_part,
     share_of_nonzeros,

@@ -21,7 +21,7 @@ from swarmnode.compute.graph.costs.work import FRESH, PLAIN
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.dropout import CounterDropout
+from swarmnode.compute.training.randomness import CounterDropout
 from tests.compute.graph.models import batch_of, build, loss_of
 
 BATCH, LENGTH, WIDTH = 3, 8, 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.training.averaging.flat import FlatVector
+from swarmnode.compute.training.averaging.parts import FlatVector
 
 SIZES = [5, 0, 3, 7]
 

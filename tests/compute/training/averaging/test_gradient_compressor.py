@@ -7,12 +7,18 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
-from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
-from swarmnode.compute.training.averaging.diloco import OuterOptimizer
-from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
-from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART, contribution, cut, reduce_part
+from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.parts import (
+    ALIGNMENT,
+    LARGEST_PART,
+    FlatVector,
+    contribution,
+    cut,
+    reduce_part,
+)
 from swarmnode.compute.training.averaging.together import agree
+from swarmnode.compute.training.block import OuterOptimizer
 from swarmnode.swarm.records.run import Averaging
 
 SHAPES = [Size((40, 24)), Size((24,)), Size((24, 33)), Size((7,))]

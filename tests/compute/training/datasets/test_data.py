@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.graph.arrays import array_batches
+from swarmnode.compute.graph.boundary import array_batches
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.training.datasets.corpus import token_batches

@@ -1,0 +1,360 @@
+"""Keeps training states of other peers on this disk (`protocol/frames.md`, "Backups").
+
+A writer offers a state that it alone holds, or that too few hold. It is got from the writer itself, chunk by chunk, each checked,
+and told to be here once it is on the disk. What the writer says of itself in the directory must fit: it holds the unit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmnode.checkpoints.states import file_of, state_board
+from swarmnode.codec.messages import End, Error
+from swarmnode.codec.state_messages import BackUp, StateEntry
+from swarmnode.errors import (
+    Busy,
+    ErrorCode,
+    LocalError,
+    NetworkDown,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    SwarmnodeError,
+    refusal,
+)
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant, owner_of
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.host import Host
+from swarmnode.peer.questions import Answer, QuestionServer, ask
+from swarmnode.plan.training import backups
+from swarmnode.plan.training.backups import LEAST_BPS, holds
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.run import decode_run, encode_run
+from swarmnode.swarm.records.sections import DiskOffer
+from swarmnode.swarm.storage.backups import BackupFolder
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
+from swarmnode.swarm.storage.content import FileContent, verify_chunk, verify_hashes
+from swarmnode.swarm.storage.states import StateStore
+from swarmnode.weights.sources import PeerSource
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+REST_S = 30.0  # for a peer that did not take a state
+HAND_OVER_S = 60.0  # before a node leaves, at most
+BACKUP_PROTOCOL = "/swarmnode/backup/1"
+FULL_RETRY_S = 600.0
+PATIENCE_S, SLOWER = 60.0, 4.0  # for a state: so long, and so many times what its rate asks for
+AT_ONCE = 4
+TURN_S = 60.0
+RETRY_S = 10.0  # for who waits
+WAITS_S = 120.0  # since an owner asked last: then it is not waited for any more
+MAX_WAITING = 256
+
+
+@dataclass(eq=False)
+class BackupTurn:
+    """Of somebody who has a place. `give_way` is called when it is another one's: then it is `over`."""
+
+    owner: str
+    since_s: float
+    give_way: Callable[[], object] = bool
+    over: bool = False
+
+
+class BackupPlaces:
+    """`clock`: in seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._turns: list[BackupTurn] = []  # in the order in which they began
+        self._waiting: dict[str, float] = {}  # when an owner asked last; who waits longest stands first
+
+    def __repr__(self) -> str:
+        return f"<BackupPlaces, {len(self._turns)} of {AT_ONCE} taken, {len(self._waiting)} owners wait>"
+
+    def take(self, claimant: Claimant) -> BackupTurn:
+        """A place, which another one may have to give up. Raises Busy where nobody's turn is over, or others have waited longer."""
+        now_s, owner = self._clock(), owner_of(claimant)
+        self._waiting = {other: asked_s for other, asked_s in self._waiting.items() if asked_s + WAITS_S > now_s}
+        ready = [*[None] * (AT_ONCE - len(self._turns)), *self._due(owner, now_s)]
+        ahead = list(self._waiting).index(owner) if owner in self._waiting else len(self._waiting)
+        if ahead >= len(ready):
+            if owner in self._waiting or len(self._waiting) < MAX_WAITING:
+                self._waiting[owner] = now_s
+            raise Busy("states of other peers are on their way here", retry_s=RETRY_S)
+        self._waiting.pop(owner, None)
+        leaving = ready[0]
+        if leaving is not None:
+            self.leave(leaving)
+            leaving.over = True
+            leaving.give_way()
+        turn = BackupTurn(owner, now_s)
+        self._turns.append(turn)
+        return turn
+
+    def leave(self, turn: BackupTurn) -> None:
+        """Free a place; no error where it was given up before."""
+        if turn in self._turns:
+            self._turns.remove(turn)
+
+    def _due(self, owner: str, now_s: float) -> list[BackupTurn]:
+        """Turns that give way to this owner: none, where it has one itself."""
+        owners = [turn.owner for turn in self._turns]
+        return [
+            turn
+            for number, turn in enumerate(self._turns)
+            if owner not in owners and (turn.since_s + TURN_S <= now_s or turn.owner in owners[:number])
+        ]
+
+
+class BackupServer:
+    """Of one node. `folder` is what it keeps, and offers room in by its announcement."""
+
+    def __init__(self, host: Host, folder: BackupFolder) -> None:
+        self.kept_bytes = 0  # that came, since the start
+        self._host = host
+        self._folder = folder
+        self._board = state_board(host.network, host.hello, host.link_config)
+        self._places = BackupPlaces(host.clock.monotonic)
+        self._tasks = Tasks("backups of others", on_crash=None)
+        self._server = QuestionServer(host.network, BACKUP_PROTOCOL, host.hello, host.link_config, BackUp, self._answer)
+
+    def __repr__(self) -> str:
+        return f"<BackupServer {self._folder!r}, {self._places!r}>"
+
+    async def start(self) -> None:
+        """Take states from now on."""
+        await self._server.start()
+        await self._offer()
+
+    async def close(self) -> None:
+        """Take none any more."""
+        await self._server.close()
+        await self._tasks.close()
+        await self._board.close()
+
+    async def _offer(self) -> None:
+        """Say how much room there is."""
+        try:
+            free_bytes = await asyncio.to_thread(lambda: self._folder.free_bytes)
+        except OSError as error:
+            log.warning("%s", disk_error(self._host.config.home, error))
+            free_bytes = 0
+        self._host.directory.announce(DiskOffer(backup_bytes=free_bytes))
+
+    async def _answer(self, writer: Claimant, question: BackUp) -> Answer:
+        try:
+            await self._take_turn(writer, question)
+        except LocalError as error:
+            log.warning("a state of %s is not kept: %s", writer.peer, error)
+            return Answer(Error(ErrorCode.BUSY, FULL_RETRY_S))
+        except SwarmnodeError as error:
+            log.info("a state of %s is not kept: %s", writer.peer, error)
+            return Answer(Error(error.code, error.retry_s) if isinstance(error, Busy) else Error(error.code))
+        return Answer(End())
+
+    async def _take_turn(self, writer: Claimant, question: BackUp) -> None:
+        """As far as it comes while it is this writer's turn; what has come stays. Raises as `_take`."""
+        turn = self._places.take(writer)
+        taking = self._tasks.spawn(self._take(writer.peer, question), f"from {writer.peer}", awaited=True)
+        turn.give_way = taking.cancel
+        try:
+            await taking
+        except asyncio.CancelledError:
+            if not turn.over:
+                raise
+            raise Busy("it is another peer's turn", retry_s=RETRY_S) from None
+        finally:
+            self._places.leave(turn)
+            await self._offer()
+
+    async def _take(self, writer: PeerId, question: BackUp) -> None:
+        """Have the state here. Raises PeerError, Busy, LocalError."""
+        run, state = decode_run(question.run), question.state
+        self._check(writer, state)
+        try:
+            store = await asyncio.to_thread(self._folder.open, writer, run, state.size)
+            here = store.files(state.step).get(state.block)
+            if here is not None and here.root == state.root:
+                return
+            pace_bps = max(LEAST_BPS, question.rate_bps)
+            within_s = PATIENCE_S + SLOWER * state.size * 8 / pace_bps
+            await asyncio.wait_for(self._bring(writer, store, state, question.rate_bps), within_s)
+        except asyncio.TimeoutError:
+            raise PeerLost(f"peer {writer} gives its state too slowly", peer=writer) from None
+        except OSError as error:
+            raise disk_error(self._host.config.home, error) from error
+
+    def _check(self, writer: PeerId, state: StateEntry) -> None:
+        """Raises PeerRefused where the swarm does not know the writer as a holder of the unit."""
+        manifest, directory = self._host.swarm.manifest, self._host.directory
+        assert manifest is not None
+        # Who leaves is suspected by those who worked with it, and hands over what it has nevertheless.
+        announced = directory.peers().get(writer) or directory.suspects().get(writer)
+        if announced is None or not holds(announced, state.block, manifest.model.units):
+            raise refusal(ErrorCode.WRONG_SPAN, peer=writer)
+
+    async def _bring(self, writer: PeerId, store: StateStore, state: StateEntry, rate_bps: float) -> None:
+        """Every chunk of the state, in order, no faster than asked."""
+        file, source = file_of(state.block, (state.size, state.root)), PeerSource(self._board, writer)
+        incoming = store.incoming(state.step)
+        hashes = bytes(await source.hashes(file))
+        if not verify_hashes(file, hashes):
+            raise ProtocolError(f"peer {writer} gives hashes that are not those of its state", peer=writer)
+        await asyncio.to_thread(incoming.keep_hashes, file, hashes)
+        for number in await asyncio.to_thread(incoming.missing, file, range(file.chunks())):
+            began_s = asyncio.get_running_loop().time()
+            await self._bring_chunk(source, incoming, file, hashes, number)
+            if rate_bps:
+                due_s = began_s + file.chunk_size(number) * 8 / rate_bps
+                await asyncio.sleep(due_s - asyncio.get_running_loop().time())
+        await asyncio.to_thread(store.take_in, state.step, {state.block: file})
+        self.kept_bytes += file.size
+
+    async def _bring_chunk(
+        self, source: PeerSource, incoming: ChunkFolder, file: FileContent, hashes: bytes, number: int
+    ) -> None:
+        async for _, chunk in source.chunks(file, number, 1):
+            if not verify_chunk(hashes, number, bytes(chunk)):
+                raise ProtocolError(f"peer {source.name} gives a false chunk of its state", peer=source.name)
+            await asyncio.to_thread(incoming.write, file, number, bytes(chunk))
+
+
+class BackupSender:
+    """Of a stage whose states are in `store()`. So many holders, or disks, are `wanted` for each unit; below 2 nothing is sent."""
+
+    def __init__(self, host: Host, store: Callable[[], StateStore | None], wanted: int) -> None:
+        assert host.swarm.manifest is not None
+        self.sent_bytes = 0
+        self._host = host
+        self._units = host.swarm.manifest.model.units
+        self._store = store
+        self._wanted = wanted
+        self._board = Switchboard(host.network, BACKUP_PROTOCOL, host.hello, host.link_config)
+        self._there: dict[tuple[bytes, int, PeerId], int] = {}  # by run, block and disk: the newest step that is there
+        self._first: tuple[bytes, float, int] | None = None  # run, time and newest step at the first look
+        self._away = (b"", -1)  # run and step that were brought away last
+        self._rests_until_s: dict[PeerId, float] = {}
+        self._tasks = Tasks("backups", on_crash=host.supervisor.ends_peer)
+
+    def __repr__(self) -> str:
+        return f"<BackupSender, step {self._away[1]} is away, {self.sent_bytes / 1e6:.1f} MB sent>"
+
+    def start(self) -> None:
+        """Send in the background from now on."""
+        if self._wanted > 1:
+            self._tasks.spawn(self._send_forever(), "sends")
+
+    async def close(self) -> None:
+        """Send nothing any more."""
+        await self._tasks.close()
+        await self._board.close()
+
+    async def hand_over(self) -> tuple[int, ...]:
+        """Bring the newest state of what this node alone holds to another peer, as fast as it goes; the blocks that nobody took."""
+        await self._tasks.close()
+        store = self._store()
+        step = None if store is None else store.newest()
+        if store is None or not step or self._wanted < 2:
+            return ()
+        alone = {block: file for block, file in store.files(step).items() if self._lacking(block, wanted=2)}
+        left = list(alone)
+
+        async def send() -> None:
+            for block, file in alone.items():  # a disk takes one after another
+                if await self._send(store, step, block, file, count=1, rate_bps=0.0):
+                    left.remove(block)
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(send(), HAND_OVER_S)
+        return tuple(left)
+
+    # -- in the background
+
+    async def _send_forever(self) -> None:
+        while True:
+            store = self._store()
+            if store is not None:
+                await self._send_newest(store)
+            await asyncio.sleep(LOOK_S)
+
+    async def _send_newest(self, store: StateStore) -> None:
+        """The next step that is to be away, as far as somebody takes it; and the last one once more where its disks were lost."""
+        run = store.run
+        last = self._away[1] if self._away[0] == run.id else -1
+        rate_bps, steps = self._rate_bps(), tuple(store.steps())
+        late = self._late(store, rate_bps)
+        step = backups.next_step(steps, last, run.checkpoint_steps, run.steps, late=late)
+        if step is None:
+            step = last
+        for block, file in store.files(step).items():
+            count = self._lacking(block, wanted=self._wanted)
+            if count and not await self._send(store, step, block, file, count=count, rate_bps=rate_bps):
+                return
+        self._away = run.id, step
+
+    def _late(self, store: StateStore, rate_bps: float) -> float:
+        """How many checkpoints come while all that is scarce is brought away; infinite until one has come."""
+        now_s, newest = asyncio.get_running_loop().time(), store.newest() or 0
+        if self._first is None or self._first[0] != store.run.id:
+            self._first = store.run.id, now_s, newest
+        _, since_s, first = self._first
+        passed = (newest - first) / store.run.checkpoint_steps
+        scarce = [file.size for block, file in store.files(newest).items() if self._lacking(block, wanted=self._wanted)]
+        return math.inf if passed < 1 else sum(scarce) * 8 / rate_bps * passed / (now_s - since_s)
+
+    def _rate_bps(self) -> float:
+        own = self._host.directory.own
+        limiter = self._host.link_config.rate_limiter
+        return backups.rate_bps(0.0 if own is None else own.up_bps, None if limiter is None else limiter.rate_bps)
+
+    def _announced(self) -> list[Announcement]:
+        shunned = self._host.standing.shunned
+        return [one for peer, one in self._host.directory.peers().items() if peer not in shunned]
+
+    def _lacking(self, block: int, *, wanted: int) -> int:
+        return backups.lacking(self._announced(), self._host.peer_id, block, self._units, wanted)
+
+    async def _send(
+        self, store: StateStore, step: int, block: int, file: FileContent, *, count: int, rate_bps: float
+    ) -> bool:
+        """Have so many disks keep a block; whether they do."""
+        now_s = asyncio.get_running_loop().time()
+        announced, own = self._announced(), self._host.peer_id
+        alive = backups.disks(announced, own, block, self._units, 0)
+        there = [disk for disk in alive if self._there.get((store.run.id, block, disk)) == step]
+        roomy = backups.disks(announced, own, block, self._units, file.size)
+        for disk in roomy:
+            if len(there) >= count:
+                break
+            if disk in there or self._rests_until_s.get(disk, 0.0) > now_s:
+                continue
+            if await self._ask(disk, store, StateEntry(step, block, file.size, file.root), rate_bps):
+                self._there[store.run.id, block, disk] = step
+                there.append(disk)
+        return len(there) >= count
+
+    async def _ask(self, disk: PeerId, store: StateStore, state: StateEntry, rate_bps: float) -> bool:
+        """Whether a peer keeps this state."""
+        pace_bps = max(backups.LEAST_BPS, rate_bps)
+        within_s = PATIENCE_S + SLOWER * state.size * 8 / pace_bps
+        question = BackUp(encode_run(store.run), state, rate_bps)
+        try:
+            async for _ in ask(self._board, disk, question, silence_s=within_s):
+                raise ProtocolError("a peer answers something else than that it keeps a state", peer=disk)
+        except (PeerError, NetworkDown) as error:
+            retry_s = error.retry_s if isinstance(error, PeerRefused) else None
+            self._rests_until_s[disk] = asyncio.get_running_loop().time() + max(REST_S, retry_s or 0.0)
+            log.info("%s does not keep step %d of unit %d: %s", disk, state.step, state.block, error)
+            return False
+        self.sent_bytes += state.size
+        return True

@@ -1,0 +1,192 @@
+"""Exports a training: the newest step that the swarm's peers have together, written as a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from swarmnode.checkpoints.states import NAME, Listing, fetch_states, listing_of, state_board, survey
+from swarmnode.checkpoints.votes import Votes
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.state_messages import StateEntry
+from swarmnode.compute.training.gather import gather, write_language_model, write_module
+from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.host import Host
+from swarmnode.swarm.records.manifest import CAUSAL_LM
+from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.swarm.storage.backups import BackupFolder
+from swarmnode.swarm.storage.content import Progress
+from swarmnode.swarm.storage.small_files import check_free, new_folder
+from swarmnode.swarm.storage.states import StateStore
+from swarmnode.weights.weights import Weights
+
+AGAIN_S = 1.0
+PATIENCE_S = 30.0  # for peers to turn up who have all units
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step of a run, and the blocks that the model has in it."""
+
+    run: Run
+    step: int
+    blocks: tuple[int, ...]
+
+
+def whole_step(listings: Mapping[PeerId, Listing], units: int) -> WholeStep | None:
+    """The newest of the run that most peers are in; None where some unit lacks one that the others have."""
+    found = of_one_run(listings)
+    if found is None:
+        return None
+    run, of_it = found
+    shares = any(entry.block == SHARED for entries in of_it.values() for entry in entries)
+    blocks = (*((SHARED,) if shares else ()), *range(units))
+    chosen = Votes(of_it).choose(blocks)
+    return None if chosen is None else WholeStep(run, chosen.step, blocks)
+
+
+async def find_whole_step(
+    board: Switchboard,
+    peers: Callable[[], Iterable[PeerId]],
+    blocks: Collection[int],
+    units: int,
+    backups: BackupFolder | None,
+) -> WholeStep | None:
+    """The newest for who wants these blocks, which nobody alive may hold: the others are asked for the step of their backups."""
+    listings = _with_own(await survey(board, peers(), tuple(blocks)), backups)
+    found = of_one_run(listings)
+    if found is None:
+        return None
+    run, of_it = found
+    entries = [entry for listed in of_it.values() for entry in listed]
+    steps = [{entry.step for entry in entries if entry.block == block} for block in blocks]
+    newest = max(set.intersection(*steps), default=0)
+    listings = await survey(board, peers(), at_least=newest, run_id=run.id)
+    return whole_step(_with_own(listings, backups), units)
+
+
+def _with_own(listings: dict[PeerId, Listing], backups: BackupFolder | None) -> dict[PeerId, Listing]:
+    run = None if backups is None else backups.run()
+    if backups is not None and run is not None:
+        listings[NAME] = listing_of(backups, run)
+    return listings
+
+
+def of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, dict[PeerId, Sequence[StateEntry]]] | None:
+    """The run of most peers, and what each of them has of it."""
+    votes = Counter(listing.run for listing in listings.values() if listing.entries and _is_run(listing.run))
+    if not votes:
+        return None
+    encoded = max(votes, key=lambda run: (votes[run], run))
+    return decode_run(encoded), {peer: listing.entries for peer, listing in listings.items() if listing.run == encoded}
+
+
+def _is_run(encoded: bytes) -> bool:
+    try:
+        decode_run(encoded)
+    except ProtocolError:
+        return False
+    return True
+
+
+async def export(
+    host: Host,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    force: bool = False,
+    patience_s: float = PATIENCE_S,
+) -> int:
+    """Write the trained model into the folder `out`, which appears when all of it is there; the step that it is of.
+
+    For a language model it is what `from_pretrained` reads, else safetensors for `load_state_dict`. Raises UsageError
+    where there is something at `out` (`force`: something else than a checkpoint), PeerRefused where the peers do not have
+    all units after `patience_s`, LocalError.
+    """
+    check_free(out, force=force)
+    board = state_board(host.network, host.hello, host.link_config)
+    try:
+        found = await _look(host, board, patience_s)
+        root = host.config.home / "exports" / host.swarm.id.hex()[:16]
+        store = StateStore(root, found.run, keep=1)
+        try:
+            step = await fetch_states(
+                board,
+                lambda: _others(host),
+                found.blocks,
+                into=store,
+                at_least=found.step,
+                progress=progress,
+                whole=True,
+            )
+            files = [
+                store.path(step, block, verify=False) for block in found.blocks
+            ]  # each chunk was checked on its way
+            await _write(host, files, out, force)
+            shutil.rmtree(store.folder, ignore_errors=True)
+        finally:
+            store.close()
+    finally:
+        await board.close()
+    return step
+
+
+def _others(host: Host) -> list[PeerId]:
+    return [peer for peer in host.directory.peers() if peer != host.peer_id]
+
+
+async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
+    """The newest step that the peers have of the model."""
+    assert host.swarm.manifest is not None
+    units = tuple(range(host.swarm.manifest.model.units))
+    deadline_s = asyncio.get_running_loop().time() + patience_s
+    while True:
+        listings = await survey(board, _others(host))
+        found = whole_step(listings, len(units))
+        if found is not None:
+            return found
+        if asyncio.get_running_loop().time() > deadline_s:
+            raise PeerRefused(_lack(units, listings), code=ErrorCode.NOT_FOUND)
+        await asyncio.sleep(AGAIN_S)
+
+
+def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
+    held = {entry.block for listing in listings.values() for entry in listing.entries}
+    missing = [unit for unit in units if unit not in held]
+    if not held:
+        return (
+            "no peer of the swarm has a training state: is it being trained, and has it reached its first checkpoint?"
+        )
+    if missing:
+        return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
+    text = "the peers have no step of all units together yet; try again after the next checkpoint of the training"
+    run = of_one_run(listings)
+    differ = None if run is None else Votes(run[1]).disagreement(units)
+    return text if differ is None else f"{text}: {differ}"
+
+
+async def _write(host: Host, files: Sequence[Path], out: Path, force: bool) -> None:
+    assert host.swarm.manifest is not None
+    language = host.swarm.manifest.kind == CAUSAL_LM
+    weights = Weights(host)
+    try:
+        founded = await (weights.small_files() if language else weights.everything())
+        await asyncio.to_thread(write_checkpoint, language, gather(files), founded, out, force=force)
+    finally:
+        await weights.close()
+
+
+def write_checkpoint(
+    language: bool, tensors: Mapping[str, Tensor], founded: Path, out: Path, *, force: bool = False
+) -> None:
+    """Write trained tensors into `out`; `founded` has what the swarm was founded with. Raises UsageError, LocalError."""
+    with new_folder(out, force=force) as folder:
+        (write_language_model if language else write_module)(tensors, founded, folder)

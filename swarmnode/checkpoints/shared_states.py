@@ -1,0 +1,59 @@
+"""The training states that a peer gives to others: those of its stage, if it has one, and what it keeps for other peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarmnode.checkpoints.backups import BackupServer
+from swarmnode.checkpoints.state_server import StateServer
+from swarmnode.errors import LocalError
+from swarmnode.peer.host import Host
+from swarmnode.swarm.storage.backups import OFFERED_SHARE, BackupFolder
+from swarmnode.swarm.storage.chunk_folder import disk_error
+
+log = logging.getLogger(__name__)
+
+
+class SharedStates:
+    """Of one peer, whatever it computes. Where its disk cannot be used it keeps nothing for others."""
+
+    def __init__(
+        self, state_server: StateServer, backups: BackupFolder | None, backup_server: BackupServer | None
+    ) -> None:
+        self.state_server = state_server
+        self.backups = backups
+        self._backup_server = backup_server
+
+    def __repr__(self) -> str:
+        return f"<SharedStates {self.state_server!r}>"
+
+    @classmethod
+    async def start(cls, host: Host, *, share: float = OFFERED_SHARE) -> SharedStates:
+        """Give and take states from now on; `share` of the disk space that is lent is for those of others."""
+        backups = await asyncio.to_thread(_open, host, share)
+        backup_server = None if backups is None else BackupServer(host, backups)
+        state_server = StateServer(host.network, host.hello, host.link_config, backups)
+        await state_server.serve()
+        if backup_server is not None:
+            await backup_server.start()
+        return cls(state_server, backups, backup_server)
+
+    async def close(self) -> None:
+        """Neither give nor take any more."""
+        if self._backup_server is not None:
+            await self._backup_server.close()
+        await self.state_server.close()
+        if self.backups is not None:
+            self.backups.close()
+
+
+def _open(host: Host, share: float) -> BackupFolder | None:
+    config = host.config
+    try:
+        return BackupFolder(config.home, host.swarm.id, config.max_cache_bytes, share=share)
+    except OSError as error:
+        log.warning("no training states are kept for others: %s", disk_error(config.home, error))
+    except LocalError as error:
+        log.warning("no training states are kept for others: %s", error)
+    return None

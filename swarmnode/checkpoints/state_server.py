@@ -1,0 +1,170 @@
+"""Gives the training states that this node has on its disk to whoever asks (`protocol/frames.md`, "A state's way")."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from itertools import islice
+from pathlib import Path
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.messages import GetChunks, Hello
+from swarmnode.codec.state_messages import MAX_ENTRIES, MAX_LISTED, ListStates, StateEntry, States
+from swarmnode.errors import ErrorCode, SwarmnodeError
+from swarmnode.net.interfaces import Network
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.swarm.records.run import Run, encode_run
+from swarmnode.swarm.storage.backups import BackupFolder
+from swarmnode.swarm.storage.content import FileContent
+from swarmnode.swarm.storage.states import StateStore
+from swarmnode.weights.chunk_server import ChunkServer, Offer
+
+log = logging.getLogger(__name__)
+
+STATE_PROTOCOL = "/swarmnode/state/1"
+HOLD_S = 60.0  # a step that was asked for stays for so long
+FRESH_EVERY_S = 1.0  # at most this often a snapshot is made because somebody asks
+FRESH_SHARE = 0.05  # of the time, whoever asks: anybody may
+
+Fresh = Callable[[int], Awaitable[int]]
+"""(at_least): see `StateServer`"""
+
+
+class StateServer(ChunkServer):
+    """Answers for what `give` names, this node's stage's states, and for the `backups` that it keeps of others'."""
+
+    questions = (ListStates,)
+
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        backups: BackupFolder | None = None,
+    ) -> None:
+        super().__init__(network, (STATE_PROTOCOL,), hello, link_config)
+        self._backups = backups
+        self._store: StateStore | None = None
+        self._fresh: Fresh | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._fresh_again_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<StateServer of {self._store!r}, {self._backups!r}, {len(self._askers)} peers asking>"
+
+    def give(self, store: StateStore | None, fresh: Fresh | None = None) -> None:
+        """Answer for this store, too, instead of the one before. `fresh` writes down the step that the stage is at, unless it is
+        there, and returns it; the step that is asked for, where the stage is about to come to it."""
+        self._store, self._fresh = store, fresh
+        self._forget_offers()
+
+    async def _send(self, channel: Channel, body: Body) -> ErrorCode | None:
+        if isinstance(body, ListStates):
+            await self._list(channel, body)
+            return None
+        assert isinstance(body, GetChunks)
+        self._offer(body.root)
+        return await super()._send(channel, body)
+
+    # -- what there is
+
+    async def _list(self, channel: Channel, question: ListStates) -> None:
+        """Newest step first: where there is more than an answer holds, the oldest are left out."""
+        run = self._run_asked_for(question)
+        if self._store is not None and self._store.run == run:
+            await self._make_fresh(self._store, question.at_least)
+        self._forget_offers()
+        entries = () if run is None else self._entries(run)
+        wanted = (entry for entry in entries if not question.blocks or entry.block in question.blocks)
+        listed = tuple(islice(wanted, MAX_LISTED))
+        encoded = b"" if run is None else encode_run(run)
+        for first in range(0, max(1, len(listed)), MAX_ENTRIES):
+            channel.send(States(encoded, listed[first : first + MAX_ENTRIES]))
+            await channel.drain()
+
+    def _run_asked_for(self, question: ListStates) -> Run | None:
+        """That of the stage here, or of most backups, where none is named; None where nothing is here of the one that is."""
+        own = None if self._store is None else self._store.run
+        if not question.run:
+            return own or (None if self._backups is None else self._backups.run())
+        if own is not None and own.id == question.run:
+            return own
+        kept = None if self._backups is None else next(self._backups.of_run(question.run), None)
+        return None if kept is None else kept.run
+
+    def _entries(self, run: Run) -> list[StateEntry]:
+        """All states of a run that are here, newest step first."""
+        own = [] if self._store is None or self._store.run != run else listed_of(self._store)
+        kept = [] if self._backups is None else self._backups.of_run(run.id)
+        backups = [entry for store in kept for entry in listed_of(store, backup=True)]
+        return sorted([*own, *backups], key=lambda entry: -entry.step)
+
+    async def _make_fresh(self, store: StateStore, at_least: int) -> None:
+        """See that the newest step is as late as is asked for, and stays for a while."""
+        newest = store.newest()
+        if newest is None or newest < at_least:
+            await self._refresh(at_least)
+        newest = store.newest()
+        if newest is not None:
+            store.hold(newest, HOLD_S)
+
+    async def _refresh(self, at_least: int) -> None:
+        """Have a snapshot made; who asks meanwhile waits for the same one."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = self._tasks.spawn(self._make_snapshot(at_least), "snapshot")
+        await asyncio.shield(self._refreshing)
+
+    async def _make_snapshot(self, at_least: int) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._fresh_again_at - loop.time())
+        began_s = loop.time()
+        try:
+            if self._fresh is not None:
+                await self._fresh(at_least)
+        except SwarmnodeError as error:
+            log.warning("no snapshot could be made for a peer: %s", error)
+        took_s = loop.time() - began_s
+        self._fresh_again_at = loop.time() + max(FRESH_EVERY_S, took_s / FRESH_SHARE)
+
+    # -- chunks
+
+    def _offer(self, root: bytes) -> None:
+        """See whether the file with this root is (still) there."""
+        found = self._find(root)
+        if found is None:
+            self._offers.pop(root, None)
+            return
+        store, step, _block, file, path = found
+        store.hold(step, HOLD_S)
+        self._offers.setdefault(root, Offer(file, path))
+
+    def _find(self, root: bytes) -> tuple[StateStore, int, int, FileContent, Path] | None:
+        """Where the file with this root is: the stage's own, or one that is kept for another."""
+        found = None if self._store is None else self._store.find(root)
+        if self._store is not None and found is not None:
+            return self._store, *found
+        return None if self._backups is None else self._backups.find(root)
+
+    def _forget_offers(self) -> None:
+        """Steps that were removed are not offered any more."""
+        for root in [root for root in self._offers if self._find(root) is None]:
+            del self._offers[root]
+            self._hashing.pop(root, None)
+
+    def _withdraw(self, offer: Offer, reason: str) -> None:
+        super()._withdraw(offer, reason)
+        found = self._find(offer.file.root)
+        if found is not None:
+            store, step, block, _file, _path = found
+            store.set_aside(step, block)
+
+
+def listed_of(store: StateStore, *, backup: bool = False) -> list[StateEntry]:
+    """What a store has."""
+    return [
+        StateEntry(step, block, file.size, file.root, backup)
+        for step in store.steps()
+        for block, file in store.files(step).items()
+    ]

@@ -1,0 +1,320 @@
+"""Fetches training states from peers into the store of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
+from swarmnode.checkpoints.votes import ChosenStep, SecondVoice, Version, Votes, named
+from swarmnode.codec.messages import Hello
+from swarmnode.codec.state_messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
+from swarmnode.errors import (
+    CheckpointError,
+    ErrorCode,
+    LocalError,
+    NetworkDown,
+    PeerError,
+    PeerRefused,
+    ProtocolError,
+    refusal,
+)
+from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.questions import ask
+from swarmnode.swarm.records.run import Run, encode_run
+from swarmnode.swarm.storage.backups import BackupFolder
+from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress, matching_hashes
+from swarmnode.swarm.storage.states import StateStore, file_name
+from swarmnode.weights.chunk_server import weights_link
+from swarmnode.weights.fetcher import Fetcher
+from swarmnode.weights.sources import PeerSource, Source
+
+log = logging.getLogger(__name__)
+
+LISTING_S = 120.0  # for a list, where the peer may have to write a snapshot of gigabytes first
+KNOWN_S = 15.0  # for a list of what is on its disk
+IDLE_S = 5.0  # without anybody who gives what is missing, before all are asked anew what they have
+AGAIN_S = 1.0  # between two such rounds
+PEERS_AT_ONCE = 32
+MAX_AHEAD = 64
+NAME = "this machine"
+
+
+class LocalSource(Source):
+    """Gives what its folder of backups has."""
+
+    def __init__(self, backups: BackupFolder) -> None:
+        self.name = NAME
+        self._backups = backups
+
+    def __repr__(self) -> str:
+        return f"<LocalSource of {self._backups!r}>"
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        path = self._path(file)
+        try:
+            hashes = await asyncio.to_thread(matching_hashes, path, file)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        if hashes is None:
+            raise CheckpointError(f"{path} was changed or damaged")
+        return hashes
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        path = self._path(file)
+        try:
+            for number in range(first, first + count):
+                yield number, await asyncio.to_thread(_read, path, number)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+    def _path(self, file: FileContent) -> Path:
+        found = self._backups.find(file.root)
+        if found is None:
+            raise CheckpointError(f"{file.name} is not among the backups here")
+        return found[-1]
+
+
+def _read(path: Path, number: int) -> bytes:
+    with path.open("rb") as stream:
+        stream.seek(number * CHUNK_BYTES)
+        return stream.read(CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a peer says it has of a run."""
+
+    run: bytes  # encoded
+    entries: Sequence[StateEntry]
+
+    @property
+    def run_id(self) -> bytes:
+        """32 bytes that name the run."""
+        return hashlib.sha256(self.run).digest()
+
+    @property
+    def roots(self) -> frozenset[bytes]:
+        """Of all states listed."""
+        return frozenset(entry.root for entry in self.entries)
+
+
+def state_board(network: Network, hello: Hello, config: LinkConfig) -> Switchboard:
+    """The links for asking peers for states; the caller closes it."""
+    longest = max(CHUNK_BYTES, MAX_STATE_BYTES // CHUNK_BYTES * HASH_BYTES)
+    return Switchboard(network, STATE_PROTOCOL, hello, weights_link(config, longest))
+
+
+async def list_states(
+    board: Switchboard, peer: PeerId, blocks: Sequence[int] = (), *, at_least: int = 0, run_id: bytes = b""
+) -> Listing:
+    """What a peer has of these blocks (none: of all), of the run that it is in or of this one. Raises PeerLost, PeerRefused,
+    ProtocolError, NetworkDown."""
+    run = b""
+    entries: list[StateEntry] = []
+    silence_s = LISTING_S if at_least else KNOWN_S
+    async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks), run_id), silence_s=silence_s):
+        if not isinstance(body, States) or (run and run != body.run):
+            raise ProtocolError("a peer answered something else than its states", peer=peer)
+        run = body.run
+        entries += body.entries
+        if len(entries) > MAX_LISTED:
+            raise ProtocolError("a peer lists more states than there can be", code=ErrorCode.TOO_LARGE, peer=peer)
+    return Listing(run, entries)
+
+
+async def survey(
+    board: Switchboard,
+    peers: Iterable[PeerId],
+    blocks: Sequence[int] = (),
+    *,
+    at_least: int = 0,
+    run_id: bytes = b"",
+) -> dict[PeerId, Listing]:
+    """What these peers have; those that do not answer are left out."""
+    turn = asyncio.Semaphore(PEERS_AT_ONCE)
+
+    async def look(peer: PeerId) -> Listing | None:
+        async with turn:
+            try:
+                return await list_states(board, peer, blocks, at_least=at_least, run_id=run_id)
+            except (PeerError, NetworkDown) as error:
+                log.debug("no states from %s: %s", peer, error)
+                return None
+
+    asked = list(dict.fromkeys(peers))
+    listings = await asyncio.gather(*map(look, asked))
+    return {peer: listing for peer, listing in zip(asked, listings, strict=True) if listing is not None}
+
+
+class StateSource(PeerSource):
+    """A peer that listed these roots; for others it is not even asked."""
+
+    def __init__(self, board: Switchboard, peer: PeerId, roots: Set[bytes]) -> None:
+        super().__init__(board, peer)
+        self._roots = roots
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        self._check(file)
+        return await super().hashes(file)
+
+    def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        self._check(file)
+        return super().chunks(file, first, count)
+
+    def _check(self, file: FileContent) -> None:
+        if file.root not in self._roots:
+            raise refusal(ErrorCode.NOT_FOUND, peer=self.name)
+
+
+async def fetch_states(
+    board: Switchboard,
+    peers: Callable[[], Iterable[PeerId]],
+    blocks: Collection[int],
+    *,
+    into: StateStore,
+    step: int | None = None,
+    at_least: int = 0,
+    backups: BackupFolder | None = None,
+    patience_s: float = 60.0,
+    progress: Progress | None = None,
+    whole: bool = False,
+) -> int:
+    """Fetch one step of all these blocks from the peers of the store's run; which step it was.
+
+    `step` says which one; else it is the newest that the peers have together, not older than `at_least` (where all are, they
+    are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
+    `backups` is what this machine keeps for others, and counts as a peer's. What counts is what more than half of a block's
+    holders have (`votes.py`). A lost peer's part comes from others; what came
+    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`second_voice.py`). Raises
+    PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the disk is full.
+    """
+    fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole, backups)
+    idle_since = asyncio.get_running_loop().time()
+    while True:
+        listings = await fetch.listings()
+        votes = Votes({peer: listing.entries for peer, listing in listings.items()})
+        chosen = fetch.choose(votes)
+        if chosen is not None:
+            before = fetch.fetched_bytes
+            if await fetch.bring(chosen, votes, listings, progress):
+                return chosen.step
+            if fetch.fetched_bytes > before:
+                idle_since = asyncio.get_running_loop().time()
+        if asyncio.get_running_loop().time() - idle_since > patience_s:
+            what = "state" if step is None else f"state of step {step}"
+            text = f"the peers have no {what} of all units {list(fetch.blocks)} that more than half of a unit's holders agree on"
+            differ = votes.disagreement(fetch.blocks)
+            raise PeerRefused(text if differ is None else f"{text}: {differ}", code=ErrorCode.NOT_FOUND)
+        await asyncio.sleep(AGAIN_S)
+
+
+@dataclass(repr=False)
+class _Fetch:
+    """What stays the same over the rounds of a fetch; see `fetch_states`."""
+
+    board: Switchboard
+    peers: Callable[[], Iterable[PeerId]]
+    blocks: tuple[int, ...]
+    into: StateStore
+    step: int | None
+    at_least: int
+    whole: bool
+    backups: BackupFolder | None
+    fetched_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._ask_for = self.at_least if self.step is None else 0
+        self._ahead = 0  # steps: where peers go on faster than they are asked, they meet at one that is still to come
+        self._liars: set[PeerId] = set()
+        self._second_voice = SecondVoice(whole=self.whole)
+        self._failed: set[Version] = set()  # listed, and then not given or not confirmed
+
+    def __repr__(self) -> str:
+        return f"<_Fetch of units {list(self.blocks)} into {self.into!r}, {len(self._liars)} peers dropped>"
+
+    async def listings(self) -> dict[PeerId, Listing]:
+        """What the honest peers have of our run."""
+        left = self._liars | self._second_voice.mute
+        asked = [peer for peer in self.peers() if peer not in left]
+        run_id = self.into.run.id
+        found = await survey(self.board, asked, self.blocks, at_least=self._ask_for, run_id=run_id)
+        if self.backups is not None and NAME not in left:
+            found[NAME] = listing_of(self.backups, self.into.run)
+        return {peer: listing for peer, listing in found.items() if listing.run_id == run_id}
+
+    def choose(self, votes: Votes) -> ChosenStep | None:
+        """What to fetch now, if possible nothing that nobody gave before."""
+        begun = self.into.begun()
+        for failed in (self._failed, ()):
+            chosen = votes.choose(self.blocks, at_least=self.at_least, step=self.step, begun=begun, failed=failed)
+            if chosen is not None:
+                return chosen
+            self._failed.clear()
+        if self._ask_for:
+            # Each wrote down its own step: those behind shall come up to the others.
+            self._ask_for = max(self._ask_for, votes.reached(self.blocks)) + self._ahead
+            self._ahead = min(MAX_AHEAD, 2 * self._ahead or 1)
+        return None
+
+    async def bring(
+        self, chosen: ChosenStep, votes: Votes, listings: Mapping[PeerId, Listing], progress: Progress | None
+    ) -> bool:
+        """Fetch the chosen versions, and take the step into the store; False where nobody gives or confirms what is missing."""
+        files = {block: file_of(block, version) for block, version in chosen.versions.items()}
+        sources = {peer: self._source(peer, listing) for peer, listing in listings.items()}
+        incoming = self.into.incoming(chosen.step)
+        fetcher = Fetcher(incoming, lambda: list(sources.values()), lambda *_: None)
+        wanted = {file: range(file.chunks()) for file in files.values()}
+        try:
+            await fetcher.fetch(wanted, news=_never, progress=progress, patience_s=IDLE_S)
+        except PeerRefused as error:
+            log.info("%s; asking anew who has what", error)
+            for file in wanted:
+                if await asyncio.to_thread(incoming.missing, file, wanted[file]):
+                    self._failed.add((file.size, file.root))
+            return False
+        except LocalError:
+            self.into.give_up(chosen.step)
+            raise
+        finally:
+            self._liars |= fetcher.liars
+            self.fetched_bytes += fetcher.fetched_bytes
+        for block, lacking in chosen.lacking.items():
+            others = [(sources[peer], file_of(block, own)) for peer, own in votes.others(chosen, block).items()]
+            if not await self._second_voice.confirmed(incoming, files[block], others, lacking):
+                log.warning("one version of unit %d at step %d has nobody else's word", block, chosen.step)
+                self._failed.add(chosen.versions[block])
+                return False
+        for peer, differing in votes.dissenters(chosen).items():
+            units = ", ".join(map(named, differing))
+            text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it is false"
+            log.log(logging.WARNING if self.whole else logging.INFO, text, peer, units, chosen.step)
+        await asyncio.to_thread(self.into.take_in, chosen.step, files)
+        return True
+
+    def _source(self, peer: PeerId, listing: Listing) -> Source:
+        here = self.backups if peer == NAME else None
+        return StateSource(self.board, peer, listing.roots) if here is None else LocalSource(here)
+
+
+def listing_of(backups: BackupFolder, run: Run) -> Listing:
+    """What this machine keeps for others of a run."""
+    entries = [entry for store in backups.of_run(run.id) for entry in listed_of(store, backup=True)]
+    return Listing(encode_run(run), entries)
+
+
+def file_of(block: int, version: Version) -> FileContent:
+    """A version of a block's state while it is being fetched: others may be on their way, too."""
+    size, root = version
+    return FileContent(f"{file_name(block)}-{root.hex()[:16]}", size, root)
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()

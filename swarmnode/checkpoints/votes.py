@@ -1,0 +1,194 @@
+"""Votes on states: of what peers say that they have, what one of them alone cannot have made up.
+
+A peer is a holder of a block where it lists any state of it that is its own. A step counts where more than half of each block's
+holders list it (both, where there are two), and so does a version; what a version lacks in votes may be made up for by holders
+whose own versions are alike, for devices round differently (`second_voice.py`). A backup of a step makes its keeper a holder as
+far as this step goes: that it has others, or not this one, says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.state_messages import StateEntry
+from swarmnode.errors import CheckpointError, NetworkDown, PeerError
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder
+from swarmnode.swarm.storage.content import FileContent
+from swarmnode.weights.sources import Source
+
+Version = tuple[int, bytes]
+SAMPLES = 4  # chunks
+RELATIVE, ABSOLUTE = 1e-3, 1e-6  # between devices: rounding, over many updates
+STRAYS = 1e-3  # share of the values that may differ by more
+
+
+class SecondVoice:
+    """`mute`: names of those that did not give what they list."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.mute: set[str] = set()
+        self._whole = whole
+        self._rng = random.SystemRandom()
+
+    def __repr__(self) -> str:
+        return f"<SecondVoice, {len(self.mute)} peers mute>"
+
+    async def confirmed(
+        self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[Source, FileContent]], needed: int
+    ) -> bool:
+        """Whether so many of the others have values like those of `ours`, all of which are here."""
+        for source, theirs in others:
+            if needed and theirs.size == ours.size:
+                needed -= await self._agrees(incoming, ours, source, theirs)
+        return not needed
+
+    async def _agrees(self, incoming: ChunkFolder, ours: FileContent, source: Source, theirs: FileContent) -> bool:
+        chunks = ours.chunks()
+        drawn = [(number, 1) for number in self._rng.sample(range(chunks), min(SAMPLES, chunks))]
+        strays = 0.0 if self._whole else STRAYS
+        try:
+            for first, count in [(0, chunks)] if self._whole else drawn:
+                async for number, chunk in source.chunks(theirs, first, count):
+                    here = await asyncio.to_thread(incoming.read, ours, number)
+                    if not are_alike(here, chunk, strays=strays):
+                        return False
+        except (PeerError, CheckpointError, NetworkDown):
+            self.mute.add(source.name)
+            return False
+        return True
+
+
+def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
+    """Whether two pieces of equal files hold nearly the same float32 numbers, but for a share `strays` of them."""
+    if len(one) != len(other):
+        return False
+    count = len(one) // 4
+    left_N, right_N = (np.frombuffer(piece, dtype="<f4", count=count) for piece in (one, other))
+    same_N = np.frombuffer(one, dtype="<u4", count=count) == np.frombuffer(other, dtype="<u4", count=count)
+    with np.errstate(all="ignore"):
+        close_N = np.abs(left_N - right_N) <= ABSOLUTE + RELATIVE * np.abs(right_N)
+    return bool(np.count_nonzero(~(same_N | close_N)) <= strays * count)
+
+
+"""Size and root of a block's state."""
+
+
+@dataclass(frozen=True)
+class ChosenStep:
+    """The step to fetch, and which version of each block. `lacking`: by block, how many votes more its version needs."""
+
+    step: int
+    versions: Mapping[int, Version]
+    lacking: Mapping[int, int] = field(default_factory=dict)
+
+
+def majority(holders: int) -> int:
+    """So many of them are more than any minority: both of two, two of three."""
+    return holders // 2 + 1
+
+
+class Votes:
+    """What each peer lists, once for each step and block."""
+
+    def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]]) -> None:
+        self._versions: dict[int, dict[int, dict[PeerId, Version]]] = {}  # by step, block, holder
+        self._newest: dict[int, dict[PeerId, int]] = {}  # by block and holder, backups apart
+        for peer, entries in listings.items():
+            for entry in entries:
+                version = (entry.size, entry.root)
+                self._versions.setdefault(entry.step, {}).setdefault(entry.block, {}).setdefault(peer, version)
+                if not entry.backup:
+                    newest = self._newest.setdefault(entry.block, {})
+                    newest[peer] = max(newest.get(peer, 0), entry.step)
+
+    def __repr__(self) -> str:
+        return f"<Votes on {len(self._versions)} steps of {len(self._newest)} blocks>"
+
+    def choose(
+        self,
+        blocks: Collection[int],
+        *,
+        at_least: int = 0,
+        step: int | None = None,
+        begun: Collection[int] = (),
+        failed: Collection[Version] = (),
+    ) -> ChosenStep | None:
+        """The newest step that counts, unless a fetch of another one was begun, without versions that `failed`; None where there is
+        none. `step`: this one or none."""
+        able = [one for one in self._versions if one >= at_least and step in (None, one)]
+        for one in sorted(able, key=lambda one: (one in begun, one), reverse=True):
+            chosen = self._of_step(one, blocks, failed)
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _of_step(self, step: int, blocks: Collection[int], failed: Collection[Version]) -> ChosenStep | None:
+        versions: dict[int, Version] = {}
+        lacking: dict[int, int] = {}
+        for block in blocks:
+            listed = self._versions[step].get(block, {})
+            needed = majority(self._holders(step, block))
+            votes = Counter(version for version in listed.values() if version not in failed)
+            if len(listed) < needed or not votes:
+                return None
+            versions[block] = max(votes, key=lambda version: (votes[version], version))
+            if votes[versions[block]] < needed:
+                lacking[block] = needed - votes[versions[block]]
+        return ChosenStep(step, versions, lacking)
+
+    def _holders(self, step: int, block: int) -> int:
+        """How many have a say in a step."""
+        return len({*self._newest.get(block, {}), *self._versions[step].get(block, {})})
+
+    def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
+        """Who has another version of the chosen step, and of which blocks."""
+        found: dict[PeerId, list[int]] = {}
+        for block in sorted(choice.versions):
+            for peer in self.others(choice, block):
+                found.setdefault(peer, []).append(block)
+        return found
+
+    def disagreement(self, blocks: Collection[int]) -> str | None:
+        """In a sentence, who has which version of the newest step that as many hold as must agree, where too few do; None where
+        nobody differs."""
+        for step in sorted(self._versions, reverse=True):
+            for block in blocks:
+                listed, holders = self._versions[step].get(block, {}), self._holders(step, block)
+                if len(listed) >= majority(holders) and max(Counter(listed.values()).values()) < majority(holders):
+                    return _sentence(step, block, listed, holders)
+        return None
+
+    def others(self, choice: ChosenStep, block: int) -> dict[PeerId, Version]:
+        """The holders of another version of the chosen step."""
+        listed = self._versions[choice.step].get(block, {})
+        return {peer: version for peer, version in listed.items() if version != choice.versions[block]}
+
+    def reached(self, blocks: Collection[int]) -> int:
+        """The latest step that some block's holders are at, by the word of more than any minority of them."""
+        steps = [sorted(self._newest[block].values(), reverse=True) for block in blocks if block in self._newest]
+        return max((newest[(len(newest) - 1) // 2] for newest in steps), default=0)
+
+
+def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: int) -> str:
+    camps: dict[Version, list[PeerId]] = {}
+    for peer in sorted(listed):
+        camps.setdefault(listed[peer], []).append(peer)
+    ordered = sorted(camps.items(), key=lambda camp: (-len(camp[1]), camp))
+    told = "; ".join(f"{', '.join(peers)}: {root.hex()[:8]}" for (_, root), peers in ordered)
+    return (
+        f"of {named(block)} at step {step} its {holders} holders have different states, and {majority(holders)} would have to "
+        f"have the same one ({told})"
+    )
+
+
+def named(block: int) -> str:
+    """A block, to a user."""
+    return "what the first and the last unit share" if block == SHARED else f"unit {block}"

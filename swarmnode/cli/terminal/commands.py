@@ -1,0 +1,105 @@
+"""Commands that are imported when somebody asks for them: one alone takes half of the time that all of them take."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+from swarmnode.cli.terminal.console import fail
+
+ROOM = "swarmnode.cli"
+# Click's class, or the copy of it that typer brings along since it does: the one that its public exception derives from.
+WrongUsage: Any = typer.BadParameter.__bases__[0]
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """Raises typer.Exit in the place of what was typed wrongly, which is told."""
+    try:
+        yield
+    except WrongUsage as error:
+        message = error.format_message()
+        if "\n" in message:  # the help, for who gave no command at all
+            raise
+        command = "swarmnode" if error.ctx is None else error.ctx.command_path
+        fail(f"{message.rstrip('.')}; see {command} --help", error.exit_code)
+
+
+class GroupedHelp(TyperGroup):
+    """Lists commands under their headings, both in the order in which they were added."""
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Options before the command's name are read here."""
+        with in_one_line():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """And those after it here."""
+        with in_one_line():
+            return super().invoke(ctx)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each heading."""
+        panels: dict[str, list[tuple[str, Any]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                heading = getattr(command, "rich_help_panel", None) or "Commands"
+                panels.setdefault(heading, []).append((name, command))
+        widest = max((len(name) for rows in panels.values() for name, _ in rows), default=0)
+        room = formatter.width - 6 - widest
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(room)) for name, command in rows])
+
+
+class CommandPlace(NamedTuple):
+    """Where a command is: a function that bears its name in a module of this room, unless another `attribute` is named, which may
+    be an app with commands of its own. `settings` are what typer shall know besides."""
+
+    module: str
+    attribute: str = ""
+    settings: Mapping[str, Any] = {}
+
+
+def places(folder: str, names: str) -> dict[str, CommandPlace]:
+    """Return the places of commands that have a module of their name in this folder."""
+    return {name: CommandPlace(f"{folder}.{name}") for name in names.split()}
+
+
+class LateCommands(Mapping[str, Any]):
+    """Commands as click has them by their names, in the order of `groups`, which are theirs by heading."""
+
+    def __init__(self, groups: Mapping[str, Mapping[str, CommandPlace]]) -> None:
+        self._places = {name: (heading, place) for heading, group in groups.items() for name, place in group.items()}
+        self._built: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<LateCommands, {len(self._built)} of {len(self)} imported>"
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            heading, place = self._places[name]
+            self._built[name] = _built(name, heading, place)
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _built(name: str, heading: str, place: CommandPlace) -> Any:
+    found = getattr(importlib.import_module(f"{ROOM}.{place.module}"), place.attribute or name)
+    alone = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name, rich_help_panel=heading)
+    else:
+        alone.command(name, rich_help_panel=heading, **place.settings)(found)
+    return typer.main.get_group(alone).commands[name]

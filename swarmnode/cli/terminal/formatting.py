@@ -1,0 +1,88 @@
+"""Tables on standard output."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from swarmnode.errors import UsageError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+MAX_DURATION_S = 100 * 365 * 86_400
+# Controls of C0 and C1, which begin escape sequences, and those that turn the direction of what follows
+# (https://www.unicode.org/reports/tr9, "Trojan Source" CVE-2021-42574). Joiners stay: scripts and emoji need them.
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_BREAKS = re.compile(r"[\t\n]+")
+REPLACEMENT = "\ufffd"
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for each that could command a terminal; lines and tabs stay."""
+    return _COMMANDS.sub(REPLACEMENT, text)
+
+
+def one_line(text: str) -> str:
+    """The same on one line, as a name is shown."""
+    return printable(_BREAKS.sub(" ", text))
+
+
+def json_line(value: Any) -> str:
+    """A JSON value on one line, of the same value to whoever parses it; what could command a terminal is escaped."""
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+
+
+def parse_duration(text: str, _flag: str = "") -> float:
+    """Return the seconds of a span like 90s, 30m, 12h, 7d or 4w. Raises UsageError for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    seconds = 0.0 if match is None else float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= MAX_DURATION_S:
+        raise UsageError(f"{text!r} is not a span of time; write it as 30m, 12h, 7d or 4w")
+    return seconds
+
+
+def parse_life(text: str, flag: str = "") -> float | None:
+    """Return the seconds of a span, and None for `never`. Raises UsageError."""
+    return None if text == "never" else parse_duration(text, flag)
+
+
+def format_duration(seconds: float) -> str:
+    """`42 s`, `3:05 min` or `2:07 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"
+
+
+class PlainTable(Table):
+    """A table whose cells are shown as they are: they may be names that strangers chose, and no markup."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """One line for each cell."""
+        super().add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+def new_table(
+    title: str | Text, columns: Collection[str], *, numbers: Collection[str] = (), caption: str | None = None
+) -> Table:
+    """A table without rows yet; the columns of `numbers` are set to the right."""
+    title = Text(one_line(title), "table.title") if isinstance(title, str) else title
+    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left")
+    return table
+
+
+def show(*tables: Table) -> None:
+    """Print tables, as wide as the terminal."""
+    console = Console()
+    for table in tables:
+        console.print(table)

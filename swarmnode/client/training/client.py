@@ -1,0 +1,139 @@
+"""A trainer of a swarm: joins it as a client, fetches config and tokenizer, and feeds the data."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from swarmnode.checkpoints.export import export
+from swarmnode.checkpoints.states import state_board, survey
+from swarmnode.client.joining import joining
+from swarmnode.client.observer import SwarmObserver
+from swarmnode.client.training.listener import Listener
+from swarmnode.client.training.preparation import check_trains, prepare
+from swarmnode.codec.training_messages import Lease
+from swarmnode.codec.training_messages import StepReport as SwarmReport
+from swarmnode.compute.training.local import StepSummary
+from swarmnode.credit.receipts import ReceiptIssuer
+from swarmnode.errors import PeerError, ProtocolError, UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.host import Host
+from swarmnode.platform import MACHINE, Platform
+from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.run import Run, decode_run, differences
+from swarmnode.swarm.storage.content import Progress
+from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.training.coordinator.election import ready_peers
+from swarmnode.training.trainer import Trainer
+from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from swarmnode.weights.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+class TrainingClient(SwarmObserver):
+    """Made by `join`, ended by `close`."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._weights = Weights(host)
+        self._receipts = ReceiptIssuer(host)
+
+    @classmethod
+    async def join(
+        cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0, platform: Platform = MACHINE
+    ) -> TrainingClient:
+        """Find the swarm. Raises NetworkDown where nobody answers, UsageError where it does not train."""
+        async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
+            await host.manifest(patience_s=patience_s)
+            self = cls(host)
+            check_trains(self.manifest)
+        return self
+
+    async def founded(self) -> Path:
+        """The folder with all files that the swarm was founded with."""
+        return await self._weights.everything()
+
+    async def train(self, data: Path, settings: Run, listener: Listener, stop: asyncio.Event) -> int:
+        """Feed the data until the run is over or `stop` is set: how many steps are done.
+
+        Raises UsageError where data and settings do not fit the model or the run that the swarm is in, NotFinite, NotAdmitted.
+        """
+        self._host.check_welcome(Role.TRAINER)
+        folder = await self._weights.small_files()
+        run, batches = await asyncio.to_thread(prepare, self.manifest, folder, data, settings)
+        listener.begun(run)
+        host = self._host
+        board = Switchboard(host.network, TRAIN_PROTOCOL, host.hello, host.link_config, on_peer_lost=self._suspect)
+
+        def coordinators() -> list[PeerId]:
+            ready = ready_peers(host.directory)
+            if not ready:
+                listener.waiting("no peer of the swarm is ready", ())
+            return ready
+
+        try:
+            on_step, on_done = _telling(listener, run), functools.partial(self._sign, run)
+            trainer = Trainer(board, coordinators, run, batches, on_step, listener.waiting, on_done)
+            return await host.supervisor.watch(trainer.train(stop))
+        except UsageError as error:
+            told = await self._differences(run)
+            raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None
+        finally:
+            await board.close()
+
+    async def export(self, out: Path, *, force: bool, patience_s: float, progress: Progress | None = None) -> int:
+        """Write the trained model as a checkpoint; see `checkpoints/export.py`."""
+        return await export(self._host, out, progress, force=force, patience_s=patience_s)
+
+    async def close(self) -> None:
+        """Leave the swarm."""
+        await self._receipts.close()
+        await self._weights.close()
+        await self._host.close()
+
+    def _sign(self, run: Run, lease: Lease) -> None:
+        """A microbatch came back: who had a part in it gets a receipt."""
+        units: Counter[PeerId] = Counter()
+        for hop in lease.route:
+            units[hop.peer] += hop.end - hop.start
+        for peer, count in units.items():
+            self._receipts.note(peer, lease.seal, trained=count * run.positions)
+
+    def _suspect(self, error: PeerError) -> None:
+        if error.peer is not None:
+            self._host.directory.suspect(error.peer, error.code.name)
+
+    async def _differences(self, own: Run) -> list[str]:
+        """How the run that the peers keep states of differs from ours; nothing where none of them tells."""
+        host = self._host
+        board = state_board(host.network, host.hello, host.link_config)
+        try:
+            for listing in (await survey(board, host.directory.peers())).values():
+                try:
+                    found = differences(own, decode_run(listing.run))
+                except ProtocolError:
+                    continue  # no run at all
+                if found:
+                    return found
+        finally:
+            await board.close()
+        return []
+
+
+def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
+    """What the coordinator reports, in the listener's words."""
+    tokens = run.batch * max(1, run.sequence)
+
+    def tell(report: SwarmReport) -> None:
+        tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its coordinator was lost
+        summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
+        listener.step(replace(summary, expected_s=report.expected_s))
+
+    return tell

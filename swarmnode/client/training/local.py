@@ -1,0 +1,135 @@
+"""The training of a swarm in this process alone: same data, same settings, same curve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from swarmnode.checkpoints.export import write_checkpoint
+from swarmnode.client.training.client import TrainingClient
+from swarmnode.client.training.listener import Listener
+from swarmnode.client.training.preparation import check_trains, prepare
+from swarmnode.compute.device import probe_device, set_threads
+from swarmnode.compute.graph import segment as graphs
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training import lm
+from swarmnode.compute.training.local import StepSummary, train_locally
+from swarmnode.compute.training.segment import Segment
+from swarmnode.errors import CheckpointError, NotFinite
+from swarmnode.swarm.records.manifest import CAUSAL_LM, Manifest
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.content import verify_file
+from swarmnode.swarm.storage.small_files import check_free
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """Where to train. `threads` None: as many as there are cores."""
+
+    device: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """Where the trained model goes."""
+
+    folder: Path
+    force: bool = False
+
+
+async def train_here(
+    swarm: Swarm,
+    home: Path,
+    data: Path,
+    settings: Run,
+    listener: Listener,
+    stop: asyncio.Event,
+    *,
+    place: LocalDevice,
+    output: OutputFolder | None = None,
+    patience_s: float = 60.0,
+) -> int:
+    """Train the whole model until the run is over or `stop` is set: how many steps are done.
+
+    The model is written to `output` at the end, also where it was stopped, or met a loss that is not finite (NotFinite: the
+    last good step is written). Raises UsageError where data, settings and model do not fit, CheckpointError, LocalError.
+    """
+    if output is not None:
+        check_free(output.folder, force=output.force)
+    manifest, folder = await _founded(swarm, home, patience_s)
+    run, batches = await asyncio.to_thread(prepare, manifest, folder, data, settings)
+    set_threads(place.threads)
+    segment = await asyncio.to_thread(_load, manifest, folder, place.device)
+    listener.begun(run)
+    done = 0
+    bad: NotFinite | None = None
+    try:
+        done = await _listen(train_locally(segment, run, batches), listener, stop)
+    except NotFinite as error:
+        bad = error
+    if output is not None:
+        tensors = _tensors(segment)
+        language = manifest.kind == CAUSAL_LM
+        await asyncio.to_thread(write_checkpoint, language, tensors, folder, output.folder, force=output.force)
+    if bad is not None:
+        kept = f"the last good step is in {output.folder}" if output is not None else "its step is not taken"
+        raise NotFinite(f"{bad}; {kept}. Lower --lr or --clip, or look at the data", unit=bad.unit)
+    return done
+
+
+async def _listen(steps: Iterator[StepSummary], listener: Listener, stop: asyncio.Event) -> int:
+    """Compute in one thread of its own, a step at a time."""
+    loop = asyncio.get_running_loop()
+    done = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="training") as thread:
+        while not stop.is_set():
+            report = await loop.run_in_executor(thread, next, steps, None)
+            if report is None:
+                break
+            done = report.step + 1
+            listener.step(report)
+    return done
+
+
+async def _founded(swarm: Swarm, home: Path, patience_s: float) -> tuple[Manifest, Path]:
+    """The manifest and all files: the founder's own where they are here, else from peers."""
+    if swarm.manifest is not None:
+        check_trains(swarm.manifest)
+        if swarm.checkpoint is not None and swarm.checkpoint.is_dir():
+            await asyncio.to_thread(_verify, swarm.manifest, swarm.checkpoint)
+            return swarm.manifest, swarm.checkpoint
+    client = await TrainingClient.join(swarm, home, patience_s=patience_s)
+    try:
+        return client.manifest, await client.founded()
+    finally:
+        await client.close()
+
+
+def _verify(manifest: Manifest, folder: Path) -> None:
+    """Raises CheckpointError where a file is not the one that the swarm was founded on."""
+    for file in manifest.files:
+        path = folder / file.name
+        if not path.is_file() or not verify_file(path, file):
+            raise CheckpointError(
+                f"{path} is not what the swarm was founded on: it was changed, damaged or removed; restore it"
+            )
+
+
+def _load(manifest: Manifest, folder: Path, device: str) -> Segment:
+    where = probe_device(device).torch_device
+    if manifest.kind == CAUSAL_LM:
+        return lm.load_segment(Checkpoint(folder), 0, manifest.model.units, device=where)
+    return graphs.load_segment(folder, 0, manifest.model.units, device=where)
+
+
+def _tensors(segment: Segment) -> dict[str, Tensor]:
+    """Parameters and buffers, by their names in the state dict."""
+    parts = (*segment.parameters().values(), *segment.buffers().values())
+    return {name: tensor.detach().cpu() for part in parts for name, tensor in part.items()}

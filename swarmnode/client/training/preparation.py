@@ -1,0 +1,103 @@
+"""Preparation: from a user's data and settings, and the small files of a swarm, to a run and its batches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.client.tokenizer import Tokenizer
+from swarmnode.compute.graph.boundary import array_batches
+from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.compute.training.datasets.corpus import token_batches
+from swarmnode.errors import UsageError
+from swarmnode.plan.compression import is_allowed
+from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
+from swarmnode.swarm.records.run import Run, check_run
+from swarmnode.swarm.storage.content import has_tokenizer
+
+NO_DATA = bytes(32)
+SEQUENCE = 128  # tokens of a sample, where the user does not say
+MICROBATCH = 4  # samples
+
+Prepared = tuple[Run, Batches]
+
+
+def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+    """Read the data for the model whose config and tokenizer, or graph, are in `folder`, and complete the settings.
+
+    A `sequence` or `microbatch` of 0 is chosen here. Raises UsageError where model, data and settings do not fit.
+    """
+    check_trains(manifest)
+    check_compression(manifest, settings.compression.rule)
+    ready = _for_text if manifest.kind == CAUSAL_LM else _for_graph
+    run, batches = ready(manifest, folder, data, settings)
+    run = msgspec.structs.replace(run, data=batches.fingerprint)
+    check_run(run)
+    batches.samples(run)  # raises where there is not one
+    return run, batches
+
+
+def check_early(data: Path, settings: Run) -> None:
+    """What can be known before the swarm is found. Raises UsageError."""
+    _check_data(data)
+    check_run(_with(settings, settings.sequence, settings.microbatch or 1))
+
+
+def _check_data(data: Path) -> None:
+    """Raises UsageError where there is nothing to read."""
+    is_folder = data.is_dir()
+    if not is_folder and not data.is_file():
+        raise UsageError(f"{data}: no such file or folder")
+    if not os.access(data, os.R_OK):
+        raise UsageError(f"{data} cannot be read: Permission denied")
+    if not (any(data.iterdir()) if is_folder else data.stat().st_size):
+        raise UsageError(f"{data} is empty: there is nothing to train on")
+
+
+def check_trains(manifest: Manifest) -> None:
+    """Raises UsageError where the swarm does something else."""
+    if manifest.mode != TRAIN:
+        raise UsageError(
+            f"the swarm {manifest.name} serves its model; one that trains is founded with create --mode train"
+        )
+
+
+def check_compression(manifest: Manifest, rule: str) -> None:
+    """Raises UsageError where the swarm allows no such codec between its stages."""
+    if not is_allowed(rule, manifest.codecs):
+        raise UsageError(f"--compress {rule}: the swarm {manifest.name} does not allow it; choose auto")
+
+
+def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+    config = load_config(folder / CONFIG_FILE)
+    usual = getattr(config, "max_position_embeddings", None) or SEQUENCE  # where positions are computed there are more
+    sequence = settings.sequence or min(SEQUENCE, usual)
+    positions = manifest.model.positions
+    if positions and sequence > positions:
+        raise UsageError(f"--sequence {sequence} is more than the {positions} positions that the model has")
+    run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
+    check_run(run)  # before the data, which may take long to read
+    if not has_tokenizer(file.name for file in manifest.files):
+        return run, token_batches(data, config.vocab_size)
+    tokenizer = Tokenizer(folder)
+    return run, token_batches(data, config.vocab_size, tokenizer.encode_document, tokenizer.separator)
+
+
+def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+    graph = read_graph(folder)
+    if settings.sequence:
+        raise UsageError("--sequence is for language models: the samples of this model are rows of arrays")
+    microbatch = settings.microbatch or (min(MICROBATCH, settings.batch) if graph.any_batch else graph.batch)
+    if not graph.any_batch and microbatch != graph.batch:
+        raise UsageError(f"this model was exported for batches of {graph.batch} only: give --microbatch {graph.batch}")
+    run = _with(settings, 0, microbatch)
+    check_run(run)
+    return run, array_batches(data, graph)
+
+
+def _with(settings: Run, sequence: int, microbatch: int) -> Run:
+    return msgspec.structs.replace(settings, sequence=sequence, microbatch=microbatch)

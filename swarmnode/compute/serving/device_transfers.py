@@ -1,0 +1,102 @@
+"""What the sessions of a pass send to its device, brought there at once: gathered in one pinned buffer, for which nobody waits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo
+from swarmnode.compress.codecs import Buffer, decode, decode_in_place
+
+ALIGNMENT_BYTES = 8  # of each tensor in what is brought: that of the widest elements
+
+
+class DeviceOutputs:
+    """Of one pass. `add` what is wanted, `fetch` it all, and look it up under the number that `add` gave."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def __repr__(self) -> str:
+        return f"<DeviceOutputs of {len(self._parts)} tensors>"
+
+    def add(self, tensor: Tensor) -> int:
+        """Its number. It must not be written to any more."""
+        self._parts.append(tensor.detach())
+        return len(self._parts) - 1
+
+    def fetch(self) -> list[Tensor]:
+        """All of them on the host, by number: those that are there already as they are, the others in one copy."""
+        far = [number for number, part in enumerate(self._parts) if part.device.type != "cpu"]
+        if far:
+            whole_M = _to_host(torch.cat([_aligned(self._parts[number]) for number in far]))
+            begin = 0
+            for number in far:
+                part = self._parts[number]
+                self._parts[number] = whole_M[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+                begin += part.nbytes + -part.nbytes % ALIGNMENT_BYTES
+        return self._parts
+
+
+def _to_host(far_M: Tensor) -> Tensor:
+    """Waits for it; through pinned memory where it comes from a card, which needs no buffer of the driver's between."""
+    if far_M.device.type != "cuda":
+        return far_M.cpu()
+    near_M = far_M.to("cpu", non_blocking=True)
+    torch.accelerator.current_stream(far_M.device).synchronize()
+    return near_M
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """Its bytes, and some more up to where the next tensor may begin."""
+    bytes_M = part.contiguous().view(-1).view(torch.uint8)
+    surplus = -len(bytes_M) % ALIGNMENT_BYTES
+    return pad(bytes_M, (0, surplus)) if surplus else bytes_M
+
+
+class DeviceInputs:
+    """Of one pass. `add` all that it takes; the first `tensor` that is asked for sends them. Token ids stay on the host, where they
+    are looked at first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[TensorInfo, Buffer]] = []
+        self._sent: dict[int, Tensor] | None = None
+
+    def __repr__(self) -> str:
+        return f"<DeviceInputs of {len(self._parts)} tensors for {self._device}>"
+
+    def add(self, info: TensorInfo, payload: Buffer) -> int:
+        """Its number. It must not change any more."""
+        self._parts.append((info, payload))
+        return len(self._parts) - 1
+
+    def tensor(self, number: int) -> Tensor:
+        """What was added under this number. Raises ProtocolError where the payload is not what its descriptor says."""
+        info, payload = self._parts[number]
+        if self._sent is None:
+            self._sent = self._send()
+        if number in self._sent:
+            return decode_in_place(info, self._sent[number])
+        return decode(info, payload, device=self._device if info.dtype in FLOAT_DTYPES else "cpu")
+
+    def _send(self) -> dict[int, Tensor]:
+        """payload_M (uint8) on a card, by number; none on other devices, which have them already or know no pinned memory."""
+        if self._device.type != "cuda":
+            return {}
+        places: dict[int, slice] = {}
+        end = 0
+        for number, (info, payload) in enumerate(self._parts):
+            if info.dtype in FLOAT_DTYPES:
+                size = memoryview(payload).nbytes
+                places[number] = slice(end, end + size)
+                end += size + -size % ALIGNMENT_BYTES
+        if not places:
+            return {}
+        pinned_M = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+        gathered = pinned_M.numpy().data
+        for number, place in places.items():
+            gathered[place] = memoryview(self._parts[number][1]).cast("B")
+        far_M = pinned_M.to(self._device, non_blocking=True)
+        return {number: far_M[place] for number, place in places.items()}

@@ -1,0 +1,220 @@
+"""Priorities: who may have more of a device's time, since a node of theirs served others (`create --priority credit`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from swarmnode.codec.credit_messages import MAX_CLAIMED, CreditClaim
+from swarmnode.codec.messages import End, Error
+from swarmnode.errors import LocalError, NetworkDown, PeerError, ProtocolError
+from swarmnode.net.identity import Identity, verify
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.host import Host
+from swarmnode.peer.questions import Answer, QuestionServer, ask
+from swarmnode.plan.credit import Credit, credit_of, weight_of
+from swarmnode.swarm.records.manifest import CREDIT
+from swarmnode.swarm.records.receipt import Receipt, Voucher, open_receipt, open_voucher, sign_voucher
+from swarmnode.swarm.storage.receipt_folder import counts, read_receipts, receipts_of, signed_receipts
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 3600.0
+LIFE_S = 7200
+ANSWER_S = 5.0
+CLAIM_PROTOCOL = "/swarmnode/claim/1"
+MAX_WORKERS = 1024  # whose credit is remembered; who has least goes first
+
+
+class WorkerCredit(NamedTuple):
+    """Of one node in one swarm."""
+
+    swarm: bytes
+    worker: PeerId
+    credit: Credit
+
+
+def worker_credits(home: Path, swarm: bytes) -> list[WorkerCredit]:
+    """Of the nodes of a home in a swarm, those with most first. Raises LocalError where the folder cannot be read."""
+    return _credits(read_receipts(receipts_of(home, swarm), swarm, verify))
+
+
+def folder_credits(folder: Path) -> list[WorkerCredit]:
+    """Of all whose receipts lie in a folder, of whatever swarms, those with most first. Raises LocalError."""
+    return _credits(read_receipts(folder, None, verify))
+
+
+def summary(one: WorkerCredit) -> dict[str, Any]:
+    """As scripts read it, in units times tokens: `signed` is all that clients signed for, `credit` what of it counts."""
+    credit = one.credit
+    return {
+        "swarm": one.swarm.hex(),
+        "worker": one.worker,
+        "served": credit.served,
+        "trained": credit.trained,
+        "signed": credit.signed,
+        "clients": credit.clients,
+        "concentration": round(credit.concentration, 4),
+        "credit": round(credit.counted),
+    }
+
+
+def _credits(receipts: Iterable[Receipt]) -> list[WorkerCredit]:
+    now, found = time.time(), dict[tuple[bytes, PeerId], list[Receipt]]()
+    for receipt in receipts:
+        if counts(receipt, now):
+            found.setdefault((receipt.swarm, receipt.worker), []).append(receipt)
+    credits = [WorkerCredit(swarm, worker, credit_of(own)) for (swarm, worker), own in found.items()]
+    return sorted(credits, key=lambda one: (-one.credit.counted, one.worker))
+
+
+class _Lent(NamedTuple):
+    client: PeerId
+    weight: float
+    until: int
+
+
+class Priorities:
+    """Of one node. A worker's credit is for one client at a time: the one whose claim came last."""
+
+    def __init__(self, host: Host) -> None:
+        assert host.swarm.manifest is not None
+        self._units = host.swarm.manifest.model.units
+        self._swarm = host.swarm.id
+        self._now = host.clock.unix
+        self._lent: dict[PeerId, _Lent] = {}
+        self._server = QuestionServer(
+            host.network, CLAIM_PROTOCOL, host.hello, host.link_config, CreditClaim, self._answer
+        )
+
+    def __repr__(self) -> str:
+        return f"<Priorities of {len(self._lent)} workers>"
+
+    def weight(self, client: PeerId) -> float:
+        """How many times as much time as others it may have."""
+        now = self._now()
+        return max(
+            (lent.weight for lent in self._lent.values() if lent.client == client and lent.until >= now), default=1.0
+        )
+
+    async def start(self) -> None:
+        """Take claims from now on."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Take none any more."""
+        await self._server.close()
+
+    async def _answer(self, _asker: Claimant, claim: CreditClaim) -> Answer:
+        try:
+            voucher, receipts = await asyncio.to_thread(self._open, claim)
+        except ProtocolError as error:
+            log.info("claim refused: %s", error)
+            return Answer(Error(error.code))
+        weight = weight_of(credit_of(receipts), self._units)
+        self._lent.pop(voucher.worker, None)
+        self._lent[voucher.worker] = _Lent(voucher.client, weight, voucher.until)
+        if len(self._lent) > MAX_WORKERS:
+            del self._lent[self._least()]
+        return Answer(End())
+
+    def _least(self) -> PeerId:
+        """Whose credit is over, or else the least: workers that somebody invented have none."""
+        now = self._now()
+        return min(self._lent, key=lambda worker: (self._lent[worker].until >= now, self._lent[worker].weight))
+
+    def _open(self, claim: CreditClaim) -> tuple[Voucher, list[Receipt]]:
+        """What of a claim holds; 65 signatures at most. Raises ProtocolError where the voucher does not."""
+        now = self._now()
+        voucher = open_voucher(claim.voucher, self._swarm, verify, now)
+        receipts = []
+        for raw in claim.receipts:
+            with contextlib.suppress(ProtocolError):
+                receipts.append(open_receipt(raw, self._swarm, verify))
+        return voucher, [one for one in receipts if one.worker == voucher.worker and counts(one, now)]
+
+
+class Claims:
+    """Of one client. `show` is called for whoever is about to be asked; nothing waits for it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._board = Switchboard(host.network, CLAIM_PROTOCOL, host.hello, host.link_config)
+        self._shown_s: dict[PeerId, float] = {}
+        self._tasks = Tasks("claims", on_crash=host.link_config.supervisor.ends_conversation)
+
+    def __repr__(self) -> str:
+        return f"<Claims shown to {len(self._shown_s)} peers>"
+
+    def show(self, peers: Iterable[PeerId]) -> None:
+        """Let these peers know, unless they did lately."""
+        manifest, now_s = self._host.swarm.manifest, self._host.clock.monotonic()
+        if manifest is None or manifest.priority != CREDIT:
+            return
+        new = [peer for peer in peers if now_s - self._shown_s.get(peer, -AGAIN_S) >= AGAIN_S]
+        if new:
+            self._shown_s.update(dict.fromkeys(new, now_s))
+            self._tasks.spawn(self._show(new), f"to {len(new)} peers")
+
+    async def shown(self) -> None:
+        """Wait until all have heard who can."""
+        await self._tasks.idle()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        await self._tasks.close()
+        await self._board.close()
+
+    async def _show(self, peers: list[PeerId]) -> None:
+        claim = await asyncio.to_thread(self._claim)
+        if claim is not None:
+            await asyncio.gather(*(self._tell(peer, claim) for peer in peers))
+
+    async def _tell(self, peer: PeerId, claim: CreditClaim) -> None:
+        try:
+            async for _ in ask(self._board, peer, claim, silence_s=ANSWER_S):
+                pass  # END says all
+        except (PeerError, NetworkDown) as error:
+            log.info("peer %s does not know what our node is credited: %s", peer, error)
+
+    def _claim(self) -> CreditClaim | None:
+        """Of the node of this home that has most; None where none has any."""
+        home, swarm, now = self._host.config.home, self._host.swarm.id, self._host.clock.unix()
+        claims = []
+        for node in _nodes(home):
+            found = [
+                (receipt, raw)
+                for receipt, raw in signed_receipts(receipts_of(home, swarm) / node.peer_id, swarm, verify)
+                if receipt.worker == node.peer_id and counts(receipt, now)
+            ]
+            shown = _worth_most(found)
+            if shown:
+                voucher = Voucher(swarm, node.peer_id, self._host.peer_id, int(now) + LIFE_S)
+                raw = tuple(raw for _, raw in shown)
+                credit = credit_of(receipt for receipt, _ in shown).counted
+                claims.append((credit, CreditClaim(sign_voucher(voucher, node.sign), raw)))
+        return max(claims, key=lambda one: one[0], default=(0.0, None))[1]
+
+
+def _nodes(home: Path) -> Iterator[Identity]:
+    """The identities under which nodes of this home run."""
+    for path in sorted(home.glob("node*.key")):
+        with contextlib.suppress(OSError, LocalError):
+            yield Identity.from_bytes(path.read_bytes())
+
+
+def _worth_most(found: list[tuple[Receipt, bytes]]) -> list[tuple[Receipt, bytes]]:
+    """As many as a claim holds: those of many clients count more than many of one."""
+    found.sort(key=lambda one: -(one[0].served + one[0].trained))
+    first = {receipt.client: (receipt, raw) for receipt, raw in reversed(found)}
+    rest = [one for one in found if first[one[0].client][1] != one[1]]
+    largest = sorted(first.values(), key=lambda one: -(one[0].served + one[0].trained))
+    return [*largest, *rest][:MAX_CLAIMED]

@@ -1,0 +1,102 @@
+"""Files that are there after a power cut: written, flushed to the disk with the folder that names them, and only then relied on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from swarmnode.errors import LocalError
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one around it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def may_write(path: Path) -> bool:
+    """Whether the file may be written, or files be put into the folder."""
+    mode = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def lock_alone(path: Path) -> IO[bytes] | None:
+    """Hold the file until it is closed, if no other process holds it; else None. Raises OSError, LocalError on Windows."""
+    return _locked(path, alone=True)
+
+
+def lock_with_others(path: Path) -> IO[bytes]:
+    """Hold the file together with others until it is closed; waits for who holds it alone. Raises as `lock_alone`."""
+    file = _locked(path, alone=False)
+    assert file is not None
+    return file
+
+
+def _locked(path: Path, *, alone: bool) -> IO[bytes] | None:
+    if sys.platform == "win32":
+        raise LocalError("Windows has no such locks on files: run swarmnode in WSL 2 or in Docker")
+    import fcntl
+
+    file = path.open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BlockingIOError:
+        file.close()
+        return None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
+    """The content; None where there is more of it. Raises OSError, and ValueError for what is no path."""
+    with Path(path).open("rb") as file:
+        content = file.read(max_bytes + 1)
+    return content if len(content) <= max_bytes else None
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk, whatever happens to the power. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have a folder with all that is in it on the disk. Raises OSError."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def replace_durably(new: Path, path: Path) -> None:
+    """Put a file or folder that is on the disk into the place of `path`, at once and for good. Raises OSError."""
+    new.replace(path)
+    sync(path.parent)
+
+
+def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None:
+    """Write a file of mode 0600 so that a reader sees the old content or the new one; with `make_folder` also the folder around it,
+    if there is none. Raises LocalError if that is not possible."""
+    try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            replace_durably(Path(temporary), path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                Path(temporary).unlink()
+            raise
+    except OSError as error:
+        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,1 +1,0 @@
-"""Files of this machine: kept through a power cut, held by one process at a time, as the system lets them be written."""

@@ -1,0 +1,246 @@
+"""What a swarm can be founded on: a checkpoint, the fresh weights of a config, or a module that was made a graph."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config
+from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
+from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progress, checkpoint_files, has_tokenizer
+from swarmnode.swarm.storage.small_files import check_free, new_folder
+
+if TYPE_CHECKING:
+    from swarmnode.compute.graph.graph import Graph
+
+BYTES = 256
+
+
+def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress | None = None) -> Checkpoint:
+    """A local folder, a GGUF file, or a hub id (of a quantised model all files are downloaded); what is not plain is written into
+    the folder `out`, which the checkpoint then is in.
+
+    Raises UsageError where `model` is neither a folder nor a hub id, CheckpointError where it is damaged or of a method that cannot
+    be dequantised, LocalError where the disk is too small.
+    """
+    from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
+    from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
+    from swarmnode.compute.model.family import settings_of
+
+    path = Path(model).expanduser()
+    gguf = find_gguf(path)
+    source: GgufCheckpoint | QuantisedCheckpoint
+    if gguf is not None:
+        source = GgufCheckpoint(gguf)
+    else:
+        repository = model.partition("@")[0]
+        if not path.is_dir() and (
+            repository.count("/") != 1 or model.startswith(("/", ".", "~")) or model.endswith(SUFFIX)
+        ):
+            raise UsageError(
+                f"{model}: no such folder or GGUF file (and a hub id has the form organisation/model, "
+                "or organisation/model@revision)"
+            )
+        checkpoint = open_checkpoint(model)
+        settings = settings_of(checkpoint.config)
+        if settings is None:
+            return checkpoint
+        source = QuantisedCheckpoint(checkpoint, settings)
+        if isinstance(checkpoint, HubCheckpoint):
+            checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    if path.exists() and out.exists() and path.samefile(out):
+        raise UsageError(f"{model} is where its plain weights were to be written: choose another name for the swarm")
+    check_free(out, force=force)
+    _check_space(out, source.plain_bytes)
+    with new_folder(out, force=force) as partial:
+        source.write(partial, progress)
+    return Checkpoint(out)
+
+
+def _check_space(out: Path, needed_bytes: int) -> None:
+    """Raises LocalError where the plain weights find no place."""
+    free_bytes = shutil.disk_usage(out.parent).free
+    if needed_bytes > free_bytes:
+        raise LocalError(
+            f"dequantised the weights take {needed_bytes / 1e9:.1f} GB, and {out.parent} has {free_bytes / 1e9:.1f} GB left: "
+            "found the swarm where there is more"
+        )
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A folder with the weights, which of its files count, and the model in a few numbers.
+
+    `vocabulary`: of a language model, where its config tells. `remarks` are for the founder. `original`: the quantised checkpoint
+    that the folder was made of, by path or hub id, where it was.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    kind: str
+    model: ModelInfo
+    vocabulary: int | None = None
+    remarks: tuple[str, ...] = ()
+    original: str = ""
+
+    @classmethod
+    def of_graph(
+        cls, folder: Path, model: ModelInfo, *, vocabulary: int | None = None, remarks: tuple[str, ...] = ()
+    ) -> ModelSource:
+        """A graph that was written into the folder, beside whatever else its swarm shares."""
+        return cls(folder, tuple(checkpoint_files(folder)), GRAPH, model, vocabulary, remarks)
+
+
+def from_model(
+    model: str, out: Path, *, task: str | None = None, force: bool = False, progress: Progress | None = None
+) -> ModelSource:
+    """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as `from_checkpoint`,
+    any other one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
+    from swarmnode.founding.encoder_source import write_encoder
+
+    checkpoint = open_plain(model, out, force=force, progress=progress)
+    task = task or _task_of(checkpoint)
+    if task != GENERATE:
+        encoder = write_encoder(checkpoint, task, out, force=force)
+        return ModelSource.of_graph(out, encoder, vocabulary=getattr(checkpoint.config, "vocab_size", None))
+    return _of_language_model(checkpoint, model, out)
+
+
+def outline(model: str) -> tuple[Checkpoint | Graph, str]:
+    """What `from_model` or `from_module` would found a swarm on, by its config and headers alone, and what it may be asked for: a
+    graph, cut into units, or the checkpoint of what generates text. Raises CheckpointError, UsageError."""
+    from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
+    from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.founding import encoder_source
+
+    if (":" in model or model.endswith(PROGRAM_SUFFIX)) and not Path(model).is_dir():
+        return partition(export_source(model, trains=False).graph, UNITS).graph, INFER
+    checkpoint = open_checkpoint(model)
+    task = _task_of(checkpoint)
+    if task != GENERATE:
+        return encoder_source.outline(checkpoint, task), task
+    checkpoint.family  # noqa: B018  # raises where it cannot be split
+    return checkpoint, task
+
+
+def from_checkpoint(
+    model: str, out: Path, *, byte_level: bool = False, force: bool = False, progress: Progress | None = None
+) -> ModelSource:
+    """A local folder, a GGUF file, or a hub id, which is downloaded; quantised weights are written dequantised into the
+    folder `out`. `byte_level` leaves its tokenizer out.
+
+    Raises CheckpointError where the checkpoint is damaged or its family cannot be split, UsageError, LocalError.
+    """
+    checkpoint = open_plain(model, out, force=force, progress=progress)
+    return _of_language_model(checkpoint, model, out, byte_level=byte_level)
+
+
+def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
+    """A checkpoint with plain weights, which was asked for as `model`; in the folder `out` where it was made of that."""
+    from swarmnode.compute.model.fresh import position_limit
+    from swarmnode.compute.serving.loading import check_family
+
+    check_family(checkpoint.family)
+    positions = position_limit(checkpoint.family)
+    if isinstance(checkpoint, HubCheckpoint):
+        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    folder, named = Path(checkpoint.path), Path(model).expanduser()
+    made = folder == out != named
+    original = str(named.absolute()) if named.exists() else model
+    files = checkpoint_files(folder)
+    return ModelSource(
+        folder=folder,
+        files=tuple(file for file in files if not (byte_level and file.name in TOKENIZER_NAMES)),
+        kind=CAUSAL_LM,
+        model=ModelInfo(
+            family=checkpoint.config.model_type,
+            units=checkpoint.units,
+            hidden=checkpoint.config.hidden_size,
+            hub_id=checkpoint.repository if isinstance(checkpoint, HubCheckpoint) else None,
+            revision=getattr(checkpoint, "revision", None),
+            positions=positions or 0,
+        ),
+        vocabulary=getattr(checkpoint.config, "vocab_size", None),
+        original=original if made else "",
+        remarks=(f"the weights of {model} are quantised: {out.name} has them as plain ones",) if made else (),
+    )
+
+
+def from_config(
+    config: Path, out: Path, *, seed: int = 0, byte_level: bool = False, force: bool = False
+) -> ModelSource:
+    """Fresh weights for a transformers config (a folder, or its config.json), written into the folder `out` beside it all.
+
+    Raises UsageError where there is no config, CheckpointError where its family cannot be split, LocalError.
+    """
+    from swarmnode.compute.model.family import family_of
+    from swarmnode.compute.model.fresh import write_fresh_model
+    from swarmnode.compute.serving.loading import check_family
+
+    folder = config.parent if config.name == CONFIG_NAME else config
+    if not (folder / CONFIG_NAME).is_file():
+        raise UsageError(f"{folder} has no {CONFIG_NAME}; give a folder with the config of a transformers model")
+    tokenizer = [name for name in TOKENIZER_NAMES if (folder / name).is_file() and not byte_level]
+    known = load_config(folder / CONFIG_NAME)
+    check_vocabulary(getattr(known, "vocab_size", None), tokenizer)
+    check_family(family_of(known))
+    with new_folder(out, force=force) as partial:
+        write_fresh_model(folder, partial, seed)
+        for name in tokenizer:
+            shutil.copyfile(folder / name, partial / name)
+    return _of_language_model(Checkpoint(out), str(out), out)
+
+
+def from_module(
+    spec: str, out: Path, *, units: int | None = None, trains: bool = True, force: bool = False
+) -> ModelSource:
+    """A factory "package.module:function" or an exported program "file.pt2", written as a graph into the folder `out`: one that
+    `trains`, from inputs to loss, or one that is served, from inputs to outputs.
+
+    `units` is about how many units to cut it into. Raises UsageError where it cannot be exported, with operator and line.
+    """
+    from swarmnode.compute.graph.boundary import check_travel
+    from swarmnode.compute.graph.exporting.reader import Exported
+    from swarmnode.compute.graph.exporting.source import export_source
+    from swarmnode.compute.graph.layout import Layout
+    from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.compute.graph.serialise import write_graph
+
+    if units is not None and not 1 <= units <= MAX_UNITS:
+        raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} units")
+    exported = export_source(spec, trains=trains)
+    cut = partition(exported.graph, units or UNITS)
+    if not trains:
+        check_travel(Layout(cut.graph))
+    with new_folder(out, force=force) as partial:
+        write_graph(Exported(cut.graph, exported.weights), partial)
+    model = ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0)
+    return ModelSource.of_graph(out, model, remarks=cut.remarks)
+
+
+def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
+    """Raises UsageError where bytes are to be tokens, for want of a tokenizer, and the model knows fewer than there are."""
+    if vocabulary is not None and vocabulary < BYTES and not has_tokenizer(files):
+        raise UsageError(
+            f"without a tokenizer each byte of the text is a token, so the model needs a vocabulary of at least {BYTES}; "
+            f"this one has {vocabulary}: raise vocab_size, or put a tokenizer into the folder"
+        )
+
+
+def _short_name(spec: str) -> str:
+    """A module's name, as a manifest may hold it."""
+    from swarmnode.compute.graph.exporting.source import module_name
+
+    return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
+
+
+def _task_of(checkpoint: Checkpoint) -> str:
+    """What it is for, by its config and the files beside it."""
+    from swarmnode.compute.model.encoder import MODULES_FILE, task_of
+
+    return task_of(checkpoint.config, pools=checkpoint.small_file(MODULES_FILE) is not None)

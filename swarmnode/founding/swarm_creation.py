@@ -1,0 +1,164 @@
+"""Founding a swarm: from its model to a manifest, an invite and the promise of a first bootstrap peer."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec import UNSET, UnsetType
+
+from swarmnode.codec.body import MAX_ADAPTER_CHARS
+from swarmnode.errors import UsageError
+from swarmnode.founding.bootstraps import Bootstraps
+from swarmnode.founding.model_source import ModelSource, check_vocabulary
+from swarmnode.net.addressing.addresses import with_peer
+from swarmnode.net.identity import Identity, SigningKey
+from swarmnode.swarm.records.invite import sign_swarm
+from swarmnode.swarm.records.manifest import (
+    ADAPTERS_FORMAT,
+    CAUSAL_LM,
+    FORMAT,
+    MAX_ADAPTERS,
+    MAX_NAME_CHARS,
+    MAX_WEIGHTS_BYTES,
+    OPEN,
+    SERVE,
+    SERVING_CODECS,
+    TRAIN,
+    TRAINING_CODECS,
+    AdapterInfo,
+    Manifest,
+    encode_manifest,
+    file_names,
+    is_adapter_name,
+    swarm_id,
+)
+from swarmnode.swarm.storage.content import Progress, describe_files
+from swarmnode.swarm.storage.small_files import new_folder
+from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
+
+MAX_NAME_BYTES = 200  # in UTF-8: files are called after it, with more letters around, and a file's name has at most 255
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """The folder with the files of all adapters, and what the manifest says of them."""
+
+    folder: Path
+    adapters: tuple[AdapterInfo, ...]
+
+
+def check_adapter_names(names: list[str]) -> None:
+    """Raises UsageError for what cannot be the names of a swarm's adapters."""
+    for name in names:
+        if not is_adapter_name(name):
+            raise UsageError(
+                f"{name[:MAX_ADAPTER_CHARS]!r} is not a name for an adapter; use up to {MAX_ADAPTER_CHARS} letters, digits, "
+                "dots and dashes, a letter or digit first"
+            )
+    if len({name.casefold() for name in names}) < len(names):
+        raise UsageError("two adapters have the same name")
+    if len(names) > MAX_ADAPTERS:
+        raise UsageError(f"a swarm has at most {MAX_ADAPTERS} adapters, not {len(names)}")
+
+
+def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *, force: bool = False) -> AdapterSource:
+    """Adapters by their names, each from a folder that peft has saved it into, copied into the folder `out`. Raises UsageError
+    where the model generates no text, CheckpointError where one is no plain LoRA adapter of it, LocalError."""
+    import torch
+
+    from swarmnode.compute.model.adapters.adapter_file import adapter_in
+    from swarmnode.compute.model.assemble import outline
+    from swarmnode.compute.model.checkpoint import Checkpoint
+
+    check_adapter_names(list(folders))
+    if source.kind != CAUSAL_LM:
+        raise UsageError("adapters are for models that generate text")
+    family = Checkpoint(source.folder).family
+    model = outline(family, 0, family.units, dtype=torch.float32)
+    with new_folder(out, force=force) as partial:
+        for name, folder in folders.items():
+            adapter = adapter_in(folder)
+            adapter.check(family, model, 0, family.units)
+            adapter.check_numbers()
+            if adapter.weights.stat().st_size > MAX_WEIGHTS_BYTES:
+                raise UsageError(f"{adapter.weights} is over {MAX_WEIGHTS_BYTES >> 30} GiB: an adapter is smaller")
+            for original, copy in zip((adapter.config_file, adapter.weights), file_names(name), strict=True):
+                shutil.copyfile(original, partial / copy)
+    return AdapterSource(out, tuple(_describe(name, out) for name in folders))
+
+
+def _describe(name: str, folder: Path) -> AdapterInfo:
+    config, weights = describe_files([folder / file for file in file_names(name)])
+    return AdapterInfo(name, config, weights)
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError for what cannot be a swarm's name, or is one that commands and files cannot be given."""
+    readable = name.isprintable() and "/" not in name and name == name.strip()
+    short = len(name) <= MAX_NAME_CHARS and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    if not name or not readable or not short or name.startswith(("-", ".")):
+        shown = repr(name) if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]!r}…"
+        raise UsageError(
+            f"{shown} is not a name for a swarm; use up to {MAX_NAME_CHARS} letters, digits and dashes, a letter or digit first"
+        )
+
+
+def create_swarm(
+    name: str,
+    model_source: ModelSource,
+    bootstraps: Bootstraps,
+    *,
+    mode: str = SERVE,
+    membership: str = OPEN,
+    owner: SigningKey | None = None,
+    priority: str | UnsetType = UNSET,
+    adapters: AdapterSource | None = None,
+    progress: Progress | None = None,
+) -> Swarm:
+    """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
+
+    Raises UsageError on a bad name or address, or a vocabulary without all bytes.
+    """
+    check_name(name)
+    bootstraps = bootstraps.settled()
+    if mode == TRAIN:
+        check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
+    manifest = Manifest(
+        name=name,
+        model=model_source.model,
+        files=describe_files(model_source.files, progress=progress),
+        created=int(time.time()),
+        kind=model_source.kind,
+        mode=mode,
+        codecs=TRAINING_CODECS if mode == TRAIN else SERVING_CODECS,
+        membership=membership,
+        owner=b"" if owner is None else owner.public,
+        priority=priority,
+        format=FORMAT if adapters is None else ADAPTERS_FORMAT,
+        adapters=UNSET if adapters is None else adapters.adapters,
+    )
+    raw = encode_manifest(manifest)
+    signature = b"" if owner is None else sign_swarm(swarm_id(raw), owner)
+    swarm = replace(
+        new_swarm(raw, signature),
+        checkpoint=model_source.folder,
+        original=model_source.original,
+        adapters=None if adapters is None else adapters.folder,
+        bootstraps=tuple(bootstraps.running),
+    )
+    return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
+
+
+def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
+    """Fix identity and addresses of the first bootstrap peer now, so that the invite is complete before it runs."""
+    identity = Identity.generate()
+    return replace(
+        swarm,
+        bootstraps=tuple(with_peer(address, identity.peer_id) for address in bootstraps.announce),
+        bootstrap_key=identity.to_bytes(),
+        bootstrap_listen=tuple(bootstraps.listen),
+    )

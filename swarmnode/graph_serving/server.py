@@ -1,0 +1,177 @@
+"""Runs the passes of others through the units that are held here. A pass leaves nothing behind: whoever loses one asks another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import lru_cache, partial
+
+import torch
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
+from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
+from swarmnode.codec.messages import Error
+from swarmnode.compress.codecs import Encoded, decode_values, encode_values
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
+from swarmnode.compute.graph.costs.estimate import forward_bytes, values_bytes
+from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
+from swarmnode.ledger import Account
+from swarmnode.measuring.hardware import LentDevice
+from swarmnode.measuring.meters import RefusalMeter
+from swarmnode.metrics.metric import Readings
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.plan.view import Span
+
+PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
+MOST_S = 600.0  # that a pass may wait and take
+RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class InferenceServer:
+    """Serves one span of a graph's units. Made, then `start`ed; ended by `close`."""
+
+    def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
+        """`lent` is the device of `segment`, and `executor` its thread."""
+        self.draining = False
+        self._peer = peer
+        self._segment = segment
+        self._executor = executor
+        self._lent = lent
+        self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
+        self._refusals = RefusalMeter(Span(segment.start, segment.end))
+        self._tasks = Tasks("inference server", on_crash=peer.link_config.supervisor.ends_conversation)
+        self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
+        self._board = Switchboard(
+            peer.network,
+            INFER_PROTOCOL,
+            peer.hello,
+            peer.link_config,
+            accept=self._accept,
+            on_peer_lost=peer.lost_neighbour,
+        )
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "serving"
+        return f"<InferenceServer {state} {self.load} passes through {self._segment!r}>"
+
+    @property
+    def load(self) -> int:
+        """Passes that run or wait."""
+        return len(self._tasks)
+
+    def readings(self) -> Readings:
+        """What runs here, and what was refused."""
+        return self._refusals.readings(self.load)
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._board.start()
+
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last pass is over."""
+        self.draining = True
+        await self._tasks.idle()
+
+    async def close(self) -> None:
+        """End all passes and links."""
+        self.draining = True
+        await self._tasks.close()
+        await self._board.close()
+
+    # -- incoming passes
+
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if not isinstance(body, Infer):
+            self._refusals.refuse(channel, Error(ErrorCode.MALFORMED))
+            return
+        if self.draining:
+            self._refusals.refuse(channel, Error(ErrorCode.DRAINING))
+            return
+        task = self._tasks.spawn(self._answer(channel, body, frame.payload), f"pass of {channel.peer}")
+        yielding = self._passes.take(task, channel.claimant)
+        task.add_done_callback(self._passes.leave)
+        if yielding is not None:
+            yielding.cancel()
+        if yielding is task:  # which never began
+            self._refusals.refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
+            return
+
+        def gone(*_: object) -> None:
+            task.cancel()
+
+        channel.on_lost = gone
+        channel.on_frame = gone  # END is all that may come
+
+    async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
+        """Compute, and tell the result or why there is none."""
+        try:
+            infos, payloads = await self._infer(channel, asked, payload)
+            channel.send(Inferred(infos), payload=payloads)
+            channel.close()
+            await channel.drain()
+        except asyncio.CancelledError:
+            if channel.open:  # another peer's came first, or this node ends
+                code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
+                self._refusals.refuse(channel, Error(code, RETRY_S))
+            raise
+        except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
+            log.info("a pass of %s is refused: %s", channel.peer, error)
+            self._refusals.refuse(channel, _refusal(error))
+        except PeerError as error:
+            log.debug("%s", error)
+        except Exception:  # whatever an operator raises about numbers that it does not like
+            log.exception("a pass of %s failed", channel.peer)
+            self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
+
+    async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
+        """Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
+        segment = self._segment
+        if not segment.start <= asked.start < asked.end <= segment.end:
+            raise ProtocolError(f"units {asked.start}:{asked.end} are not here", code=ErrorCode.WRONG_SPAN)
+        batch = batch_of(segment.layout, asked.start, told(asked.values))
+        need_bytes = self._pass_bytes(asked.start, asked.end, batch)
+        limit_bytes = self._lent.ledger.limit_bytes
+        is_too_large = limit_bytes is not None and need_bytes > limit_bytes
+        if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(f"a pass of {need_bytes} bytes never fits", code=ErrorCode.TOO_LARGE)
+        with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
+            computing = self._executor.call(
+                Urgency.FORWARD,
+                partial(self._compute, asked, payload, batch),
+                kind="infer",
+                owner=channel.peer[-8:],
+                size=batch,
+            )
+            computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
+        if asked.work:
+            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch)
+        return computed
+
+    def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
+        """On the compute thread."""
+        segment = self._segment
+        with torch.inference_mode(), self._lent.throttle.pass_over(asked.end - asked.start, batch):
+            values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
+            try:
+                results = segment.forward(values, asked.start, asked.end, 0)
+            except ProtocolError as error:
+                raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
+            return encode_values(to_wire(results))
+
+
+def _refusal(error: Exception) -> Error:
+    """Return the answer to a pass that cannot be."""
+    if isinstance(error, ProtocolError):
+        return Error(error.code)
+    if isinstance(error, ExecutorDied):
+        return Error(ErrorCode.INTERNAL)
+    return Error(ErrorCode.BUSY, error.retry_s if isinstance(error, Busy) else RETRY_S)

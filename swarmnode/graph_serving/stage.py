@@ -1,0 +1,105 @@
+"""What a node does with units of a graph that is served: loaded, measured, and open to the passes of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+
+import torch
+
+from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.graph.operators import torch_constant
+from swarmnode.compute.graph.segment import GraphSegment, load_segment
+from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.stopwatch import Clock, best_s
+from swarmnode.graph_serving.server import InferenceServer
+from swarmnode.ledger import Account, Reservation
+from swarmnode.measuring.capability import Capability
+from swarmnode.measuring.hardware import Hardware, Workplace
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.plan.view import Span
+from swarmnode.serving.stage import Stage
+from swarmnode.swarm.records.sections import Section, ServingLoad
+
+
+class InferenceStage(Stage):
+    """Made by `load`, ended by `close`."""
+
+    def __init__(
+        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation, label: str
+    ) -> None:
+        self._hardware = hardware
+        self._server = server
+        self._capability = capability
+        self._weights = weights
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"<InferenceStage {self._server!r}>"
+
+    @classmethod
+    async def load(cls, place: Workplace, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
+        """Load units whose weights are here, measure them, and serve. Raises CheckpointError, LocalError."""
+        host, hardware = place.host, place.hardware
+        (lent,), (executor,) = hardware.lent, place.executors
+        async with contextlib.AsyncExitStack() as undo:
+            weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
+            undo.callback(weights.release)
+            segment = await asyncio.to_thread(
+                load_segment, checkpoint.path, units.start, units.end, device=lent.device.torch_device
+            )
+            once = partial(measure, segment, host.clock.compute)
+            capability = await executor.call(
+                Urgency.CONTROL,
+                lambda: place.measure(units.units, lent, once),
+                kind="measure",
+                owner=f"units {units}",
+            )
+            server = InferenceServer(host, segment, executor, lent)
+            undo.push_async_callback(server.close)
+            await server.start()
+            undo.pop_all()
+        return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
+
+    def sections(self) -> tuple[Section, ...]:
+        """What the announcement says of this stage."""
+        return self._hardware.section, self._capability.section(), ServingLoad(sessions=self._server.load)
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._label,))
+        yield from self._server.readings()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and let the passes that run end."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._server.finish(), timeout_s)
+
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last pass is over."""
+        await self._server.finish()
+
+    def take_on(self) -> None:
+        """Take passes again, after all."""
+        self._server.draining = False
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """Free everything."""
+        await self._server.close()
+        self._weights.release()
+
+
+def measure(segment: GraphSegment, clock: Clock) -> Speeds:
+    """A pass of the batch that the module was exported with: its samples are the positions that speeds count."""
+    batch = segment.graph.batch
+    values = tuple(
+        torch.zeros(value.type.sizes(batch), dtype=torch_constant(value.type.dtype), device=segment.device)
+        for value in segment.layout.boundaries[segment.start]
+    )
+    with torch.inference_mode():
+        pass_s = best_s(lambda: segment.forward(values, segment.start, segment.end, 0), segment.device, clock)
+    speed = (segment.end - segment.start) * batch / pass_s
+    return Speeds(decode_units_per_s=speed, prefill_units_per_s=speed)

@@ -1,0 +1,276 @@
+"""What a volunteer says of its own speed: what it measured when it first held such a span, until real work says otherwise.
+
+Measured speeds are kept in a file, so that a restart announces at once. They are only a peer's own word and open the
+door; what counts is what neighbours measure (`peer/paths.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import UNSET
+
+from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
+from swarmnode.swarm.records.sections import WorkSpeeds
+from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.version import __version__
+
+log = logging.getLogger(__name__)
+
+MAX_ENTRIES = 64
+MAX_FILE_BYTES = 1 << 16
+OLD_S = 30 * 86400.0  # drivers, thermal paste and neighbours change: measure anew
+DEPARTURE = 1.25  # factor between what is announced and what real work shows
+DEPARTED_S = 30.0  # so long, and
+DEPARTED_PASSES = 20  # in so many passes
+NEWEST = 0.1  # weight of the newest pass
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a measured speed holds for. Any change of it is measured anew."""
+
+    model: str  # the swarm's id in hex
+    device: str
+    memory_bytes: int  # of the device
+    number_format: str  # dtype and quantisation
+    threads: int
+    units: int
+    throttle: float = 0.0
+    share: float = 1.0
+
+    @property
+    def but_size(self) -> str:
+        """As text, with the versions of what computes, but without the span's size."""
+        versions = f"swarmnode {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+        own = (self.model, self.device, self.memory_bytes, self.number_format, self.threads, self.throttle, self.share)
+        return "; ".join(map(str, (*own, versions, "")))
+
+    @property
+    def key(self) -> str:
+        """All of it in one line of text."""
+        return f"{self.but_size}{self.units}"
+
+    def distance(self, units: int) -> int:
+        """From a span of another size."""
+        return abs(units - self.units)
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    measured_at: float  # unix time, seconds
+    speeds: Speeds
+
+
+class SpeedCache:
+    """A bounded file of measured speeds by conditions. A missing or damaged one is empty: it is only a help."""
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._now = now
+        self._entries = self._read()
+
+    def __repr__(self) -> str:
+        return f"<SpeedCache {len(self._entries)} in {self.path.name}>"
+
+    def find(self, conditions: Conditions) -> Speeds | None:
+        """What was measured under these conditions, if it is not too old."""
+        entry = self._entries.get(conditions.key)
+        return entry.speeds if entry is not None and self._is_fresh(entry) else None
+
+    def nearest(self, conditions: Conditions) -> Speeds:
+        """What was measured on a span of the most similar size, all else being equal; zeros where nothing was."""
+        known = self._by_size(conditions)
+        return known[min(known, key=conditions.distance)].speeds if known else Speeds()
+
+    def newest(self, conditions: Conditions) -> Speeds:
+        """What was measured last on a span of any size, all else being equal; zeros where nothing was."""
+        known = self._by_size(conditions)
+        return max(known.values(), key=lambda entry: entry.measured_at).speeds if known else Speeds()
+
+    def _by_size(self, conditions: Conditions) -> dict[int, _Entry]:
+        """What was measured on spans of so many units, all else being equal, and is not too old."""
+        return {
+            int(key.rpartition("; ")[2]): entry
+            for key, entry in self._entries.items()
+            if key.startswith(conditions.but_size) and self._is_fresh(entry)
+        }
+
+    def _is_fresh(self, entry: _Entry) -> bool:
+        return self._now() - entry.measured_at <= OLD_S
+
+    def put(self, conditions: Conditions, speeds: Speeds) -> None:
+        """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""
+        self._entries = {**self._entries, **self._read()}  # other nodes of this home write it too
+        self._entries[conditions.key] = _Entry(self._now(), speeds)
+        newest = sorted(self._entries.items(), key=lambda item: -item[1].measured_at)[:MAX_ENTRIES]
+        self._entries = dict(newest)
+        try_to_keep(self.path, self._entries, "measured speeds are")
+
+    def _read(self) -> dict[str, _Entry]:
+        return read_kept(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
+
+
+class Drift:
+    """Compares one announced speed with real work, and says what to announce instead once both differ for long."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._unit_s = 0.0  # a moving average
+        self._passes = 0  # and since when it differs from what is announced
+        self._since_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Drift at {self._unit_s * 1e6:.0f} µs a unit, {self._passes} passes off>"
+
+    def note(self, unit_s: float, announced_units_per_s: float) -> float | None:
+        """One pass of real work. The speed to announce from now on, or None where the old one holds. A pass that took no time
+        at all, as a clock may have it, tells nothing."""
+        if unit_s <= 0:
+            return None
+        if not announced_units_per_s:
+            return 1 / unit_s
+        self._unit_s = (1 - NEWEST) * self._unit_s + NEWEST * unit_s if self._unit_s else unit_s
+        ratio = announced_units_per_s * self._unit_s
+        if 1 / DEPARTURE <= ratio <= DEPARTURE:
+            self._passes = 0
+            return None
+        if self._passes == 0:
+            self._since_s = self._clock()
+        self._passes += 1
+        if self._passes < DEPARTED_PASSES or self._clock() - self._since_s < DEPARTED_S:
+            return None
+        self._passes = 0
+        return 1 / self._unit_s
+
+
+class Capability:
+    """The speeds that a stage announces. Passes are noted on its compute thread, read on the loop."""
+
+    def __init__(
+        self,
+        speeds: Speeds,
+        conditions: Conditions,
+        cache: SpeedCache,
+        *,
+        lasting: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.speeds = speeds
+        self.lasting = lasting
+        self._conditions = conditions
+        self._cache = cache
+        self._drift = {field: Drift(clock=clock) for field in Speeds.__dataclass_fields__}
+
+    def __repr__(self) -> str:
+        return f"<Capability {self.speeds} for {self._conditions.units} units>"
+
+    @classmethod
+    def of(
+        cls,
+        conditions: Conditions,
+        cache: SpeedCache,
+        measure: Callable[[], Speeds],
+        *,
+        lasting: bool = True,
+        **clock: Any,
+    ) -> Capability:
+        """From the cache, or measured now (on the calling thread) and kept, where that is `lasting`."""
+        speeds = cache.find(conditions)
+        if speeds is not None:
+            return cls(speeds, conditions, cache, **clock)
+        capability = cls(Speeds(), conditions, cache, lasting=lasting, **clock)
+        capability.measure(measure, lasting=lasting)
+        return capability
+
+    def measure(self, measure: Callable[[], Speeds], *, lasting: bool = True) -> None:
+        """Announce what is measured now (on the calling thread), and keep it where it is `lasting`."""
+        self.speeds, self.lasting = measure(), lasting
+        if lasting:
+            self._cache.put(self._conditions, self.speeds)
+
+    def correct(self, field: str, units_per_s: float) -> None:
+        """A trial at what is asked now says how fast this is: announced at once, where it says something else than before."""
+        announced = getattr(self.speeds, field)
+        if not announced / DEPARTURE <= units_per_s <= announced * DEPARTURE:
+            self._announce(field, units_per_s)
+
+    def note(self, field: str, unit_s: float) -> None:
+        """A pass of real work took so many seconds for a position through a unit; `field` names the speed."""
+        speed = self._drift[field].note(unit_s, getattr(self.speeds, field))
+        if speed is not None:
+            self._announce(field, speed)
+
+    def _announce(self, field: str, units_per_s: float) -> None:
+        log.info("work here shows %s of %.1f instead of %.1f", field, units_per_s, getattr(self.speeds, field))
+        self.speeds = replace(self.speeds, **{field: units_per_s})
+        self._cache.put(self._conditions, self.speeds)
+
+    def section(self) -> WorkSpeeds:
+        """What the announcement says; speeds that were not measured are left out."""
+        return speeds_section(self.speeds)
+
+
+def _by_field(figure: Callable[[str], float]) -> Speeds:
+    return Speeds(**{field: figure(field) for field in Speeds.__dataclass_fields__})
+
+
+def in_sequence(parts: Iterable[tuple[int, Speeds]]) -> Speeds:
+    """Of (units, their speeds) that lie on devices one behind another: a position takes the time of all; 0 where one was not
+    measured."""
+    held = list(parts)
+
+    def one_behind_another(field: str) -> float:
+        pairs = [(count, float(getattr(speeds, field))) for count, speeds in held]
+        measured = all(speed for _, speed in pairs)
+        return sum(count for count, _ in pairs) / sum(count / speed for count, speed in pairs) if measured else 0.0
+
+    return _by_field(one_behind_another)
+
+
+def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
+    """Of replicas, each of (units, their speeds) on devices one behind another, while there is work for all devices: the slowest
+    one of a replica decides, and replicas add up; 0 where one was not measured."""
+    held = [list(replica) for replica in replicas]
+
+    def together(field: str) -> float:
+        speeds = [[(count, float(getattr(one, field))) for count, one in replica] for replica in held]
+        if not all(speed for replica in speeds for _, speed in replica):
+            return 0.0
+        return sum(
+            sum(count for count, _ in replica) / max(count / speed for count, speed in replica) for replica in speeds
+        )
+
+    return _by_field(together)
+
+
+def mean_speeds(several: Sequence[Speeds]) -> Speeds:
+    """Of devices that do the same."""
+    return _by_field(lambda field: fmean(getattr(speeds, field) for speeds in several))
+
+
+def serving_section(replicas: Sequence[Sequence[tuple[int, Speeds]]]) -> WorkSpeeds:
+    """What is announced of replicas, each of (units, their speeds): the speed of one session alone, whichever replica it is at, and
+    how many times as much several sessions have together, at different devices."""
+    alone, together = mean_speeds([in_sequence(replica) for replica in replicas]), at_once(replicas)
+    speedup = together.decode_units_per_s / alone.decode_units_per_s if alone.decode_units_per_s else 1.0
+    section = speeds_section(alone)
+    return msgspec.structs.replace(section, parallel_speedup=min(max(speedup, 1.0), MAX_PARALLEL_SPEEDUP))
+
+
+def speeds_section(speeds: Speeds) -> WorkSpeeds:
+    """Speeds as they are announced; those that were not measured are left out."""
+    return WorkSpeeds(
+        decode_units_per_s=speeds.decode_units_per_s or UNSET,
+        prefill_units_per_s=speeds.prefill_units_per_s or UNSET,
+        training_units_per_s=speeds.training_units_per_s or UNSET,
+    )

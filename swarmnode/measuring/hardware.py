@@ -1,0 +1,338 @@
+"""What this machine can hold of a model, on the devices that it lends."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swarmnode.compute.capacity.memory import (
+    TRAINING_BYTES,
+    UnitSizes,
+    cache_tokens_that_fit,
+    describe_fit,
+    graph_sizes,
+    most_anywhere,
+    training_sizes,
+    unit_sizes,
+    units_that_fit,
+)
+from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.graph.costs.estimate import usual_width
+from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.loading import prepare_span
+from swarmnode.compute.throttle import Throttle
+from swarmnode.config import StageConfig
+from swarmnode.counting import format_bytes
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.ledger import MemoryLedger
+from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
+from swarmnode.net.clock import MACHINE_CLOCK, Clock
+from swarmnode.peer.host import Host
+from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
+from swarmnode.plan.view import Span as Units
+from swarmnode.swarm.records.sections import Machine, Section
+
+if TYPE_CHECKING:
+    from swarmnode.weights.adapter_files import AdapterFiles
+
+MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
+SPEEDS_FILE = "speeds.json"
+NAME_LENGTH = 48  # of a device, as others see it
+
+
+@dataclass(frozen=True)
+class LentDevice:
+    """A device, and what of it is lent. `throttle` is of all that is computed on it."""
+
+    device: Device
+    memory_bytes: int
+    ledger: MemoryLedger = field(default_factory=MemoryLedger, compare=False)
+    throttle: Throttle = field(default_factory=Throttle, compare=False)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this machine can hold of one model. Made by `probe`, before anything is loaded."""
+
+    lent: tuple[LentDevice, ...]
+    dtype: torch.dtype
+    quantize: str
+    sizes: UnitSizes
+    config: StageConfig
+    trains: bool = False
+    folder: Path | None = None  # with the model's tokenizer
+    width: int = 0  # float32 values of a position, or of a module's sample, that pass between two units
+
+    def __repr__(self) -> str:
+        return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
+
+    @classmethod
+    def probe(
+        cls,
+        checkpoint: Checkpoint,
+        config: StageConfig,
+        *,
+        trains: bool = False,
+        host: MemoryLedger | None = None,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> Hardware:
+        """Find out, and give the ledger of the `host`, which is the device's own where that is the CPU, its limit.
+
+        Raises UsageError on words that mean nothing, LocalError where a device is not here, CheckpointError where the model
+        cannot be split.
+        """
+        config.check()
+        if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
+            raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
+        is_graph = isinstance(checkpoint, GraphCheckpoint)
+        if is_graph and (config.quantize != "none" or config.dtype != "auto"):
+            raise UsageError(
+                "a module computes in the dtypes that it was exported with: leave --quantize and --dtype alone"
+            )
+        devices = probe_devices(config.device)
+        if is_graph and not trains and len(devices) > 1:
+            raise UsageError(f"--device {config.device}: a module is served on one device of a node")
+        set_threads(threads_each(config.device, config.threads, len(devices)))
+        fixed = trains or is_graph
+        dtype = torch.float32 if fixed else _common_dtype(devices, checkpoint.dtype, config.dtype)
+        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains)
+        lent = _lend(devices, config, host or MemoryLedger(), clock)
+        hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path, _width(checkpoint))
+        if hardware.capacity_units == 0:
+            raise LocalError(
+                f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
+                + ("with its gradients and optimiser" if trains else f"with a cache of {config.cache_tokens} tokens")
+                + "; lend more with --memory"
+            )
+        return hardware
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all devices."""
+        return sum(lent.memory_bytes for lent in self.lent)
+
+    @property
+    def number_format(self) -> str:
+        """As others see it: replicas of one format compute the same but for the last bits."""
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.quantize == "none" else f"{name}-{self.quantize}"
+
+    @property
+    def device_name(self) -> str:
+        """As others see it."""
+        names = [lent.device.name for lent in self.lent]
+        several = len(names) > 1
+        name = f"{len(names)} x {names[0]}" if several and len(set(names)) == 1 else " + ".join(names)
+        return name[:NAME_LENGTH]
+
+    @property
+    def found(self) -> str:
+        """All devices, for people."""
+        return "; ".join(str(lent.device) for lent in self.lent)
+
+    def machine(self, home: Path) -> dict[str, Any]:
+        """What was found, for scripts; `home` is the folder whose disk keeps the weights."""
+        return {
+            "device": self.device_name,
+            "memory_bytes": self.memory_bytes,
+            "cpu_cores": usable_cores(),
+            "disk_free_bytes": shutil.disk_usage(home).free,
+            "capacity_units": self.capacity_units,
+        }
+
+    @cached_property
+    def capacity_units(self) -> int:
+        """How many units fit wherever in the model the span lies: the least over all places, over all devices together."""
+        together = sum(self.capacity_of(lent.memory_bytes) for lent in self.lent)
+        return min(together, len(self.sizes.weight_bytes))
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Of each unit, where it is trained."""
+        return tuple(size / TRAINING_BYTES for size in self.sizes.weight_bytes) if self.trains else ()
+
+    def capacity_of(self, memory_bytes: int) -> int:
+        """The same of another machine that lends so much, on one device."""
+        return most_anywhere(self.sizes, memory_bytes, self.config.cache_tokens)
+
+    def check(self, units: Units) -> Units:
+        """The span that the user fixed, if it can be held. Raises UsageError, LocalError."""
+        if units.end > len(self.sizes.weight_bytes):
+            raise UsageError(
+                f"--span {units.start}:{units.end}: the model has units 0 to {len(self.sizes.weight_bytes) - 1}"
+            )
+        self.lay_out(units)
+        return units
+
+    def lay_out(
+        self, units: Units, speed_cache: SpeedCache | None = None, swarm_id: bytes = b""
+    ) -> tuple[PipelineLayout, ...]:
+        """How a span lies on the devices: by the speeds that were measured on them before, if they all were. Raises LocalError
+        where it does not fit."""
+        known = [
+            0.0 if speed_cache is None else self._known_speed(speed_cache, swarm_id, units.units, lent)
+            for lent in self.lent
+        ]
+        speeds = known if all(known) else [1.0] * len(known)
+        views = [DeviceView(partial(self._fitting, lent), speed) for lent, speed in zip(self.lent, speeds, strict=True)]
+        layout = lay_out(units, views)
+        if not layout:
+            need_bytes = self.sizes.need_bytes(units.start, units.end, self.config.cache_tokens)
+            raise LocalError(
+                f"units {units} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
+            )
+        return layout
+
+    def _known_speed(self, speed_cache: SpeedCache, swarm_id: bytes, units: int, lent: LentDevice) -> float:
+        """Units per second of what this node is for; 0 where none was measured."""
+        if self.trains:
+            return speed_cache.nearest(self.training_conditions(swarm_id, units, lent)).training_units_per_s
+        return speed_cache.nearest(self.conditions(swarm_id, units, lent)).decode_units_per_s
+
+    def _fitting(self, lent: LentDevice, start: int) -> int:
+        return units_that_fit(self.sizes, lent.memory_bytes, self.config.cache_tokens, start=start)
+
+    def cache_tokens(self, units: Units, lent: LentDevice) -> int:
+        """Positions that the cache beside these units may hold on a device."""
+        if self.trains:
+            return self.config.cache_tokens
+        left = cache_tokens_that_fit(self.sizes, lent.memory_bytes, units.start, units.end)
+        return min(left, self.config.max_cache_tokens) if left else self.config.max_cache_tokens
+
+    def conditions(self, swarm_id: bytes, units: int, lent: LentDevice) -> Conditions:
+        """What speeds measured now on so many units of a device hold for."""
+        return Conditions(
+            model=swarm_id.hex(),
+            device=lent.device.name,
+            memory_bytes=lent.device.total_bytes,
+            number_format=f"{self.dtype} {self.quantize}",
+            threads=torch.get_num_threads(),
+            units=units,
+            throttle=self.config.throttle_units_per_s or 0.0,
+            share=self.config.share,
+        )
+
+    def training_conditions(self, swarm_id: bytes, units: int, lent: LentDevice) -> Conditions:
+        """The same of training."""
+        return replace(self.conditions(swarm_id, units, lent), number_format="training")
+
+    def in_float32(self, checkpoint: Checkpoint) -> Hardware | None:
+        """The same, computing in float32; None where it does, or where its owner has chosen."""
+        if self.dtype is torch.float32 or self.config.dtype != "auto":
+            return None
+        sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize)
+        return replace(self, dtype=torch.float32, sizes=sizes)
+
+    @property
+    def section(self) -> Machine:
+        """What the announcement says of this machine."""
+        return Machine(device=self.device_name, number_format=self.number_format, memory_bytes=self.memory_bytes)
+
+    def sections(self, host: Host) -> tuple[Section, ...]:
+        """What the announcement says before a span is loaded: speeds are those of the last span held."""
+        conditions = self.conditions(host.swarm.id, self.capacity_units, self.lent[0])
+        known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
+        return self.section, speeds_section(known)
+
+    def prepare(self, outline: Checkpoint, units: Units) -> None:
+        """Do what loading a span takes besides its weights. Raises CheckpointError where the family cannot be split."""
+        if isinstance(outline, GraphCheckpoint):
+            return
+        device = self.lent[0].device.torch_device
+        prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype)
+
+    def describe(self, units: Units) -> str:
+        """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+        if self.trains:
+            size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
+            return f"{units.units} of {len(self.sizes.weight_bytes)} units: {size} weights, gradients and optimiser"
+        parts = [part for replica in self.lay_out(units) for part in replica]
+        cache_tokens = min(self.cache_tokens(part.span, self.lent[part.device]) for part in parts)
+        fit = describe_fit(self.sizes, units.start, units.end, cache_tokens)
+        return fit if len(self.lent) == 1 else f"{fit}, on {len(self.lent)} devices"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a node loads stages: its peer, the devices that it lends, their threads, and the swarm's adapters, if it has any."""
+
+    host: Host
+    hardware: Hardware
+    executors: Sequence[Executor]  # by device
+    adapters: AdapterFiles | None = None
+
+    @property
+    def speed_cache(self) -> SpeedCache:
+        """The speeds that were measured on this machine before."""
+        return SpeedCache(self.host.config.home / SPEEDS_FILE, now=self.host.clock.unix)
+
+    def measure(self, units: int, lent: LentDevice, once: Callable[[], Speeds], *, lasting: bool = True) -> Capability:
+        """Return how fast so many units are on a device, by what is known of it, else by measuring them `once`. To be called on the
+        device's thread; `lasting`: see `Capability`."""
+        conditions = self.hardware.conditions(self.host.swarm.id, units, lent)
+        return Capability.of(conditions, self.speed_cache, once, lasting=lasting, clock=self.host.clock.monotonic)
+
+
+def threads_of_devices(config: StageConfig) -> list[int | None]:
+    """For each device how many threads it computes with (None: as many as torch takes). Raises LocalError where one is not here."""
+    devices = probe_devices(config.device)
+    return [threads_each(config.device, config.threads, len(devices))] * len(devices)
+
+
+def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool) -> UnitSizes:
+    """Of its units, for what is done with them."""
+    if trains:
+        return training_sizes(checkpoint)
+    if isinstance(checkpoint, GraphCheckpoint):
+        return graph_sizes(checkpoint)
+    return unit_sizes(checkpoint, dtype=dtype, quantize=quantize)
+
+
+def _width(checkpoint: Checkpoint) -> int:
+    """Of what passes between two units."""
+    if isinstance(checkpoint, GraphCheckpoint):
+        return usual_width(checkpoint.layout)
+    width: int = checkpoint.config.hidden_size
+    return width
+
+
+def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:
+    """To compute in on all of them: float16 where some do so and others in bfloat16."""
+    dtypes = {device.dtype_for(own, wanted) for device in devices}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float16
+
+
+def _lend(devices: Sequence[Device], config: StageConfig, host: MemoryLedger, clock: Clock) -> tuple[LentDevice, ...]:
+    """What of each device is lent; the ledgers have their limits from now on. Raises LocalError where less is free."""
+    lent = []
+    for number, device in enumerate(devices):
+        memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
+        if not device.shared and memory_bytes > device.free_bytes:
+            wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
+            raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
+        name = "device" if len(devices) == 1 else f"device {number}"
+        ledger = _ledger_of(device, name, memory_bytes, host)
+        slowed = config.throttle_units_per_s or math.inf
+        throttle = Throttle(slowed, config.share, clock=clock.compute, sleep=clock.hold_up)
+        own_bytes = memory_bytes // len(devices) if device.shared else memory_bytes
+        lent.append(LentDevice(device, own_bytes, ledger, throttle))
+    return tuple(lent)
+
+
+def _ledger_of(device: Device, name: str, memory_bytes: int, host: MemoryLedger) -> MemoryLedger:
+    """The device's ledger; from now on both have their limits."""
+    if device.shared:
+        host.limit_bytes = memory_bytes
+        return host
+    host.limit_bytes = int(probe_device("cpu").free_bytes * MEMORY_SHARE)
+    return MemoryLedger(memory_bytes, name=name)

@@ -1,0 +1,130 @@
+"""Meters: plain counts of what a stage or a client does, kept where it happens and read when somebody asks for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from swarmnode.codec.messages import Error
+from swarmnode.codec.tensors import Codec
+from swarmnode.errors import ErrorCode
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import SIZES, Histogram, Reading, Readings
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.plan.view import Span
+
+SERVE, TRAIN = "serve", "train"
+PREFILL, DECODE, FORWARD, BACKWARD = "prefill", "decode", "forward", "backward"
+PHASES = {SERVE: (PREFILL, DECODE), TRAIN: (FORWARD, BACKWARD)}
+
+
+class StageMeter:
+    """Of one span and one kind of work. Its compute thread writes passes and bytes, the event loop faults."""
+
+    def __init__(self, span: Span, work: str) -> None:
+        self.span = span
+        self.work = work
+        phases = PHASES[work]
+        self.hops = {phase: Histogram() for phase in phases}  # seconds, waiting included
+        self.passes = {phase: Histogram() for phase in phases}  # seconds
+        self.batches = {phase: Histogram(SIZES) for phase in phases}  # microbatches
+        self.tokens = Counter(dict.fromkeys(phases, 0))
+        self.unit_tokens = Counter(dict.fromkeys(phases, 0))
+        self.microbatches = Counter(dict.fromkeys(phases, 0))
+        self.faults: Counter[ErrorCode] = Counter()
+        self._raw_bytes: Counter[tuple[Codec, str]] = Counter()
+        self._encoded_bytes: Counter[tuple[Codec, str]] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<StageMeter of {self.span}: {dict(self.tokens)} tokens>"
+
+    @property
+    def label(self) -> str:
+        """The span as metrics and `--span` write it."""
+        return f"{self.span.start}:{self.span.end}"
+
+    def note_pass(self, phase: str, pass_s: float, *, microbatches: int, tokens: int, unit_tokens: int) -> None:
+        """One pass is over. `unit_tokens`: tokens times the units that each of them passes."""
+        self.passes[phase].observe(pass_s)
+        self.batches[phase].observe(microbatches)
+        self.microbatches[phase] += microbatches
+        self.tokens[phase] += tokens
+        self.unit_tokens[phase] += unit_tokens
+
+    def note_hop(self, phase: str, seconds: float) -> None:
+        """Work came and its result is there, waiting included."""
+        self.hops[phase].observe(seconds)
+
+    def note_tensors(self, codec: Codec, direction: str, *, raw_bytes: int, encoded_bytes: int) -> None:
+        """Values were encoded for another stage."""
+        self._raw_bytes[codec, direction] += raw_bytes
+        self._encoded_bytes[codec, direction] += encoded_bytes
+
+    def readings(self) -> Readings:
+        """All of it."""
+        span = self.label
+        for phase in self.passes:
+            yield Reading(table.HOP_SECONDS, self.hops[phase], (span, phase))
+            yield Reading(table.PASS_SECONDS, self.passes[phase], (span, phase))
+            yield Reading(table.BATCH_SIZE, self.batches[phase], (span, phase))
+            yield Reading(table.TOKENS, self.tokens[phase], (span, phase))
+            yield Reading(table.UNIT_TOKENS, self.unit_tokens[phase], (span, phase))
+            yield Reading(table.MICROBATCHES, self.microbatches[phase], (span, phase))
+        for code in ErrorCode:
+            yield Reading(table.FAULTS, self.faults[code], (span, self.work, cause_of(code)))
+        for metric, counts in (
+            (table.TENSOR_RAW_BYTES, self._raw_bytes),
+            (table.TENSOR_ENCODED_BYTES, self._encoded_bytes),
+        ):
+            for (codec, direction), count in counts.copy().items():
+                yield Reading(metric, count, (span, self.work, codec.name.lower(), direction))
+
+
+class ClientMeter:
+    """Of all sessions of one client."""
+
+    def __init__(self) -> None:
+        self.sessions = Counter({"done": 0, "failed": 0, "left": 0})
+        self.tokens = 0
+        self.first_token = Histogram()  # seconds
+        self.token = Histogram()  # seconds
+        self.reroutes: Counter[ErrorCode] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<ClientMeter {self.tokens} tokens, {self.reroutes.total()} reroutes>"
+
+    def readings(self) -> Readings:
+        """All of it."""
+        for result, count in self.sessions.items():
+            yield Reading(table.CLIENT_SESSIONS, count, (result,))
+        yield Reading(table.CLIENT_TOKENS, self.tokens)
+        yield Reading(table.FIRST_TOKEN_SECONDS, self.first_token)
+        yield Reading(table.TOKEN_SECONDS, self.token)
+        for code in ErrorCode:
+            yield Reading(table.REROUTES, self.reroutes[code], (cause_of(code),))
+
+
+class RefusalMeter:
+    """How many requests to one server of a span were refused, by cause."""
+
+    def __init__(self, span: Span) -> None:
+        self._label = f"{span.start}:{span.end}"
+        self._refused: Counter[ErrorCode] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<RefusalMeter of {self._label}: {dict(self._refused)}>"
+
+    def refuse(self, channel: Channel, error: Error) -> None:
+        """End a conversation that asked for what cannot be, and count it."""
+        self._refused[ErrorCode(error.code)] += 1
+        channel.close(error)
+
+    def readings(self, load: int) -> Readings:
+        """Yield the refusals, beside how many requests run."""
+        yield Reading(table.SESSIONS, load, (self._label,))
+        for code in ErrorCode:
+            yield Reading(table.REFUSALS, self._refused[code], (self._label, cause_of(code)))
+
+
+def cause_of(code: ErrorCode) -> str:
+    """A code as a label."""
+    return code.name.lower()

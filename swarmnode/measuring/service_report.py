@@ -1,0 +1,91 @@
+"""What a node has done for others so far, in a line for its owner."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnode.counting import counted
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Histogram, Metric, Reading, Readings, Source
+from swarmnode.net.addressing.reachability import Reachability
+
+GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
+REACHED = {
+    Reachability.UNKNOWN: "not known yet how others get here",
+    Reachability.PUBLIC: "others get here directly",
+    Reachability.MAPPED: "others get here through the router's mapped port",
+    Reachability.PUNCHED: "others get here through holes in the router",
+    Reachability.RELAYED: "others get here over a relay only",
+}
+
+
+@dataclass(frozen=True)
+class ServiceReport:
+    """`tokens` are positions computed since the node started, `tokens_per_s` those of the time since the last report."""
+
+    tokens: int
+    tokens_per_s: float
+    sessions: int
+    reachability: Reachability
+
+    def __str__(self) -> str:
+        now = (
+            f"{counted(self.sessions, 'session')} now, {self.tokens_per_s:,.1f} tokens/s"
+            if self.sessions
+            else "idle now"
+        )
+        return f"{counted(self.tokens, 'token')} computed for others; {now}; {REACHED[self.reachability]}"
+
+
+class ServiceReporter:
+    """Makes a report out of the node's own readings, where there is anything new."""
+
+    def __init__(self, readings: Source, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._readings = readings
+        self._clock = clock
+        self._last: ServiceReport | None = None
+        self._last_s = clock()
+
+    def __repr__(self) -> str:
+        return f"<ServiceReporter {self._last}>"
+
+    def report(self, reachability: Reachability) -> ServiceReport | None:
+        """What changed since the last time; None where nothing did."""
+        tokens = sessions = 0.0
+        for reading in self._readings():
+            tokens += _value(reading) if reading.metric is table.TOKENS else 0.0
+            sessions += _value(reading) if reading.metric is table.SESSIONS else 0.0
+        now_s, before = self._clock(), self._last
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        fresh = tokens - (before.tokens if before is not None else 0)
+        report = ServiceReport(int(tokens), fresh / elapsed_s if elapsed_s > 0 else 0.0, int(sessions), reachability)
+        self._last = report
+        return None if report == before else report
+
+
+def given(readings: Readings) -> dict[str, Any]:
+    """What a node has done for others so far, as its owner's page shows it: positions computed, positions times the units that they
+    passed, bytes on links; of one that trains the step, and the loss of the last one."""
+    sums: Counter[Metric] = Counter()
+    directions: Counter[str] = Counter()
+    for reading in readings:
+        if reading.metric in GIVEN:
+            sums[reading.metric] += _value(reading)  # type: ignore[assignment]
+        elif reading.metric is table.LINK_BYTES:
+            directions[reading.labels[1]] += int(_value(reading))
+    trains = table.TRAINING_LOSS in sums
+    return {
+        "tokens": int(sums[table.TOKENS]),
+        "unit_tokens": int(sums[table.UNIT_TOKENS]),
+        "link_bytes": {direction: directions[direction] for direction in ("sent", "received")},
+        "training": {"step": int(sums[table.TRAINING_STEP]), "loss": sums[table.TRAINING_LOSS]} if trains else None,
+    }
+
+
+def _value(reading: Reading) -> float:
+    assert not isinstance(reading.value, Histogram)
+    return float(reading.value)

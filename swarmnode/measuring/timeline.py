@@ -1,0 +1,191 @@
+"""A session's timeline: where the time of each of its tokens went, put together from what the hops of its route remember.
+
+No two clocks are compared. A token's time is what passes at the last hop between the token before and this one; what the
+hops did not have it for, it was on the way. Which link kept it longer than usual shows in the difference between the time
+at which one hop sent it and the next got it: how far their clocks are apart is in all of them alike, so it goes with
+their median. Where the client drives the session, its own time counts as way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from swarmnode.codec.measuring_messages import Trace, TraceStep
+from swarmnode.net.interfaces import PeerId
+
+ROUNDING_US = 3  # of three times
+
+
+@dataclass(frozen=True)
+class Typical:
+    """The median and the worst of some durations or sizes."""
+
+    median: float
+    worst: int
+
+    @classmethod
+    def of(cls, values: Iterable[int]) -> Typical:
+        """Zero where there are none."""
+        found = list(values)
+        return cls(median(found), max(found)) if found else cls(0, 0)
+
+
+@dataclass(frozen=True)
+class TimelinePart:
+    """Some of a token's time: `what` it did (wait, compute, leave) at a peer; on the `way`, `peer` is empty."""
+
+    what: str
+    peer: PeerId
+    us: int
+
+
+@dataclass(frozen=True)
+class Late:
+    """A link that kept a token longer than it keeps most."""
+
+    source: PeerId
+    target: PeerId
+    us: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """The token that was drawn for `position`, and where its time went. `total_us` is None where no hop measured it."""
+
+    position: int
+    total_us: int | None
+    parts: tuple[TimelinePart, ...]
+    late: Late | None = None
+
+    @property
+    def longest(self) -> TimelinePart:
+        """Where most of the time went."""
+        return max(self.parts, key=lambda part: part.us)
+
+    @property
+    def us(self) -> int:
+        """How long it took, or at least how long it was at hops."""
+        return sum(part.us for part in self.parts) if self.total_us is None else self.total_us
+
+
+class Stop:
+    """One hop of the timeline: a peer, its units, and its decode steps."""
+
+    def __init__(self, peer: PeerId, trace: Trace) -> None:
+        self.peer = peer
+        self.span = (trace.start, trace.end)
+        self.steps = trace.steps
+        self.decoded = {step.end: step for step in trace.steps if step.count == 1}
+        self._by_end = {step.end: step for step in trace.steps}
+
+    def __repr__(self) -> str:
+        return f"<Stop at {self.peer} with units {self.span}: {len(self.decoded)} tokens>"
+
+    def typical(self, figure: Callable[[TraceStep], int]) -> Typical:
+        """Of the steps of one token."""
+        return Typical.of(map(figure, self.decoded.values()))
+
+    def since_last(self, position: int) -> int | None:
+        """Microseconds from the leaving of what was before this position to its own.
+
+        None in a replay: there steps come before those that they follow from are done.
+        """
+        before, now = self._by_end.get(position - 1), self.decoded.get(position)
+        if before is None or now is None or now.came_us + ROUNDING_US < done_us(before):
+            return None
+        return sent_us(now) - sent_us(before)
+
+    def until_next(self, position: int) -> int | None:
+        """Microseconds from this position's coming to that of the next one."""
+        now, after = self.decoded.get(position), self.decoded.get(position + 1)
+        return None if now is None or after is None else max(0, after.came_us - now.came_us)
+
+
+def done_us(step: TraceStep) -> int:
+    """When a step's pass ended, on its hop's clock."""
+    return step.came_us + step.wait_us + step.compute_us
+
+
+def sent_us(step: TraceStep) -> int:
+    """When a step left, on its hop's clock."""
+    return step.came_us + step.stay_us
+
+
+class Timeline:
+    """The timeline of one session over the peers that remember it."""
+
+    def __init__(self, traces: Mapping[PeerId, Trace]) -> None:
+        self.stops = sorted((Stop(peer, trace) for peer, trace in traces.items()), key=lambda stop: stop.span)
+        self._first = min((stop.span[0] for stop in self.stops), default=0)  # unit
+        self._last = max((stop.span[1] for stop in self.stops), default=0)  # the one after the last unit
+
+    def __repr__(self) -> str:
+        return f"<Timeline over {len(self.stops)} hops>"
+
+    def slowest(self, count: int) -> list[Token]:
+        """The tokens that took longest, the slowest first."""
+        return sorted(self.tokens(), key=lambda token: -token.us)[:count]
+
+    def tokens(self) -> list[Token]:
+        """All tokens whose steps are remembered, in order. The prompt, which is many steps, is left out."""
+        positions = sorted({position for stop in self.stops for position in stop.decoded})
+        late = self._late()
+        return [self._token(position, late.get(position)) for position in positions]
+
+    def _token(self, position: int, late: Late | None) -> Token:
+        parts = [
+            part for stop in self._stops_at(position) for part in timeline_parts(stop.peer, stop.decoded[position])
+        ]
+        total_us = self._total_us(position)
+        if total_us is not None:
+            parts.append(TimelinePart("way", "", max(0, total_us - sum(part.us for part in parts))))
+        return Token(position, total_us, tuple(parts), late)
+
+    def _stops_at(self, position: int) -> list[Stop]:
+        """The hops that computed a position, in the order of their units: of two for the same units, one."""
+        found: dict[tuple[int, int], Stop] = {}
+        for stop in self.stops:
+            if position in stop.decoded:
+                found[stop.span] = stop
+        return list(found.values())
+
+    def _total_us(self, position: int) -> int | None:
+        """By the last hop; by the first one where the last has changed and had to catch up."""
+        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
+        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
+        return next((us for us in (*at_last, *at_first) if us is not None), None)
+
+    def _late(self) -> dict[int, Late]:
+        """By position, the link that kept it longest beyond what is usual there."""
+        latest: dict[int, Late] = {}
+        for source, target, lag in self._links():
+            delays = {
+                position: target.decoded[position].came_us - sent_us(source.decoded[position - lag])
+                for position in target.decoded
+                if position - lag in source.decoded
+            }
+            usual_us = median(delays.values()) if delays else 0
+            for position, delay_us in delays.items():
+                late_us = round(delay_us - usual_us)
+                if late_us > 0 and (position not in latest or late_us > latest[position].us):
+                    latest[position] = Late(source.peer, target.peer, late_us)
+        return latest
+
+    def _links(self) -> list[tuple[Stop, Stop, int]]:
+        """(from, to, positions by which it is ahead): each hop's link to the next; in a ring the last one's to the first."""
+        pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
+        onward = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
+        around = (self._last, self._first)
+        return onward + [(source, target, 1) for source, target in pairs if (source.span[1], target.span[0]) == around]
+
+
+def timeline_parts(peer: PeerId, step: TraceStep) -> tuple[TimelinePart, ...]:
+    """What a hop did with a step. `leave` is what passed between computing and sending: the hop had other things to do."""
+    left_us = max(0, step.stay_us - step.wait_us - step.compute_us)
+    return (
+        TimelinePart("wait", peer, step.wait_us),
+        TimelinePart("compute", peer, step.compute_us),
+        TimelinePart("leave", peer, left_us),
+    )

@@ -1,0 +1,138 @@
+"""Traces for whoever knows a session's trace id: the answering side, and asking every peer of a route."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from swarmnode.codec.measuring_messages import (
+    MAX_BATCH,
+    MAX_CAME_US,
+    MAX_TRACE_STEPS,
+    MAX_TRACE_US,
+    GetTrace,
+    Trace,
+    TraceStep,
+)
+from swarmnode.codec.messages import Error, Hello
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.limits.fair_share import Recent
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.questions import Answer, QuestionServer, ask
+
+log = logging.getLogger(__name__)
+
+TRACE_PROTOCOL = "/swarmnode/trace/1"
+ANSWER_S = 5.0
+SESSIONS = 64
+STEP = struct.Struct("<IIQIIIH")  # as TraceStep's fields
+
+
+class SessionTrace:
+    """The last steps of one session here, in units [start, end)."""
+
+    def __init__(self, start: int, end: int, *, max_steps: int = MAX_TRACE_STEPS) -> None:
+        self._units = (start, end)
+        self._max_steps = max_steps
+        self._first_came_s: float | None = None
+        self._steps = 0  # that were noted; the last `max_steps` of them are here
+        self._table = bytearray()
+
+    def __repr__(self) -> str:
+        start, end = self._units
+        return f"<SessionTrace of units {start}:{end}, {self._steps} steps>"
+
+    def note(
+        self, end: int, count: int, *, came_s: float, began_s: float, ended_s: float, sent_s: float, batch: int
+    ) -> None:
+        """Positions [end - count, end) have left; the four times are of one clock."""
+        if self._first_came_s is None:
+            self._first_came_s = came_s
+        if len(self._table) < self._max_steps * STEP.size:
+            self._table.extend(bytes(STEP.size))
+        STEP.pack_into(
+            self._table,
+            self._steps % self._max_steps * STEP.size,
+            end,
+            count,
+            min(round((came_s - self._first_came_s) * 1e6), MAX_CAME_US),
+            _us(began_s - came_s),
+            _us(ended_s - began_s),
+            _us(sent_s - came_s),
+            min(batch, MAX_BATCH),
+        )
+        self._steps += 1
+
+    def trace(self) -> Trace:
+        """As it travels."""
+        steps = [TraceStep(*fields) for fields in STEP.iter_unpack(self._table)]
+        oldest = self._steps % self._max_steps if self._steps > self._max_steps else 0
+        return Trace(*self._units, (*steps[oldest:], *steps[:oldest]))
+
+
+def _us(seconds: float) -> int:
+    return max(0, min(round(seconds * 1e6), MAX_TRACE_US))
+
+
+class TraceLog:
+    """The traces of the sessions that ended last at this hop, by their trace ids."""
+
+    def __init__(self, *, max_sessions: int = SESSIONS) -> None:
+        self._traces: Recent[bytes, SessionTrace] = Recent(max_sessions)
+
+    def __repr__(self) -> str:
+        return f"<TraceLog of {len(self._traces)} sessions>"
+
+    def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
+        """A session has ended; the one that ended first may be forgotten for it."""
+        self._traces[trace_id] = trace
+
+    def get(self, trace_id: bytes) -> SessionTrace | None:
+        """None where nothing is known of the session, or not any more."""
+        return self._traces.get(trace_id)
+
+
+def trace_server(
+    network: Network, hello: Hello, link_config: LinkConfig, find: Callable[[bytes], SessionTrace | None]
+) -> QuestionServer:
+    """Answers with what `find` has of a session."""
+
+    async def answer(_asker: Claimant, question: GetTrace) -> Answer:
+        known = find(question.trace)
+        return Answer(Error(ErrorCode.NO_SESSION) if known is None else known.trace())
+
+    return QuestionServer(network, TRACE_PROTOCOL, hello, link_config, GetTrace, answer)
+
+
+async def fetch_traces(
+    network: Network, peers: Iterable[PeerId], hello: Hello, link_config: LinkConfig, trace: bytes
+) -> dict[PeerId, Trace]:
+    """What each of the peers has kept of the session with this trace id; without those that know nothing of it or do not answer."""
+    board = Switchboard(network, TRACE_PROTOCOL, hello, replace(link_config, max_payload_bytes=0))
+    peers = list(peers)
+    try:
+        answers = await asyncio.gather(*(_fetch(board, peer, trace) for peer in peers))
+    finally:
+        await board.close()
+    return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
+
+
+async def _fetch(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
+    try:
+        return await asyncio.wait_for(_ask(board, peer, trace), ANSWER_S)
+    except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
+        log.info("no trace from peer %s: %s", peer, error or "no answer")
+        return None
+
+
+async def _ask(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
+    async for _frame, body in ask(board, peer, GetTrace(trace)):
+        if isinstance(body, Trace):
+            return body
+    return None

@@ -1,0 +1,301 @@
+"""The access control: holds every link and every call of the table to the swarm's membership, and spreads what the owner says.
+
+a link opens          both sides show certificates; who has none reads REFUSED and nothing else
+a table is called     the caller has passed our gate before, over a link of the membership protocol
+the owner revokes     the list goes over every live link and into the table; links of those on it are cut
+a membership expires  its links are cut when the clock says so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Hello, Revocations
+from swarmnode.errors import ErrorCode, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
+from swarmnode.net.identity import SigningKey
+from swarmnode.net.interfaces import Network, PeerId, Stream
+from swarmnode.net.links.gate import Gate, GuardedLink
+from swarmnode.net.links.link import Link
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.measuring.traffic import protocol_name
+from swarmnode.net.tasks import OnCrash, Tasks
+from swarmnode.swarm.peers.notices import LIFE_S, due, notice_keys, take_in
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate
+from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.storage.remembered import MembershipFile
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+log = logging.getLogger(__name__)
+
+MEMBERSHIP_PROTOCOL = "/swarmnode/membership/1"
+LOOK_S = 10.0
+TABLE_TIMEOUT_S = 10.0
+
+OPENS = {"train": Role.VOLUNTEER, "spot-check": Role.VOLUNTEER}
+
+
+"""The least role that may open a link of a protocol, by its name; CLIENT for the others."""
+
+ANSWERS = {
+    "membership": Role.CLIENT,
+    "session": Role.VOLUNTEER,
+    "audit": Role.VOLUNTEER,
+    "train": Role.VOLUNTEER,
+    "spot-check": Role.VOLUNTEER,
+    "state": Role.VOLUNTEER,
+    "probe": Role.VOLUNTEER,
+}
+"""The least role that may answer one; BOOTSTRAP for the others: a client serves nobody."""
+
+
+class AccessControl(Gate):
+    """Made before the network, whose table it guards; `start` gives it that. `on_look` is called when somebody may
+    have to go."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        file: MembershipFile,
+        *,
+        clock: Callable[[], float] = time.time,
+        look_s: float = LOOK_S,
+        on_crash: OnCrash | None = None,
+    ) -> None:
+        self.membership = membership
+        self.guards_table = membership.private
+        self.on_look: Callable[[], None] = lambda: None
+        self.turned_away: PeerRefused | None = None  # by the last peer that would not have us
+        self._file = file
+        self._clock = clock
+        self._look_s = look_s
+        self._links: dict[GuardedLink, None] = {}  # in the order in which they came
+        self._introductions: dict[PeerId, asyncio.Task[None]] = {}
+        self._network: Network | None = None
+        self._hello: Hello | None = None
+        self._link_config: LinkConfig | None = None
+        self._look = asyncio.Event()
+        self._tasks = Tasks("access control", on_crash=on_crash)
+        file.load(membership, clock())
+
+    def __repr__(self) -> str:
+        return f"<AccessControl of {self.membership!r}, {len(self._links)} links>"
+
+    async def start(self, network: Network, hello: Hello, link_config: LinkConfig) -> None:
+        """Answer introductions, and keep watch, from now on."""
+        self._network, self._hello, self._link_config = network, hello, link_config
+        await network.serve(MEMBERSHIP_PROTOCOL, self._answer)
+        self._tasks.spawn(self._watch(), "watch")
+
+    async def close(self) -> None:
+        """Stop watching. Links are for those to close who opened them."""
+        await self._tasks.close()
+        await asyncio.to_thread(self._file.save, self.membership)
+
+    # -- links
+
+    def greeting(self, hello: Hello) -> Hello:
+        return msgspec.structs.replace(hello, proof=self.membership.certificate)
+
+    def admit(self, peer: PeerId, protocol: str, theirs: Hello, *, answers: bool) -> None:
+        self.membership.admit(peer, theirs.proof, self._clock())
+        name = protocol_name(protocol)
+        least = ANSWERS.get(name, Role.BOOTSTRAP) if answers else OPENS.get(name, Role.CLIENT)
+        role = self.membership.role(peer)
+        if role < least:
+            does = "answers" if answers else "opens"
+            text = f"{peer}, a {role.name.lower()}, {does} links of {name}"
+            raise ProtocolError(text, code=ErrorCode.REFUSED, peer=peer)
+
+    def opened(self, link: GuardedLink) -> None:
+        self._links[link] = None
+        if self.membership.revocations.number:
+            link.send(Revocations(self.membership.revocations.number))
+
+    def closed(self, link: GuardedLink) -> None:
+        self._links.pop(link, None)
+
+    def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
+        ours = self.membership.revocations.number
+        if revocations:
+            if self.membership.take_list(revocations):
+                self._spread(link)
+        elif number != ours and not link.closed:
+            older = number < ours
+            link.send(Revocations(ours, self.membership.revocations_bytes if older else b""))
+
+    def may_feed(self, peer: PeerId) -> bool:
+        return self.membership.role(peer) >= Role.TRAINER
+
+    def may_lead(self, peer: PeerId, stages: Iterable[PeerId]) -> bool:
+        """A trainer's node may; where there is none a volunteer's, for the training would stand still."""
+        least = Role.TRAINER if any(map(self.may_feed, stages)) else Role.VOLUNTEER
+        return self.membership.role(peer) >= least
+
+    def vouch(self, announcement: Announcement, certificate: bytes) -> None:
+        """Whether its author may announce this; see `Membership.vouch`."""
+        self.membership.vouch(announcement, certificate, self._clock())
+
+    def group(self, peer: PeerId) -> str:
+        """What the owner vouches for in the peer's certificate; empty where nothing."""
+        member = self.membership.member(peer)
+        return "" if member is None else member.group
+
+    def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True) -> None:
+        """Raises NotAdmitted where the swarm does not admit us, or not for what we need. That the last peer turned us away
+        counts where no other one speaks with us."""
+        objection = self.membership.objection_to_us(own, self._clock())
+        if objection is None and alone and self.turned_away is not None:
+            objection = "its membership was revoked, or its invite used up by others"
+        if objection is not None:
+            raise NotAdmitted(f"the swarm {name} does not admit this peer: {objection}; ask its owner for a new invite")
+        role = self.membership.own_role()
+        if role < needs:
+            wanted = needs.name.lower()
+            raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
+
+    def _spread(self, source: GuardedLink | None = None) -> None:
+        """Follow a newer list, and pass it on."""
+        log.info("the owner's revocation list is now %r", self.membership.revocations)
+        for link in [link for link in self._links if link is not source]:
+            link.send(Revocations(self.membership.revocations.number, self.membership.revocations_bytes))
+        self._cut()  # after who is on it was told, too
+        self._look.set()
+
+    def _cut(self) -> None:
+        """End what links there are to peers that do not belong to the swarm any more."""
+        now = self._clock()
+        for link in list(self._links):
+            if not self.membership.stands(link.peer, now):
+                log.info("peer %s is not a member any more", link.peer)
+                link.cut(ErrorCode.REFUSED)
+        self.on_look()
+
+    # -- the table
+
+    def admits(self, peer: PeerId) -> bool:
+        return self.membership.stands(peer, self._clock())
+
+    async def introduce(self, peer: PeerId, *, anew: bool = False) -> None:
+        task = self._introductions.get(peer)
+        if task is None or (anew and task.done()):
+            task = self._introductions[peer] = self._tasks.spawn(
+                self._call_upon(peer), f"introduce {peer}", awaited=True
+            )
+        await asyncio.shield(task)  # one caller's giving up must not end what another waits for
+
+    async def _call_upon(self, peer: PeerId) -> None:
+        assert self._network is not None and self._hello is not None and self._link_config is not None
+        try:
+            link = await Link.connect(self._network, peer, MEMBERSHIP_PROTOCOL, self._hello, config=self._link_config)
+        except BaseException as error:
+            self._introductions.pop(peer, None)  # to be tried again
+            if isinstance(error, PeerRefused) and error.code is ErrorCode.REFUSED:
+                self.turned_away = error
+            raise
+        self.turned_away = None
+        self._tasks.spawn(self._listen(link), f"membership of {peer}")
+
+    async def _answer(self, stream: Stream) -> None:
+        assert self._hello is not None and self._link_config is not None
+        try:
+            link = await Link.accept(stream, self._hello, config=self._link_config)
+        except ProtocolError as error:
+            log.info("not admitted: %s", error)
+            return
+        await self._listen(link)
+
+    async def _listen(self, link: Link) -> None:
+        """Stay connected: revocations come over this link within a moment."""
+        try:
+            await link.run(_nothing_else)
+        except PeerError as error:
+            log.debug("%s", error)
+
+    # -- watch
+
+    async def _watch(self) -> None:
+        while True:
+            self._look.clear()
+            await self.exchange()
+            self._cut()
+            await asyncio.to_thread(self._file.save, self.membership)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._look.wait(), self._look_s)
+
+    async def exchange(self) -> None:
+        """Read the notices of the table, and store those that it lacks."""
+        assert self._network is not None
+        table = self._network.dht
+        try:
+            found = await asyncio.wait_for(table.get(notice_keys(self.membership.swarm)), TABLE_TIMEOUT_S)
+            now = self._clock()
+            if take_in(self.membership, found, now):
+                self._spread()
+            for notice in due(self.membership, found, now):
+                storing = table.store(notice.key, notice.subkey, notice.value, expires_at=now + LIFE_S)
+                await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            log.debug("cannot exchange notices: %s", error or "no answer")
+
+    async def publish(self, revocations: bytes, peers: Iterable[PeerId]) -> int:
+        """Follow the owner's next list, and hand it to these peers and to the table; how many peers were told.
+
+        Raises ProtocolError where it is not the owner's.
+        """
+        await asyncio.gather(*map(self.introduce, peers), return_exceptions=True)
+        if self.membership.take_list(revocations):
+            self._spread()
+        links = list(self._links)
+        await asyncio.gather(*(link.drain() for link in links), return_exceptions=True)
+        await self.exchange()
+        return len({link.peer for link in links})
+
+
+def _nothing_else(_frame: Frame, body: Body) -> None:
+    raise ProtocolError(f"a {type(body).__name__} has no place on a link of the membership protocol")
+
+
+def access_control_of(
+    swarm: Swarm, peer: PeerId, home: Path, *, needs: Role, clock: Callable[[], float], on_crash: OnCrash | None = None
+) -> AccessControl | None:
+    """The access control of a peer in a swarm that has an owner; None in one that has none: everybody belongs to it.
+
+    `clock` gives unix time. Raises NotAdmitted where the invite does not make this peer a member, or not one that may do what
+    it `needs` to.
+    """
+    if not swarm.owner:
+        return None
+    if swarm.private and not swarm.grant:
+        raise NotAdmitted(f"the swarm {swarm.name} is private: ask its owner for an invite of your own")
+    file = MembershipFile(home / "membership" / f"{swarm.id.hex()[:16]}-{peer[-8:]}.json")
+    certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate, clock())
+    membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
+    access_control = AccessControl(membership, file, clock=clock, on_crash=on_crash)
+    if swarm.revocations:
+        with contextlib.suppress(ProtocolError):  # a list that is not the owner's says nothing
+            membership.take_list(swarm.revocations)
+    access_control.check_welcome(peer, swarm.name, needs)
+    membership.admit(peer, certificate, clock())  # we are a member to ourselves
+    return access_control
+
+
+def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes, now: float) -> bytes:
+    """The certificate of an earlier run, if it is of the same invite; else a new one."""
+    new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now)
+    try:
+        member = open_certificate(new, swarm.id, swarm.owner)
+        if earlier and open_certificate(earlier, swarm.id, swarm.owner).invite == member.invite:
+            return earlier
+    except ProtocolError as error:
+        raise NotAdmitted(f"this invite to {swarm.name} does not admit peer {peer}: {error}") from None
+    return new

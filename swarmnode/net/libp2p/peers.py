@@ -1,0 +1,85 @@
+"""Peer ids as texts, and as the bytes that go over the wire. base58 is slow in Python, and a node meets the same peers again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import lru_cache
+
+from swarmnode.errors import NetworkDown, PeerLost
+from swarmnode.net.addressing.addresses import is_relayed
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.libp2p.from_hivemind import PeerID
+from swarmnode.net.limits.address_group import address_group
+from swarmnode.net.limits.fair_share import Recent
+
+MOST = 4096  # that are remembered
+MAX_ID_BYTES = 64
+MAX_KNOWN = 8192
+
+Connected = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
+
+
+"""The peers that are connected now, and the multiaddrs at which they are. Raises NetworkDown."""
+
+
+class AddressGroups:
+    """Remembers the group of a peer from when it was first seen. All who ask at one time share one question to p2pd."""
+
+    def __init__(self, connected: Connected) -> None:
+        self._connected = connected
+        self._known: Recent[PeerId, str] = Recent(MAX_KNOWN)
+        self._asking: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<AddressGroups of {len(self._known)} peers>"
+
+    def of(self, peer: PeerId) -> str:
+        """The group of a peer as far as it is known; its id where it is not."""
+        return self._known.get(peer, peer)
+
+    async def learn(self, peer: PeerId) -> str:
+        """The group of a peer that is connected; its id where it is not any more."""
+        if peer not in self._known:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask(), name="address groups")
+            await asyncio.shield(self._asking)
+        return self.of(peer)
+
+    async def _ask(self) -> None:
+        try:
+            connected = await self._connected()
+        except NetworkDown:
+            return
+        for peer, addresses in connected.items():
+            direct = [address for address in addresses if not is_relayed(address)]
+            self._known[peer] = address_group((direct or list(addresses) or [""])[0]) or peer
+
+
+def peer_name(raw: bytes) -> PeerId:
+    """A peer id as others write it; empty where it is none."""
+    return _name(raw) if len(raw) <= MAX_ID_BYTES else ""  # strangers send them: what is too long is not remembered
+
+
+@lru_cache(MOST)
+def _name(raw: bytes) -> PeerId:
+    try:
+        name: PeerId = PeerID(raw).to_base58()
+    except ValueError:
+        return ""
+    return name
+
+
+@lru_cache(MOST)
+def hivemind_id(peer: PeerId) -> PeerID:
+    """As hivemind's calls take it. Raises PeerLost where it is no peer id."""
+    try:
+        return PeerID.from_base58(peer)
+    except ValueError as error:
+        raise PeerLost(f"{peer!r} is not a peer id", peer=peer) from error
+
+
+def peer_bytes(peer: PeerId) -> bytes:
+    """What `peer_name` is made of. Raises PeerLost where it is no peer id."""
+    raw: bytes = hivemind_id(peer).to_bytes()
+    return raw

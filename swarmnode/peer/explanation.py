@@ -1,0 +1,95 @@
+"""What a peer knows of itself, of another peer, of a unit or of a session: facts as they are now, and the decisions about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from swarmnode.counting import counted
+from swarmnode.decisions import Decision, names_unit
+from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.host import Host, state_name
+from swarmnode.plan.view import Span
+from swarmnode.swarm.records.announcement import Announcement
+
+MOST = 24  # decisions that are told
+
+
+def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> dict[str, Any]:
+    """Facts and decisions, the latest first, of whatever `about` names: a peer by its name, its id or the end of it, a unit by its
+    number, a session by the beginning of its trace id; this peer itself where it names nothing. `decisions` are further ones of its
+    own."""
+    peer = _peer(host, about)
+    found = {decision for name in {about, peer or about} for decision in host.decisions.about(name)}
+    found |= set(decisions) if peer == host.peer_id else set()
+    latest = sorted(found, key=lambda decision: -decision.at)[:MOST]
+    return {"facts": list(_facts(host, about, peer)), "decisions": [decision.to_json() for decision in latest]}
+
+
+def _peer(host: Host, about: str) -> PeerId | None:
+    """The peer that is meant, if one is."""
+    if names_unit(about) or (not about and host.directory.own is None):  # who only asks says nothing of itself
+        return None
+    if not about:
+        return host.peer_id
+    known = {**host.directory.suspects(), **host.directory.peers()}
+    named = (peer for peer, announced in known.items() if peer.endswith(about) or announced.name == about)
+    return host.peer_id if host.peer_id.endswith(about) else next(named, None)
+
+
+def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
+    if names_unit(about):
+        yield from _of_unit(host, int(about))
+    elif peer is not None:
+        yield from _of_peer(host, peer)
+
+
+def _of_unit(host: Host, unit: int) -> Iterator[str]:
+    holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
+    yield (
+        f"unit {unit} is held by {counted(len(holders), 'peer')}, or about to be"
+        if holders
+        else f"nobody holds unit {unit}"
+    )
+    for holder in holders:
+        doing = f"{state_name(holder.life)}, units {Span(*holder.span)}, {counted(holder.sessions, 'session')}"
+        yield f"{holder.peer[-8:]} {holder.name}: {doing}"
+
+
+def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
+    announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
+    suspect = host.directory.suspects().get(peer)
+    if suspect is not None:
+        yield f"it is left out since it failed: {host.directory.why_suspected(peer)}"
+    if announced is None and suspect is None:
+        yield "it announces nothing: it only asks, has gone, or nobody here has heard of it yet"
+        return
+    yield from _announced(announced or suspect)  # type: ignore[arg-type]  # one of the two is there
+    if peer != host.peer_id:
+        yield from _known(host, peer)
+
+
+def _announced(peer: Announcement) -> Iterator[str]:
+    yield f"it is {state_name(peer.life)} at units {Span(*peer.span)} on {peer.device or 'a device that it does not name'}"
+    yield f"it runs {counted(peer.sessions, 'session')}, and has room for {counted(peer.cache_tokens_free, 'position')} more"
+    speeds = peer.decode_units_per_s, peer.prefill_units_per_s, peer.training_units_per_s
+    yield "it announces {:.4g} units/s one by one, {:.4g} in prompts, {:.4g} in training".format(*speeds)
+    if peer.parallel_speedup > 1:
+        yield f"several sessions together get {peer.parallel_speedup:.3g} times what one does, on different devices"
+    yield f"others reach it: {peer.reach.name.lower()}"
+
+
+def _known(host: Host, peer: PeerId) -> Iterator[str]:
+    """What was found out here, whatever it says."""
+    unit_s, rtt_s = host.observed_latency.unit_s(peer), host.paths.link_statistics.rtts_s().get(peer)
+    yield (
+        "nobody here has used it lately"
+        if unit_s is None
+        else f"it did {1 / unit_s:.4g} units/s when it was used from here"
+    )
+    yield "the way to it was not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
+    if peer in host.standing.shunned:
+        yield "it was found to compute falsely, and takes no part in what this peer does"
+    elif peer in host.standing.doubted:
+        yield "it contradicted somebody in an audit, and one of the two is wrong"
+    yield f"its standing after audits is {host.standing.trust(peer):.2f} of 1"

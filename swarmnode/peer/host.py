@@ -1,0 +1,397 @@
+"""Being there: what every peer of a swarm has, whether it computes, is a bootstrap peer or only asks.
+
+An identity, the network, the directory, and access to the weights. It keeps trying to reach the swarm until it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from swarmnode.codec.body import VERSION
+from swarmnode.codec.messages import Hello
+from swarmnode.decisions import DecisionLog, Topic
+from swarmnode.errors import NetworkDown, PeerError, PeerRefused
+from swarmnode.membership.access_control import access_control_of
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import is_loopback, peer_of, without_peer
+from swarmnode.net.clock import Clock
+from swarmnode.net.identity import Identity, IdentitySlot, verify
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.gate import OPEN_GATE
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.rate_limiter import RateLimiter
+from swarmnode.net.tasks import Supervisor, Tasks
+from swarmnode.peer.completed_work import CompletedWork
+from swarmnode.peer.host_config import HostConfig, network_config
+from swarmnode.peer.newcomer import fetch_manifest
+from swarmnode.peer.paths import ObservedLatency, Paths
+from swarmnode.platform import MACHINE, Platform
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.peers.standing import Standing
+from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State
+from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.sections import Introduction
+from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache
+from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.version import __version__
+
+if TYPE_CHECKING:
+    from swarmnode.membership.access_control import AccessControl
+    from swarmnode.net.addressing.lan import LanDiscovery
+
+log = logging.getLogger(__name__)
+
+NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
+FIRST_S = 2.0
+MAX_PAUSE_S = 16.0
+CALM = 2  # looks that found all bootstrap peers connected slow the next ones down no further than so many doublings
+CALLERS = 64  # peers that may call at this pace
+
+
+def pause_s(failures: int, crowd: float) -> float:
+    """Seconds to the next call, after so many in a row that reached nobody, in a swarm of `crowd` peers."""
+    pause = FIRST_S * 2.0 ** min(failures, 16)
+    return min(MAX_PAUSE_S, pause) * max(1.0, crowd / CALLERS)
+
+
+def unconnected(bootstraps: Sequence[str], connected: Collection[PeerId]) -> list[str]:
+    """The bootstrap peers (multiaddrs with /p2p/) that we have no connection with."""
+    return [bootstrap for bootstrap in bootstraps if peer_of(bootstrap) not in connected]
+
+
+async def dial_bootstraps(
+    bootstraps: Sequence[str],
+    connected: Callable[[], Awaitable[Collection[PeerId]]],
+    call: Callable[[Sequence[str]], Awaitable[bool]],
+    crowd: Callable[[], float],
+    *,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Go on for ever. `call` says whether somebody answered at one of the addresses."""
+    failures = calm = 0
+    while True:
+        await sleep(pause_s(failures or calm, crowd()))
+        missing = unconnected(bootstraps, await connected())
+        calm = 0 if missing else min(calm + 1, CALM)
+        failures = failures + 1 if missing and not await call(missing) else 0
+
+
+class Host:
+    """A peer of a swarm. Made by `join`; `swarm` has its manifest once `manifest()` returned."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        config: HostConfig,
+        network: Network,
+        slot: IdentitySlot,
+        identity: Identity,
+        access_control: AccessControl | None,
+        supervisor: Supervisor,
+        clock: Clock,
+    ) -> None:
+        self.swarm = swarm
+        self.config = config
+        self.network = network
+        self.peer_id = network.peer_id  # who we are in the swarm
+        self.access_control = access_control
+        self.identity = identity
+        self.supervisor = supervisor
+        self.clock = clock
+        self.decisions = DecisionLog(clock.unix)
+        self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
+        self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
+        self.observed_latency = ObservedLatency(clock=clock.monotonic)
+        self.completed = CompletedWork()
+        self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # of its time on this node's device
+        limiters = [
+            RateLimiter(rate_bps, clock=clock.monotonic) if rate_bps else None
+            for rate_bps in (config.max_upload_bps, config.max_download_bps)
+        ]
+        self.link_config = LinkConfig(
+            rate_limiter=limiters[0],
+            download_limiter=limiters[1],
+            link_statistics=self.paths.link_statistics,
+            gate=access_control or OPEN_GATE,
+            supervisor=supervisor,
+            clock=clock.stopwatch,
+        )
+        self._slot = slot
+        self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
+        self.standing = Standing(config.home / "standing" / f"{swarm.id.hex()[:16]}.json", clock.unix)
+        self.directory = Directory(
+            network,
+            swarm.id,
+            verify=verify,
+            sign=None if config.looks_on else identity.sign,
+            known_peers=self._known,
+            vouch=None if access_control is None else access_control.vouch,
+            certificate=b"" if access_control is None else access_control.membership.certificate,
+            now=clock.unix,
+            on_crash=supervisor.ends_peer,
+        )
+        self._lan: LanDiscovery | None = None
+        self._tasks = Tasks("host", on_crash=supervisor.ends_peer)
+        self.joined = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Host of {self.peer_id} in {self.swarm.name}, {'joined' if self.joined.is_set() else 'alone'}>"
+
+    @classmethod
+    async def join(
+        cls,
+        swarm: Swarm,
+        config: HostConfig,
+        *,
+        role: str = "node",
+        identity: Identity | None = None,
+        platform: Platform = MACHINE,
+    ) -> Host:
+        """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot, NotAdmitted.
+
+        `identity` fixes who we are; else it is the one kept under `role` in the home folder. A client's is new each time,
+        but in a private swarm, where it is its identity that is a member.
+        """
+        slot = IdentitySlot(config.home, role)
+        try:
+            if identity is not None:
+                identity.save(slot.path)
+            elif config.looks_on and not swarm.private:
+                identity = Identity.generate()
+                identity.save(slot.path)
+            else:
+                identity = Identity.load_or_create(slot.path)
+            needs = NEEDS.get(role, Role.VOLUNTEER)
+            clock = platform.clock
+            supervisor = Supervisor(clock.monotonic)
+            access_control = access_control_of(
+                swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix, on_crash=supervisor.ends_peer
+            )
+            wanted = network_config(swarm, config, slot.path, access_control, needs=needs, clock=clock)
+            network = await platform.start_network(replace(wanted, supervisor=supervisor))
+        except BaseException:
+            slot.release()
+            raise
+        self = cls(swarm, config, network, slot, identity, access_control, supervisor, clock)
+        try:
+            await self._enter()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _enter(self) -> None:
+        if self.access_control is not None:
+            self.access_control.on_look = self._expel
+            await self.access_control.start(self.network, self.hello, self.link_config)
+        if self.config.lan:
+            from swarmnode.net.addressing.lan import LanDiscovery
+
+            self._lan = await LanDiscovery.start(self.swarm.id, self.peer_id, await self.network.addresses())
+        if await self._try_to_join():
+            self.joined.set()
+        await self.directory.start()
+        self._tasks.spawn(self._keep_joined(), "keep joined")
+        if not self.config.looks_on:
+            self._tasks.spawn(self._dial_bootstraps(), "dial bootstraps")
+        self._tasks.spawn(self._tell_paths(), "tell paths")
+
+    def _expel(self) -> None:
+        """Let go of those who are not members any more."""
+        assert self.access_control is not None
+        others = [peer for peer in self._others() if not self.access_control.admits(peer)]
+        if others:
+            self.directory.expel(others)
+
+    def _bootstraps(self) -> list[str]:
+        """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
+        near = self._lan.addresses() if self._lan else []
+        return self._of_others([*self._named_bootstraps(), *self._known.addresses(), *near])
+
+    def _named_bootstraps(self) -> list[str]:
+        """Those that the user and the invite name."""
+        return self._of_others([*self.config.peers, *self.swarm.bootstraps])
+
+    def _of_others(self, addresses: Sequence[str]) -> list[str]:
+        return [address for address in dict.fromkeys(addresses) if not address.endswith(f"/p2p/{self.peer_id}")]
+
+    async def _try_to_join(self) -> bool:
+        bootstraps = self._bootstraps()
+        return bool(bootstraps) and await self._call(bootstraps)
+
+    async def _dial_bootstraps(self) -> None:
+        await dial_bootstraps(self._named_bootstraps(), self._connected, self._call, lambda: self.directory.crowd)
+
+    async def _connected(self) -> set[PeerId]:
+        with contextlib.suppress(NetworkDown):  # p2pd is being started again
+            return await self.network.connected()
+        return set()
+
+    async def _call(self, addresses: Sequence[str]) -> bool:
+        """Whether somebody in the swarm answers at one of the addresses."""
+        with contextlib.suppress(NetworkDown):
+            return await self.network.connect(addresses, timeout_s=self.config.join_timeout_s)
+        return False
+
+    async def _keep_joined(self) -> None:
+        """Look for the swarm while we are alone, at the start as well as after everybody we knew has gone."""
+        told = False
+        while True:
+            alone = not self.joined.is_set() or not self._others()
+            if alone and self._bootstraps():
+                if await self._try_to_join():
+                    self.joined.set()
+                    await self.directory.refresh()
+                    told = False
+                elif not told and not self._is_turned_away() and not self._is_named():  # who is turned away is told so
+                    log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
+                    told = True
+            await asyncio.sleep(self.config.rejoin_s)
+
+    def _is_named(self) -> bool:
+        """Whether the invite leads here: then nobody is missing when everybody has gone."""
+        return any(peer_of(address) == self.peer_id for address in self.swarm.bootstraps)
+
+    async def _tell_paths(self) -> None:
+        """Let our announcement say what was measured of the ways to us."""
+        while True:
+            await asyncio.sleep(self.config.paths_s)
+            if self.directory.own is not None:
+                with contextlib.suppress(NetworkDown):  # p2pd is being started again
+                    visitors, addresses = await self.network.visitors(), await self.network.addresses()
+                    evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
+                    reached = f"others reach it: {self.paths.reachability.name.lower()}"
+                    self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
+                    self.directory.announce(self._introduction(addresses))  # a relay may have taken us in
+                self.directory.announce(self.paths.section(), self.observed_latency.section())
+
+    def _others(self) -> list[PeerId]:
+        return [peer for peer in self.directory.peers() if peer != self.peer_id]
+
+    async def introduction(self) -> Introduction:
+        """What every announcement of this peer says: its name, and where it is reached."""
+        return self._introduction(await self.network.addresses())
+
+    def _introduction(self, reached_at: Sequence[str]) -> Introduction:
+        addresses = [without_peer(address) for address in reached_at]
+        addresses.sort(key=lambda address: (is_loopback(address), address))  # of use to most first, in a steady order
+        return Introduction(name=self.config.name[:MAX_NAME_CHARS], addresses=tuple(addresses[:MAX_ADDRESSES]))
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Wait until one peer of the swarm answered. Raises NetworkDown, NotAdmitted."""
+        try:
+            await asyncio.wait_for(self.joined.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            self.check_welcome()
+            bootstraps = ", ".join(self._bootstraps()[:3]) or "no address known"
+            raise NetworkDown(
+                f"the swarm {self.swarm.name} cannot be reached: nobody answers at {bootstraps}. "
+                "Is its bootstrap peer running, and is this machine online?"
+            ) from None
+
+    def _is_turned_away(self) -> bool:
+        return self.access_control is not None and self.access_control.turned_away is not None
+
+    def check_welcome(self, needs: Role = Role.CLIENT) -> None:
+        """Raises NotAdmitted where the swarm does not admit us, or not for what we need."""
+        if self.access_control is not None:
+            alone = not self.joined.is_set() or not self._others()
+            self.access_control.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)
+
+    async def wait_turned_away(self) -> None:
+        """Watch for as long as the swarm has us. Raises NotAdmitted once it does not."""
+        while True:
+            await asyncio.sleep(self.config.rejoin_s)
+            self.check_welcome()
+
+    async def manifest(self, *, patience_s: float) -> None:
+        """Make sure that the swarm's manifest is here, asking the peers where this machine has not seen it yet. Raises NetworkDown
+        where nobody has it, ProtocolError where the invite is not its owner's."""
+        if self.swarm.manifest is not None:
+            return
+        cache = ManifestCache(self.config.home)
+        if (seen := cache.get(self.swarm.id)) is not None:
+            self.swarm = self.swarm.with_manifest(seen)
+            return
+        deadline_s = self.clock.monotonic() + patience_s
+        while True:
+            try:
+                raw = await fetch_manifest(
+                    self.network,
+                    list(dict.fromkeys([*self._others(), *self.bootstraps()])),
+                    self.hello,
+                    self.link_config,
+                    drop=self.directory.suspect,
+                )
+                self.swarm = self.swarm.with_manifest(raw)
+                cache.keep(raw)
+                return
+            except PeerError as error:
+                if self.clock.monotonic() > deadline_s:
+                    raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
+            await asyncio.sleep(0.2)
+
+    def bootstraps(self) -> list[PeerId]:
+        """The peers that the invite and the user name, whether or not they have announced themselves."""
+        named = map(peer_of, self._named_bootstraps())
+        return list(dict.fromkeys(peer for peer in named if peer is not None))
+
+    def lost_neighbour(self, error: PeerError) -> None:
+        """A link ended by the peer's fault: routing and placement learn of it at once, here and only here. Who refused us is
+        there, and did no wrong."""
+        if error.peer is not None and not isinstance(error, PeerRefused):
+            self.directory.suspect(error.peer, error.code.name)
+            facts = (
+                f"its link or session ended with {error.code.name}: {error}",
+                "it comes back by its own next announcement",
+            )
+            self.decisions.note(Topic.ROUTING, f"leaves out {error.peer} for now", facts, about=(error.peer,))
+
+    def limit(self, upload_bps: float | None, download_bps: float | None) -> None:
+        """Keep to other rates from now on, where there were some."""
+        limiters = self.link_config.rate_limiter, self.link_config.download_limiter
+        for limiter, rate_bps in zip(limiters, (upload_bps, download_bps), strict=True):
+            if limiter is not None and rate_bps is not None:
+                limiter.rate_bps = rate_bps
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of the swarm as this peer sees it."""
+        yield from self.link_config.ledger.readings()
+        peers = self.directory.peers().values()
+        own = self.directory.own
+        lives = Counter(peer.life for peer in peers)
+        for state in State:
+            yield Reading(table.PEERS, lives[state], (state_name(state),))
+            if own is not None:
+                yield Reading(table.STATE, own.life is state, (state_name(state),))
+        if self.swarm.manifest is not None:
+            units = self.swarm.manifest.model.units
+            holders = Counter(unit for peer in peers if peer.life is State.READY for unit in range(*peer.span))
+            yield Reading(table.UNITS, units)
+            yield Reading(table.UNITS_WITHOUT_HOLDER, sum(not holders[unit] for unit in range(units)))
+            yield Reading(table.LEAST_HOLDERS, min(holders[unit] for unit in range(units)))
+        yield from self.directory.dht_meter.readings()
+        yield from self.link_config.traffic.readings()
+
+    async def close(self) -> None:
+        """Say goodbye and leave. Safe to call twice."""
+        await self._tasks.close()
+        await self.directory.close()
+        if self._lan is not None:
+            await self._lan.close()
+        if self.access_control is not None:
+            await self.access_control.close()
+        await self.network.close()
+        self._slot.release()
+
+
+def state_name(state: State) -> str:
+    """A state as people and scripts read it."""
+    return state.name.lower()

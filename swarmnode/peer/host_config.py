@@ -1,0 +1,85 @@
+"""How a peer is present in a swarm, and what that asks of its network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of
+from swarmnode.net.clock import Clock
+from swarmnode.net.identity import verify
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.gate import OPEN_GATE
+from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
+from swarmnode.swarm.peers.record_validation import record_validator
+from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+if TYPE_CHECKING:
+    from swarmnode.membership.access_control import AccessControl
+
+EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """How a peer is present. Empty `host_maddrs` mean: loopback in a swarm that is on this machine alone, else everywhere."""
+
+    home: Path
+    name: str = ""
+    host_maddrs: tuple[str, ...] = ()
+    announce_maddrs: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # further bootstrap peers (multiaddrs with /p2p/), beside the invite's
+    nat_port_map: bool = False
+    direct: bool = True  # TCP connections of its own to peers that can be reached by them
+    lan: bool = False
+    join_timeout_s: float = 3.0
+    rejoin_s: float = 2.0
+    paths_s: float = 10.0  # how often what was measured of paths is announced
+    looks_on: bool = False  # a client: no place in the DHT, no announcement
+    max_upload_bps: float | None = None  # of all links together, bits/s
+    max_download_bps: float | None = None
+    # Of fetched weights of all swarms, and states kept for others; None: most of what is free.
+    max_cache_bytes: int | None = None
+
+
+def network_config(
+    swarm: Swarm, config: HostConfig, identity: Path, access_control: AccessControl | None, *, needs: Role, clock: Clock
+) -> NetworkConfig:
+    """How a peer of this swarm is on its network."""
+    membership = None if access_control is None else access_control.membership
+    return NetworkConfig(
+        identity_path=identity,
+        host_maddrs=config.host_maddrs or (default_listen_address(swarm),),
+        announce_maddrs=config.announce_maddrs,
+        relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
+        public=needs is Role.BOOTSTRAP,
+        client_mode=config.looks_on,
+        nat_port_map=config.nat_port_map,
+        direct=config.direct,
+        record_validator=record_validator(swarm.id, verify, clock.unix, membership=membership),
+        gate=access_control or OPEN_GATE,
+    )
+
+
+def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
+    """The bootstrap peers, which relay for peers behind NAT: one address of each, of the internet where it has one.
+
+    libp2p takes each address for a relay of its own, and asks none of them for three minutes where one does not answer.
+    """
+    bootstraps = [
+        bootstrap
+        for bootstrap in [*peers, *swarm.bootstraps]
+        if not is_loopback(bootstrap) and not is_relayed(bootstrap)
+    ]
+    best: dict[PeerId | None, str] = {}
+    for bootstrap in sorted(bootstraps, key=is_public, reverse=True):
+        best.setdefault(peer_of(bootstrap), bootstrap)
+    return tuple(best.values())
+
+
+def default_listen_address(swarm: Swarm) -> str:
+    """A swarm that can only be found on this machine is no business of other machines."""
+    return EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT

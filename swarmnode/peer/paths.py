@@ -1,0 +1,130 @@
+"""What a node knows of its own place: round trips, bandwidths, a network coordinate, and how others get to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.measuring_messages import MAX_UNIT_US
+from swarmnode.net.addressing.reachability import Evidence, Reachability, conclude, own_interfaces
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import home_of
+from swarmnode.net.limits.fair_share import Recent
+from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate, Surveyor
+from swarmnode.net.measuring.link_statistics import LinkStatistics
+from swarmnode.swarm.records.announcement import MAX_PATHS, MAX_RTTS, MAX_UNIT_TIMES, Announcement, peer_digest
+from swarmnode.swarm.records.sections import Hearsay, PathNews
+
+MOST_KBPS = (1 << 32) - 1  # that an announcement can say
+
+Known = Callable[[PeerId], Announcement | None]
+PEERS_KEPT = 256
+FRESH_S = 600.0  # older experience says little: the peer's own word opens the door again
+# Weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do.
+RISE, FALL = 0.2, 0.5
+
+
+@dataclass(slots=True)
+class _Seen:
+    unit_s: float
+    at_s: float
+
+
+class ObservedLatency:
+    """Seconds of one position through one unit, by peer: moving averages of what neighbours measured. Bounded."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: Recent[PeerId, _Seen] = Recent(PEERS_KEPT)
+
+    def __repr__(self) -> str:
+        return f"<ObservedLatency with {len(self._seen)} peers>"
+
+    def saw(self, peer: PeerId, unit_s: float) -> None:
+        """One measurement. Who has not been seen for longest is forgotten first."""
+        now_s = self._clock()
+        seen = self._seen.get(peer)
+        if seen is None or now_s - seen.at_s > FRESH_S:
+            seen = _Seen(unit_s, now_s)
+        weight = RISE if unit_s > seen.unit_s else FALL
+        self._seen[peer] = _Seen(seen.unit_s + weight * (unit_s - seen.unit_s), now_s)
+
+    def unit_s(self, peer: PeerId) -> float | None:
+        """What a unit takes on the peer, in seconds; None where nothing fresh is known."""
+        seen = self._seen.get(peer)
+        return None if seen is None or self._clock() - seen.at_s > FRESH_S else seen.unit_s
+
+    def section(self) -> Hearsay:
+        """As announced: microseconds per unit, by the digests of the peers."""
+        seen = self.units_s(most=MAX_UNIT_TIMES)
+        return Hearsay(
+            unit_us={peer_digest(peer): max(1, min(round(unit_s * 1e6), MAX_UNIT_US)) for peer, unit_s in seen.items()}
+        )
+
+    def units_s(self, most: int | None = None) -> dict[PeerId, float]:
+        """By peer, those seen last first, at most so many."""
+        known = {peer: unit_s for peer in reversed(self._seen) if (unit_s := self.unit_s(peer)) is not None}
+        return dict(list(known.items())[:most])
+
+
+"""What a peer announces at the moment; None where it is not known"""
+
+
+class Paths:
+    """Filled by the links in ordinary traffic (`link_statistics`), told by announcements (`section`)."""
+
+    def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.link_statistics = LinkStatistics(
+            clock=clock, on_rtt=self._measured, guess=self._by_coordinates, at_home=self._is_at_home
+        )
+        self._peer = peer
+        self.reachability = Reachability.UNKNOWN
+        self._surveyor = Surveyor(peer)
+        self._known = known
+
+    def __repr__(self) -> str:
+        return f"<Paths {self.reachability.name} at {self.coordinate!r}, {self.link_statistics!r}>"
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Our own."""
+        return self._surveyor.coordinate
+
+    def _measured(self, peer: PeerId, rtt_s: float) -> None:
+        """Peers that announce nothing (clients, say) have no place of which we would learn ours."""
+        announcement = self._known(peer)
+        if announcement is not None:
+            self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
+
+    def _is_at_home(self, peer: PeerId) -> bool:
+        """Whether both announce the same address on the open internet."""
+        own, other = self._known(self._peer), self._known(peer)
+        home = "" if own is None else home_of(own.addresses)
+        return bool(home) and other is not None and home_of(other.addresses) == home
+
+    def _by_coordinates(self, peer: PeerId) -> float | None:
+        announcement = self._known(peer)
+        theirs = None if announcement is None else Coordinate.unpacked(announcement.coordinate)
+        if theirs is None or self.coordinate.error >= MAX_ERROR:
+            return None
+        return self.coordinate.rtt_ms(theirs) / 1e3
+
+    def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> Evidence:
+        """Conclude anew how others get here (`net/addressing/reachability.py`); what it was concluded from."""
+        evidence = Evidence(addresses, own_interfaces(), promised, visitors)
+        self.reachability = conclude(evidence)
+        return evidence
+
+    def section(self) -> PathNews:
+        """What the announcement says of them."""
+        rtts_s = self.link_statistics.rtts_s(most=MAX_RTTS)
+        ups_bps = self.link_statistics.ups_bps(most=MAX_PATHS)
+        return PathNews(
+            rtt_us={peer_digest(peer): round(rtt_s * 1e6) for peer, rtt_s in rtts_s.items()},
+            coordinate=self.coordinate.packed(),
+            up_bps=self.link_statistics.up_bps,
+            down_bps=self.link_statistics.down_bps,
+            reachability=int(self.reachability),
+            path_kbps={peer_digest(peer): min(round(bps / 1e3), MOST_KBPS) for peer, bps in ups_bps.items()},
+        )

@@ -1,0 +1,82 @@
+"""A picture of a swarm: who is here and holds what, as people and scripts read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.host import state_name
+from swarmnode.plan.spans.placement import gaps
+from swarmnode.plan.view import view_of
+from swarmnode.swarm.peers.standing import Standing
+from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+CODEC_NAMES = {int(codec): codec.name.lower() for codec in Codec}
+GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
+
+
+def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Standing) -> dict[str, Any]:
+    """As `swarmnode status --json` prints it. `bootstraps` are the bootstrap peers; `standing` is what this peer has found out
+    about the others."""
+    assert swarm.manifest is not None
+    units = swarm.manifest.model.units
+    ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
+    missing = gaps(units, ready)
+    digests = {peer_digest(peer): peer for peer in peers}
+    shunned, doubted = standing.shunned, standing.doubted
+    return {
+        "swarm": swarm.id.hex(),
+        "name": swarm.name,
+        "mode": swarm.manifest.mode,
+        "task": swarm.manifest.task,
+        "model": swarm.manifest.model.hub_id or swarm.manifest.model.family,
+        "adapters": list(swarm.manifest.adapter_names),
+        "units": units,
+        "weights_bytes": swarm.manifest.total_bytes,
+        "covered": not missing,
+        "missing": missing,
+        "training_step": max((peer.training_step for peer in peers.values()), default=0),
+        "peers": [
+            {
+                **_portrait(peer, digests),
+                "standing": SHUNNED if peer.peer in shunned else DOUBTED if peer.peer in doubted else GOOD,
+                "trust": standing.trust(peer.peer),
+            }
+            for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
+            if peer.span[1] > 0
+        ],
+        "bootstraps": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
+        "addresses": {peer.peer: list(peer.addresses) for peer in peers.values()},
+    }
+
+
+def _portrait(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, Any]:
+    return {
+        "peer": peer.peer,
+        "name": peer.name,
+        "span": list(peer.span),
+        "state": state_name(peer.life),
+        "device": peer.device,
+        "number_format": peer.number_format,
+        "memory_bytes": peer.memory_bytes,
+        "since": peer.started_at,
+        "sessions": peer.sessions,
+        "cache_tokens_free": peer.cache_tokens_free,
+        "decode_units_per_s": peer.decode_units_per_s,
+        "training_units_per_s": peer.training_units_per_s,
+        "training_step": peer.training_step,
+        "up_bps": peer.up_bps,
+        "down_bps": peer.down_bps,
+        "reached": peer.reach.name.lower(),
+        "sends": _sent_as(peer, digests),
+    }
+
+
+def _sent_as(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, str]:
+    """Which codec a peer's values travel in, by the stage that they go to."""
+    return {
+        digests[digest]: CODEC_NAMES.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in digests
+    }

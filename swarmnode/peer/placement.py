@@ -1,0 +1,274 @@
+"""A node's place in the swarm: which units it takes when it joins, and when it should rather be elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from swarmnode.decisions import Topic
+from swarmnode.net.deadlines import Backoff
+from swarmnode.peer.host import Host
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.spans.placement import (
+    BY_THROUGHPUT,
+    Hysteresis,
+    Joiner,
+    Move,
+    MovePolicy,
+    PlacementRule,
+    gaps,
+    grounds,
+)
+from swarmnode.plan.view import Span, View, view_of
+from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.sections import Place, Section
+
+STANDS_BY = "stands by, and holds nothing"
+SEARCHED_GAPS = 8  # units that are looked for before a move that would fill them
+COMING_S = 600.0  # that a node waits for others of its plan which were never here; then they count as gone
+HOLDING = (State.LOADING, State.READY)
+
+
+class PlannedPlace:
+    """Of one node, from when it joins. `span` is empty where the plan does without it.
+
+    A plan is made for all of its peers. While they are where it puts them, or still come, each stays, however much better another
+    order may look with half of them here; once one has gone, or is elsewhere, they go on as all do.
+    """
+
+    def __init__(self, plan: PlanFile, host: Host) -> None:
+        assert host.swarm.manifest is not None
+        units = host.swarm.manifest.model.units
+        self.span = plan.span_of(host.peer_id, units)
+        planned = zip(plan.peers, plan.spans(len(plan.peers), units), strict=True)
+        self._spans = {peer: span for peer, span in planned if span.units}
+        self._came: set[str] = set()
+        self._host = host
+        self._joined_s = host.clock.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<PlannedPlace {self.span}, {len(self._came)} of {len(self._spans)} peers came>"
+
+    def holds(self) -> bool:
+        """Whether the node stays for the plan's sake."""
+        if not self.span.units:
+            return False
+        announced = self._host.directory.peers()
+        here = {peer: one for peer, one in announced.items() if peer in self._spans and one.life in HOLDING}
+        self._came |= here.keys()
+        comes = self._host.clock.monotonic() - self._joined_s < COMING_S
+        missing = (self._came if comes else self._spans.keys()) - here.keys()
+        return not missing and all(tuple(one.span) == self._spans[peer] for peer, one in here.items())
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """How a node looks for its place."""
+
+    settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
+    max_settle_s: float = 6.0
+    claim_look_s: float = 0.2  # between two looks at the others' claims, in a swarm of up to
+    claim_crowd: int = 5  # peers: when hundreds come at once, their looks must not be all that they do
+    look_s: float = 1.0  # between two looks for a better place, at least
+    calm_look_s: float = 5.0  # and at most, where nothing changes
+    first_pause_s: float = 30.0  # behind a move that disturbs others, and twice as long behind the next one, up to
+    longest_pause_s: float = 600.0  # lines that are measured meanwhile are busy with what the move has brought about
+    move_policy: MovePolicy = field(default_factory=MovePolicy)
+
+
+def endless() -> float:
+    """How long something goes on of which nobody knows an end, in seconds."""
+    return math.inf
+
+
+async def at_once() -> None:
+    """Nothing is under way."""
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """To be elsewhere: since when, on the monotonic clock."""
+
+    move: Move
+    since_s: float
+
+
+class Placement:
+    """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory."""
+
+    def __init__(
+        self, host: Host, capacity_units: int, config: PlacementConfig, rule: PlacementRule = BY_THROUGHPUT
+    ) -> None:
+        self.config = config
+        self._rule = rule
+        self._host = host
+        self._capacity_units = capacity_units
+        self._clock = host.clock.monotonic
+        self._hysteresis = Hysteresis()
+        self._wish: _Wish | None = None
+        self._move_s = config.move_policy.move_s
+        self._leaving_s: float | None = None
+        self._pauses = Backoff(
+            self._clock,
+            first_s=config.first_pause_s,
+            ceiling_s=config.longest_pause_s,
+            forget_s=config.move_policy.stay_s,
+        )
+        self._rest_s = endless
+
+    def __repr__(self) -> str:
+        wish = "content" if self._wish is None else f"would rather be at {self._wish.move.span}"
+        return f"<Placement for {self._capacity_units} units, {wish}, a move takes {self._move_s:.1f} s>"
+
+    async def claim(self, *introduction: Section) -> Span:
+        """Claim a span, look around, and claim again until the claim stands for a while."""
+        directory = self._host.directory
+        claim = Span(0, self._capacity_units)
+        directory.announce(Place(state=State.JOINING, span=(claim.start, claim.end)), *introduction)
+        give_up_s = self._clock() + self.config.max_settle_s
+        settled_s = self._clock() + self.config.settle_s
+        while self._clock() < min(settled_s, give_up_s):
+            look_s = self.config.claim_look_s * max(1.0, directory.crowd / self.config.claim_crowd)
+            await asyncio.sleep(min(look_s, self.config.settle_s))
+            await directory.refresh()
+            choice = await asyncio.to_thread(self._rule.choose, self._view(), self._joiner())
+            if choice != claim:
+                claim = choice
+                directory.announce(Place(span=(claim.start, claim.end)))
+                settled_s = self._clock() + self.config.settle_s
+        self._note(self._view(), f"takes units {claim}" if claim.units else STANDS_BY, claim)
+        return claim
+
+    async def reason_to_move(
+        self,
+        *,
+        bound: Callable[[], bool],
+        news: Callable[[], Iterable[Section]],
+        rest_s: Callable[[], float] = endless,
+        settled: Callable[[], Awaitable[None]] = at_once,
+    ) -> Move:
+        """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
+
+        `news` is what the node's announcement says of its work; it is refreshed at each look. `rest_s`: how long the work goes on;
+        `settled` waits for a moment in which it may be left, where nobody lacks this node elsewhere.
+        """
+        self._wish = None
+        self._rest_s = rest_s
+        while True:
+            revision = self._host.directory.revision
+            self._host.directory.announce(*news())
+            fixed = bound()
+            view, move = (self._view(), None) if fixed else await self._reconsider()
+            if move is None:
+                self._wish = None
+                self._note_stay(view, fixed=fixed)
+            elif self._stands(move):
+                if not move.fills:
+                    await settled()
+                    if bound():
+                        continue
+                self._leaving_s = self._clock()
+                if move.disturbs:
+                    self._pauses.failed(self._host.peer_id)
+                self._note(view, f"moves to units {move.span}", move.span, *_reasons(move))
+                return move
+            else:
+                self._note(view, f"will move to units {move.span} when it is its turn", move.span, *_reasons(move))
+            await self._pause(revision)
+
+    async def _pause(self, revision: int) -> None:
+        """Until the next look: a moment while a wish waits for its turn, else until something differs from `revision`."""
+        await asyncio.sleep(self.config.look_s)
+        if self.awaits_others():
+            self._host.directory.hurry()
+        if self._wish is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                calm_s = self.config.calm_look_s - self.config.look_s
+                await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
+
+    async def _reconsider(self) -> tuple[View, Move | None]:
+        """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
+        directory, view = self._host.directory, self._view()
+        move = await self._wish_in(view)
+        if move is None or not move.fills or directory.crowd <= len(directory.peers()):
+            return view, move
+        for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
+            await directory.look_for(unit)
+        view = self._view()
+        return view, await self._wish_in(view)
+
+    async def _wish_in(self, view: View) -> Move | None:
+        return await asyncio.to_thread(self._rule.reconsider, view, self._joiner(), self._move_policy())
+
+    def awaits_others(self) -> bool:
+        """Whether work that is to begin had better wait: by the last look others are still on their way to their places."""
+        return self._rule.awaits_others()
+
+    def arrived(self) -> None:
+        """The node serves again after a move: what it cost is known now, and counts next time."""
+        if self._leaving_s is not None:
+            self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
+
+    def _stands(self, move: Move) -> bool:
+        """Whether the wish has stood long enough, and the last move was long enough ago."""
+        if self._wish is not None and move.is_same_wish(self._wish.move):
+            self._wish = replace(self._wish, move=move)
+        else:
+            self._wish = _Wish(move, self._clock())
+        rests = move.disturbs and not move.fills and self._pauses.pause_s(self._host.peer_id) > 0
+        return not rests and self._clock() - self._wish.since_s >= move.delay_s
+
+    def _note_stay(self, view: View, *, fixed: bool) -> None:
+        """Where it is, there it remains."""
+        own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
+        assert own is not None
+        reason = (
+            f"every unit has somebody, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
+        )
+        if not own.span[1]:
+            reason = "every unit has two holders, and a step would not be shorter with this node"
+        if fixed:
+            reason = "these units were fixed with --span or --plan, are trained by nobody else, or are being finished"
+        self._note(view, f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
+
+    def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
+        facts = (*reasons, *grounds(view, self._joiner(), span))
+        self._host.decisions.note(Topic.PLACEMENT, what, facts, units=span)
+
+    def _view(self) -> View:
+        manifest = self._host.swarm.manifest
+        assert manifest is not None
+        model, shunned = manifest.model, self._host.standing.shunned
+        announced = [peer for peer in self._host.directory.peers().values() if peer.peer not in shunned]
+        position_bytes, trains = model.hidden * BYTES_PER_HIDDEN, manifest.mode == TRAIN
+        view = view_of(model.units, announced, position_bytes=position_bytes, trains=trains)
+        return self._hysteresis.view(view.with_many_sessions)
+
+    def _joiner(self) -> Joiner:
+        own = self._host.directory.own
+        assert own is not None  # a claim or a span was announced before anybody decides
+        manifest = self._host.swarm.manifest
+        trains = manifest is not None and manifest.mode == TRAIN
+        units_per_s = own.training_units_per_s if trains else own.decode_units_per_s * own.parallel_speedup
+        return Joiner(self._host.peer_id, self._capacity_units, units_per_s, own.started_at)
+
+    def _move_policy(self) -> MovePolicy:
+        """Where only a sample is known, one peer's part in the whole is smaller than it seems by as much."""
+        directory = self._host.directory
+        share = min(1.0, len(directory.peers()) / max(1.0, directory.crowd))
+        move_policy = self.config.move_policy
+        stay_s = min(move_policy.stay_s, self._rest_s())
+        hysteresis = move_policy.hysteresis / max(share, 1e-6)
+        return replace(move_policy, move_s=self._move_s, stay_s=stay_s, hysteresis=hysteresis)
+
+
+def _reasons(move: Move) -> tuple[str, str]:
+    gain = (
+        "it gives units a holder that have none" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
+    )
+    return gain, f"such a wish must stand for {move.delay_s:.1f} s before it is this node's turn"

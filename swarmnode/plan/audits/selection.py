@@ -1,0 +1,111 @@
+"""How much is audited: a share of what was served, more of newcomers, less of those of long standing.
+
+An audit computes a session's text once more, as a prompt is, which costs a few of its steps; and it is paid from what the work
+itself has cost, so that audits never take more than their share of a swarm's throughput.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement, State
+
+SHARE = 0.03  # of the throughput
+NEWCOMER = 2.0  # times the mean share
+LONG_STANDING = 0.5
+
+
+def second_route(
+    route: Sequence[HopSpec],
+    peers: Mapping[PeerId, Announcement],
+    random: Random,
+    *,
+    avoid: Collection[PeerId] = (),
+) -> tuple[HopSpec, ...] | None:
+    """The hops of `route` over other peers than its own, drawn at random, so that nobody can arrange whom he is compared with.
+
+    Where a hop has no replica it stays: it is not judged, those after it are. None where no hop has one. `avoid` take no part
+    unless nobody else can.
+    """
+    used: set[PeerId] = {hop.peer for hop in route}
+    second: list[HopSpec] = []
+    for hop in route:
+        able = [
+            peer.peer
+            for peer in peers.values()
+            if peer.peer not in used and peer.peer not in avoid and can_replace(hop, peer, peers)
+        ]
+        chosen = random.choice(sorted(able)) if able else hop.peer
+        used.add(chosen)
+        second.append(HopSpec(chosen, hop.start, hop.end))
+    return tuple(second) if any(new.peer != old.peer for new, old in zip(second, route, strict=True)) else None
+
+
+def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announcement]) -> bool:
+    """Whether a peer holds the hop's units, and says that it computes as the hop's peer says that it does."""
+    original = peers.get(hop.peer)
+    return (
+        original is not None
+        and peer.life is State.READY
+        and peer.span[0] <= hop.start
+        and hop.end <= peer.span[1]
+        and peer.number_format == original.number_format
+    )
+
+
+@dataclass(frozen=True)
+class SessionCost:
+    """What a session came to, and what to compute its first `audited` positions once more would, in seconds of one unit."""
+
+    served_s: float
+    audit_s: float
+
+
+def cost_of(prompt: int, drawn: int, *, decode_s: float, prefill_s: float) -> SessionCost:
+    """Of a session of so many tokens. `decode_s`: of a step; `prefill_s`: of one position of a prompt."""
+    return SessionCost(prompt * prefill_s + drawn * decode_s, (prompt + drawn) * prefill_s)
+
+
+def factor(trust: float) -> float:
+    """By how much more or less somebody is audited whose trust is so large: 0 of newcomers, 1 of those of long standing."""
+    return NEWCOMER + (LONG_STANDING - NEWCOMER) * min(1.0, max(0.0, trust))
+
+
+class AuditBudget:
+    """What may be spent: `share` of what was served, and never more than `burst` audits ahead of it."""
+
+    def __init__(self, share: float = SHARE, *, burst: float = 4.0) -> None:
+        self.share = share
+        self._burst = burst
+        self._spent_s = 0.0
+        self._earned_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<AuditBudget of {self.share:.1%}, spent {self.spent_share:.1%}>"
+
+    @property
+    def spent_share(self) -> float:
+        """Of what was served, how much was spent on audits."""
+        return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
+
+    def chance(self, cost: SessionCost, trust: float) -> float:
+        """That this session is audited. `trust` is that of the least trusted of its hops. The session counts as served."""
+        self._earned_s += self.share * cost.served_s
+        if self.share == 0 or self._spent_s > self._earned_s + self._burst * cost.audit_s:
+            return 0.0
+        return min(1.0, factor(trust) * self.share * cost.served_s / cost.audit_s)
+
+    def afford(self, cost: SessionCost) -> bool:
+        """Whether there is as much for what others ask to have looked at; it is spent then."""
+        able = self.share > 0 and self._spent_s <= self._earned_s + self._burst * cost.audit_s
+        if able:
+            self.spend(cost)
+        return able
+
+    def spend(self, cost: SessionCost) -> None:
+        """An audit is made."""
+        self._spent_s += cost.audit_s

@@ -1,0 +1,313 @@
+"""What averaging will take: what goes from each contributor to each other, and how long their paths and lines take for it.
+
+All with all, each sends its values of a part to the part's owner, and the owner its sum to all. Over clusters, each part is
+gathered in every cluster by one member, who sends the owner what all there contribute, and hands the sum back
+(`compute/training/averaging/parts.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+
+import msgspec
+import numpy as np
+
+from swarmnode.codec.averaging_messages import MOST_SHARE, USUAL_SHARE, Group, How
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
+from swarmnode.codec.training_fields import MAX_CLUSTERS
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import encoded_bytes
+from swarmnode.plan.offline.grid import dendrogram
+from swarmnode.plan.routes.delays import crowded
+from swarmnode.plan.spans.flow import Floats, Indexes
+from swarmnode.swarm.records.run import Averaging
+
+LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another
+GAIN = 1.25  # times as fast as the one in force another clustering has to be
+LEVELS = 8  # scales at which a network is looked at
+UNBEARABLE = 4.0  # times as long as all with all, by one member's own measurements: it takes no part
+REST = 16  # averagings all with all after one over clusters came to nothing
+
+Clusters = tuple[int, ...]
+Shares = tuple[int, ...]
+LEAST_SHARE = 1  # so that each owner sees a part of what all others contribute
+WIDENING = 4  # of the matrices of a layer, in widths of the model
+
+
+@dataclass(frozen=True, eq=False)
+class AveragingNetwork:
+    """Between N contributors: bits/s of each path and of each line, infinite where they are not known, and one-way delays.
+    `homes`: numbers that those have in common whose paths out of their home share a line; paths inside have no part in it."""
+
+    path_bps_NN: Floats
+    line_bps_N: Floats
+    delay_NN: Floats
+    homes: tuple[int, ...] = ()
+
+    def averaging_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
+        bits_NN = 8 * size_bytes * crossing(shares, clusters)
+        lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self._own_line_bps_N
+        homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
+        return max(self._in_turn_s(size_bytes, shares, clusters), float(lines_s.max()), homes_s) + self._delays_s(
+            clusters
+        )
+
+    def homes_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> dict[int, float]:
+        """How long the line of each home is at what leaves it, as fast as the fastest of its paths."""
+        return self._homes_s(8 * size_bytes * crossing(shares, clusters)) if self.homes else {}
+
+    def _homes_s(self, bits_NN: Floats) -> dict[int, float]:
+        home_N = np.array(self.homes)
+        out_NN = {home: np.outer(home_N == home, home_N != home) for home in set(self.homes)}
+        return {
+            home: float(bits_NN[out].sum() / self.path_bps_NN[out].max()) for home, out in out_NN.items() if out.any()
+        }
+
+    @cached_property
+    def _own_line_bps_N(self) -> Floats:
+        """Of those who share one with others of their home, infinite: it is the home's that counts."""
+        shares_N = crowded(self.homes, len(self.line_bps_N))
+        own_line_bps_N: Floats = np.where(shares_N, np.inf, self.line_bps_N)
+        return own_line_bps_N
+
+    def among(self, places: Sequence[int]) -> AveragingNetwork:
+        """Of some of them, in this order."""
+        pairs = np.ix_(places, places)
+        homes = tuple(self.homes[place] for place in places) if self.homes else ()
+        return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs], homes)
+
+    def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Of one contributor alone: its slowest path."""
+        bits_NN = 8 * size_bytes * crossing(shares, clusters)
+        return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
+
+    def slowest_paths_bps(self) -> Floats:
+        """[N]: of each contributor to any other."""
+        slowest_N: Floats = np.where(np.eye(len(self.path_bps_NN), dtype=bool), np.inf, self.path_bps_NN).min(axis=1)
+        return slowest_N
+
+    def _in_turn_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Values inside clusters to who gathers them, what is gathered to the owners of parts, and sums the same way back: nobody
+        sends what it adds up before the last of that has come, over a slow path or a busy line; and what comes
+        back follows inside as it comes, that of the slowest cluster at last."""
+        gathered_NN = 8 * size_bytes * gathering(shares, clusters)
+        labels_N = np.asarray(clusters)
+        near_NN = (labels_N[:, None] == labels_N) & ~np.eye(len(labels_N), dtype=bool)
+        inside_NN = near_NN * gathered_NN.sum(axis=1)
+        between_NN = gathered_NN * (labels_N[:, None] != labels_N)
+        added_up_N = self._come_s(self._come_s(np.zeros(len(labels_N)), inside_NN, busy=True), between_NN, busy=True)
+        back_N = self._come_s(added_up_N, between_NN.T)
+        last_N = np.stack([between_NN[:, labels_N == label].sum(axis=1) for label in np.unique(labels_N)]).max(axis=0)
+        return float(
+            max(self._come_s(added_up_N, inside_NN.T).max(), self._come_s(back_N, near_NN * last_N[:, None]).max())
+        )
+
+    def _come_s(self, sent_N: Floats, bits_NN: Floats, *, busy: bool = False) -> Floats:
+        """[N]: when each has all that others send to it at these times, by their paths; `busy`: and by their lines."""
+        line_s_N = bits_NN.sum(axis=1) / self._own_line_bps_N * busy
+        come_NN = sent_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N[:, None])
+        come_N: Floats = np.maximum(sent_N, np.where(bits_NN > 0, come_NN, 0.0).max(axis=0))
+        return come_N
+
+    def _delays_s(self, clusters: Sequence[int]) -> float:
+        """There and back, and where there are several clusters inside them as well."""
+        labels_N = np.asarray(clusters)
+        inside_NN = labels_N[:, None] == labels_N[None, :]
+        return 2 * float(np.where(inside_NN, self.delay_NN, 0).max() + np.where(inside_NN, 0, self.delay_NN).max())
+
+
+def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
+    """How much of a group's vector each contributor adds up, beside the others': as much as its line carries; 0 bits/s: not known.
+    Of two, both send the whole vector once, however it is shared.
+
+    Whoever adds up a share s of a vector of n contributors sends its values of all other parts, and its own sums to all others:
+    1 + (n - 2) s times the vector, and takes as much. So who has a slow line adds up little. Lines are what peers say of
+    themselves: none counts for more than `MOST_SHARE` nor for less than `LEAST_SHARE`, with `USUAL_SHARE` for the median one and
+    for those that nobody measured, and nobody adds up more than half."""
+    known = [line_bps for line_bps in lines_bps if 0 < line_bps < math.inf]
+    if len(lines_bps) < 3 or not known:
+        return (USUAL_SHARE,) * len(lines_bps)
+    usual_bps = statistics.median_low(known)
+    shares = [_share(line_bps / usual_bps) for line_bps in lines_bps]
+    return tuple(min(share, max(LEAST_SHARE, sum(shares) - share)) for share in shares)
+
+
+def _share(ratio: float) -> int:
+    """Of a line that is so many times the usual one."""
+    bounded = min(ratio, MOST_SHARE / USUAL_SHARE)
+    return max(LEAST_SHARE, round(USUAL_SHARE * bounded)) if ratio > 0 else USUAL_SHARE
+
+
+def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
+    """[N, N]: of the parts that each of the second owns, the share of the vector of which each of the first adds up what its
+    cluster contributes."""
+    share_N = np.asarray(shares, dtype=float) / sum(shares)
+    labels_N = np.asarray(clusters)
+    inside_NN = labels_N[:, None] == labels_N[None, :]
+    turn_N = share_N / (inside_NN @ share_N)
+    gathered_NN: Floats = np.where(inside_NN, np.diag(share_N), turn_N[:, None] * share_N[None, :])
+    return gathered_NN
+
+
+def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
+    """[N, N]: how much of the vector goes from each contributor to each other."""
+    gathered_NN = gathering(shares, clusters)
+    labels_N: Indexes = np.asarray(clusters)
+    each_N = gathered_NN.sum(axis=1)
+    # Inside: contributions to what the other gathers, and sums of what one gathers itself.
+    near_NN = each_N[None, :] + each_N[:, None]
+    crossing_NN: Floats = np.where(labels_N[:, None] == labels_N[None, :], near_NN, gathered_NN + gathered_NN.T)
+    np.fill_diagonal(crossing_NN, 0.0)
+    return crossing_NN
+
+
+def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
+    """Of the gradients of so many parameters, as the run's codec or rank sends them."""
+    if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
+        factors = how.rank * parameters * (1 + WIDENING) / (WIDENING * width)
+        return 4.0 * min(parameters, factors / 2 if how.alternating else factors)
+    if how.codec in SPARSE_CODECS:
+        return payload_bytes(TensorInfo(how.codec, DType.FLOAT32, (parameters,), int(parameters * how.keep)))
+    return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))
+
+
+"""Of each contributor, in their order"""
+
+
+@dataclass(frozen=True)
+class ClusteredGroup:
+    """A group with its clusters, the seconds that it will take, and those of all with all."""
+
+    group: Group
+    seconds: float
+    flat_s: float
+
+
+def may_cluster(averaging: Averaging) -> bool:
+    """Robust sums, and top-k's means of those who sent, need each contribution by itself."""
+    return not averaging.robust and averaging.codec != Codec.TOPK
+
+
+def averaging_s(peer: PeerId, groups: Sequence[ClusteredGroup]) -> float:
+    """What a peer's groups take it, one after another."""
+    return sum(one.seconds for one in groups if any(member.peer == peer for member in one.group.members))
+
+
+class AveragingClusters:
+    """Of the groups of one training, whose blocks name them."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[int, ...], tuple[tuple[PeerId, ...], Clusters]] = {}
+        self._rests = 0
+
+    def __repr__(self) -> str:
+        clustered = sum(len(set(clusters)) > 1 for _, clusters in self._chosen.values())
+        return f"<AveragingClusters, {clustered} of {len(self._chosen)} groups over clusters>"
+
+    def begin(self) -> None:
+        """Another averaging."""
+        self._rests = max(0, self._rests - 1)
+
+    def give_up(self) -> None:
+        """The last one came to nothing: all with all for a while, whoever was to blame."""
+        if any(len(set(clusters)) > 1 for _, clusters in self._chosen.values()):
+            self._rests = REST
+            self._chosen.clear()
+
+    def choose(
+        self, group: Group, network: AveragingNetwork, size_bytes: float, *, allowed: bool = True
+    ) -> ClusteredGroup:
+        """`network`: of the group's members, in their order; `size_bytes`: of its vector as it travels; `allowed`: see
+        `may_cluster`."""
+        places = [place for place, member in enumerate(group.members) if member.count]
+        names = tuple(group.members[place].peer for place in places)
+        among, flat = network.among(places), (0,) * len(places)
+        sharings = sharings_of([group.members[place].share for place in places], among)
+        flat_s, shares = shared(among, size_bytes, sharings, flat)
+        if len(places) < LEAST_MEMBERS or group.how == How.APART or self._rests or not allowed:
+            return ClusteredGroup(_with_shares(group, places, shares), flat_s, flat_s)
+        known, before = self._chosen.get(group.blocks, ((), flat))
+        before = before if known == names else flat
+        clusterings = {flat, *_clusterings(among, size_bytes)}
+        best, seconds, shares = fastest(among, size_bytes, sharings, clusterings, before)
+        self._chosen[group.blocks] = names, best
+        dealt = _with_shares(group, places, shares)
+        return ClusteredGroup(_with_clusters(dealt, network, places, best), seconds, flat_s)
+
+
+def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]) -> bool:
+    """Whether a member, by what it has measured itself, does not wait much longer over these clusters than all with all."""
+    contributors = [member for member in group.members if member.count]
+    names = [member.peer for member in contributors]
+    if peer not in names or len({member.cluster for member in group.members}) < 2:
+        return True
+    own = names.index(peer)
+    path_bps_NN = np.full((len(names), len(names)), np.inf)
+    path_bps_NN[own] = path_bps_NN[:, own] = [received_bps.get(name) or np.inf for name in names]
+    network = AveragingNetwork(path_bps_NN, np.full(len(names), np.inf), np.zeros_like(path_bps_NN))
+    shares = [member.share for member in contributors]
+    seconds = network.slowest_s(own, 1.0, shares, [member.cluster for member in contributors])
+    return seconds <= UNBEARABLE * network.slowest_s(own, 1.0, shares, [0] * len(names))
+
+
+def sharings_of(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
+    """How much each may add up: as its line has it, all alike, or as its slowest path has it."""
+    return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(network.slowest_paths_bps().tolist())]
+
+
+def fastest(
+    network: AveragingNetwork,
+    size_bytes: float,
+    sharings: Sequence[Shares],
+    clusterings: Iterable[Clusters],
+    before: Clusters,
+) -> tuple[Clusters, float, Shares]:
+    """Return the clusters over which averaging takes least, its seconds, and the shares; those of `before` unless others are `GAIN`
+    times as fast."""
+    found = {clusters: shared(network, size_bytes, sharings, clusters) for clusters in {before, *clusterings}}
+    best = min(found, key=lambda clusters: (found[clusters][0], clusters))
+    chosen = best if found[best][0] * GAIN <= found[before][0] else before
+    return chosen, *found[chosen]
+
+
+def shared(
+    network: AveragingNetwork, size_bytes: float, sharings: Sequence[Shares], clusters: Clusters
+) -> tuple[float, Shares]:
+    """Seconds over these clusters, and the shares with which it takes least; of those that take as long the first ones."""
+    return min(((network.averaging_s(size_bytes, shares, clusters), shares) for shares in sharings), key=itemgetter(0))
+
+
+def _with_shares(group: Group, places: Sequence[int], shares: Shares) -> Group:
+    of = dict(zip(places, shares, strict=True))
+    members = (
+        msgspec.structs.replace(member, share=of.get(place, member.share)) for place, member in enumerate(group.members)
+    )
+    return msgspec.structs.replace(group, members=tuple(members))
+
+
+def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clusters]:
+    """At several scales, of no more clusters than there may be."""
+    count = len(network.line_bps_N)
+    cost_NN = 8 * size_bytes / count / network.path_bps_NN + network.delay_NN
+    tree = dendrogram(np.maximum(cost_NN, cost_NN.T))
+    for level in tree.levels(LEVELS):
+        clusters = sorted(sorted(members) for members in tree.clusters(level))
+        if 1 < len(clusters) <= min(MAX_CLUSTERS, count - 1):
+            label = {place: number for number, members in enumerate(clusters) for place in members}
+            yield tuple(label[place] for place in range(count))
+
+
+def _with_clusters(group: Group, network: AveragingNetwork, places: Sequence[int], clusters: Clusters) -> Group:
+    """Who only listens is where the nearest contributor is."""
+    of = dict(zip(places, clusters, strict=True))
+    for place in range(len(group.members)):
+        nearest = min(places, key=lambda other: (-network.path_bps_NN[other, place], network.delay_NN[other, place]))
+        of.setdefault(place, of[nearest])
+    members = (msgspec.structs.replace(member, cluster=of[place]) for place, member in enumerate(group.members))
+    return msgspec.structs.replace(group, members=tuple(members))

@@ -1,1 +1,0 @@
-"""Conversations: net + swarm + plan + compute."""

@@ -1,1 +1,0 @@
-"""Inference on any module: stateless forward passes through the units of a graph, hop by hop."""

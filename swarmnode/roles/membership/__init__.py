@@ -1,1 +1,0 @@
-"""Who belongs: admission, access control, and what the owner does with the key."""

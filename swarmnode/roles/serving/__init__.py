@@ -1,1 +1,0 @@
-"""Serving: a session as its client and as each of its hops sees it."""

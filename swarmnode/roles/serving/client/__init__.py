@@ -1,1 +1,0 @@
-"""The client's side of serving: sessions, generation, and whom to leave out when something fails."""

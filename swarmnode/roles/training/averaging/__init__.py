@@ -1,1 +1,0 @@
-"""All-reduce between replicas, over links."""

@@ -1,1 +1,0 @@
-"""Training states on disk: written, given to replicas, fetched from them, exported."""

@@ -1,1 +1,0 @@
-"""The coordinator of a training: its election, rendezvous, leases, and the steps."""

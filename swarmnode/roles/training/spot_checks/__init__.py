@@ -1,1 +1,0 @@
-"""Spot checks: microbatches computed once more by replicas, and what follows for who was false."""

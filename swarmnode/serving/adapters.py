@@ -1,0 +1,168 @@
+"""The adapters that sessions of a stage go through: brought when the first one asks, and kept while nobody needs their memory.
+
+One that sessions use stays. Of the others the one that was used the longest ago goes first, as soon as another adapter or the
+caches of a session find no room; a new one takes the room of what is kept for texts that may come, as a session does. All
+replicas of the stage have the same ones, so that a session may come to any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy, CheckpointError, ErrorCode, LocalError, PeerError, ProtocolError
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.tasks import OnCrash, Tasks
+from swarmnode.plan.view import Span
+
+if TYPE_CHECKING:
+    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
+    from swarmnode.serving.worker import Worker
+    from swarmnode.weights.adapter_files import AdapterFiles
+
+FAILED_S = 30.0  # until it is tried again
+
+Place = tuple["Worker", MemoryLedger]
+"""A part of the stage: what computes it, and the memory of its device."""
+
+
+@dataclass
+class _Held:
+    """An adapter in memory, and the keys of the sessions that go through it."""
+
+    memory: Sequence[Reservation]
+    users: set[int] = field(default_factory=set)
+
+
+class StageAdapters:
+    """Of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
+
+    def __init__(
+        self,
+        files: AdapterFiles | None,
+        places: Sequence[Place],
+        config: ServerConfig,
+        *,
+        on_crash: OnCrash,
+    ) -> None:
+        self._files = files
+        self._places = places
+        self._config = config
+        self._held: dict[str, _Held] = {}  # the one that was used last at the end
+        self.free_cache: Callable[[], bool] = lambda: False  # ends a session that is only kept, where there is one
+        self._tasks = Tasks("adapters", on_crash=on_crash)
+        self._loading: dict[str, asyncio.Task[None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<StageAdapters: {', '.join(self._held) or 'none'} of {self._files!r}>"
+
+    def __contains__(self, name: str) -> bool:
+        """Whether sessions may go through it now."""
+        return name in self._held
+
+    async def bring(self, name: str) -> None:
+        """Have an adapter, at once where it is here. Raises ProtocolError where the swarm has none of that name, or it cannot be
+        computed or had here; Busy where it is still on its way, or there is no memory for it."""
+        if self._files is None or name not in self._files:
+            raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
+        if name in self._held:
+            return
+        if name not in self._loading:
+            self._loading[name] = self._tasks.spawn(self._load(self._files, name), f"load {name}", awaited=True)
+            self._loading[name].add_done_callback(partial(self._loaded, name))
+        loading = self._loading[name]
+        await asyncio.wait([loading], timeout=self._config.adapter_s)
+        if not loading.done():
+            raise Busy("the adapter is still being fetched", retry_s=self._config.retry_s)
+        try:
+            loading.result()
+        except Full as error:
+            raise Busy(str(error), retry_s=self._config.retry_s) from error
+        except CheckpointError as error:
+            raise ProtocolError(f"the adapter cannot be used: {error}", code=ErrorCode.INVALID_REQUEST) from error
+        except (PeerError, LocalError) as error:
+            raise ProtocolError(f"the adapter is not to be had: {error}", code=ErrorCode.NOT_FOUND) from error
+
+    async def _load(self, files: AdapterFiles, name: str) -> None:
+        spans = [worker.runner.span for worker, _ in self._places]
+        file = await files.bring(name, Span(min(span.start for span in spans), max(span.end for span in spans)))
+        memory = await self._reserve(file)
+        try:
+            for worker, _ in self._places:
+                span = worker.runner.span
+                where, kind, units = span.device, span.dtype, (span.start, span.end)
+                loras = await asyncio.to_thread(file.load, span.family, span.model, *units, device=where, dtype=kind)
+                await worker.call("load an adapter", partial(span.adapters.add, name, loras))
+        except BaseException:
+            self._let_go(name, memory)
+            raise
+        self._held[name] = _Held(memory)
+
+    def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
+        """Why it failed is told to those, too, who ask soon."""
+        if task.cancelled() or task.exception() is None:
+            del self._loading[name]
+        else:
+            asyncio.get_running_loop().call_later(FAILED_S, self._loading.pop, name, None)
+
+    async def _reserve(self, file: AdapterFile) -> list[Reservation]:
+        """Memory on each device. Raises Full where there is none, even without the adapters and the caches that nobody uses."""
+        with contextlib.ExitStack() as undo:
+            memory: list[Reservation] = []
+            for worker, ledger in self._places:
+                span = worker.runner.span
+                size_bytes = file.bytes_of(span.family, span.start, span.end, span.dtype)
+                memory.append(undo.enter_context(await self._room(worker, ledger, size_bytes)))
+            undo.pop_all()
+        return memory
+
+    async def _room(self, worker: Worker, ledger: MemoryLedger, size_bytes: int) -> Reservation:
+        while True:
+            try:
+                return ledger.reserve(Account.ADAPTERS, size_bytes)
+            except Full:
+                if not self.make_room() and not self.free_cache():
+                    raise
+                await worker.call("give memory back", lambda: None)  # a cache goes on the compute thread, before this
+
+    # -- sessions
+
+    def use(self, name: str, key: int) -> None:
+        """The session of this key goes through an adapter that is here, or through none ("")."""
+        if not name:
+            return
+        held = self._held[name] = self._held.pop(name)
+        held.users.add(key)
+
+    def leave(self, key: int) -> None:
+        """A session is over."""
+        for held in self._held.values():
+            held.users.discard(key)
+
+    def make_room(self) -> bool:
+        """Whether an adapter that nobody uses was let go."""
+        name = next((name for name, held in self._held.items() if not held.users), None)
+        if name is None:
+            return False
+        self._let_go(name, self._held.pop(name).memory)
+        return True
+
+    def _let_go(self, name: str, memory: Sequence[Reservation]) -> None:
+        """Whatever is computed from now on comes after it."""
+        for worker, _ in self._places:
+            worker.call("let an adapter go", partial(worker.runner.span.adapters.remove, name))
+        for reservation in memory:
+            reservation.release()
+
+    async def close(self) -> None:
+        """Load nothing more, and give the memory back; the stage lets go of its spans."""
+        await self._tasks.close()
+        for held in self._held.values():
+            for reservation in held.memory:
+                reservation.release()
+        self._held.clear()

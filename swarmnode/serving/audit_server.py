@@ -1,0 +1,82 @@
+"""A hop's statements, for whoever knows a session's id."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, GetStatement, StatementReply
+from swarmnode.codec.messages import Error, Hello, Open
+from swarmnode.compute.serving.sketch import sketch, sketch_bytes
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.peer.questions import Answer, QuestionServer
+from swarmnode.serving.session.opening import units_of
+from swarmnode.serving.session.session import StageSession
+from swarmnode.serving.session.transcript import Conveyed
+from swarmnode.swarm.records.signed import Sign
+from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
+
+
+@dataclass(frozen=True)
+class Author:
+    """Who states, of which swarm, and in which number format it computes."""
+
+    peer: PeerId
+    swarm: bytes
+    number_format: str
+    sign: Sign
+
+
+def audit_server(
+    network: Network,
+    hello: Hello,
+    link_config: LinkConfig,
+    author: Author,
+    find: Callable[[bytes], StageSession | None],
+) -> QuestionServer:
+    """Answers for the sessions that `find` knows."""
+
+    async def answer(_asker: Claimant, question: GetStatement) -> Answer:
+        session = find(question.session)
+        if session is None:
+            return Answer(Error(ErrorCode.NO_SESSION))
+        opened, transcript = session.opened, session.transcript
+        received, sent, told = transcript.received, transcript.sent, transcript.told
+        is_last = opened.index + 1 == len(opened.route)
+        if question.first + question.count > min(received.length, told.length if is_last else sent.length):
+            return Answer(Error(ErrorCode.INVALID_REQUEST))
+        statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told)
+        return Answer(StatementReply(statement), (payload,))
+
+    return QuestionServer(network, AUDIT_PROTOCOL, hello, link_config, GetStatement, answer)
+
+
+def _state(
+    author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, told: Edge
+) -> tuple[bytes, bytes]:
+    """The signed statement, and its sketches."""
+    sketched = [edge for edge in (received, sent) if edge.entries and not edge.is_ids]
+    hidden = (edge.hidden(question.first, question.count) for edge in sketched)
+    payload = b"".join(sketch_bytes(sketch(hidden_TH, question.seed)) for hidden_TH in hidden)
+    start, end = units_of(opened)
+    statement = Statement(
+        swarm=author.swarm,
+        peer=author.peer,
+        session=question.session,
+        start=start,
+        end=end,
+        number_format=author.number_format,
+        codec=sent.codec,
+        seed=question.seed,
+        first=question.first,
+        count=question.count,
+        received=received.edge(),
+        sent=sent.edge() if sent.entries else told,
+        sketches=hashlib.sha256(payload).digest(),
+    )
+    return sign_statement(statement, author.sign), payload

@@ -1,0 +1,262 @@
+"""Generating with the ring: one prompt in, tokens out, the swarm turning by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID, HopSpec
+from swarmnode.codec.messages import Mode, Want
+from swarmnode.codec.sampling import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    Grammar,
+    Sampling,
+    TokenLogprob,
+    unpack_logprobs,
+)
+from swarmnode.codec.tensors import AUTO, COMPRESSIONS, codec_named
+from swarmnode.errors import UsageError
+from swarmnode.net.links.hop import Entry
+from swarmnode.serving.client.client_session import ClientSession, SessionStats
+from swarmnode.serving.client.prefix_cache import Beginnings, SharedText
+from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
+from swarmnode.swarm.records.manifest import SERVING_CODECS
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How to draw tokens. `temperature` 0 is greedy; `seed` None draws one; generation stops at any of `stop_ids`.
+
+    `frequency_penalty` and `presence_penalty` count generated tokens, `repetition_penalty` the prompt's, too. `logit_bias` is added
+    to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others. The
+    text follows the `grammar`; it is whole unless it ends for want of new tokens. `compress`: as what states go from peer to peer;
+    "auto" leaves it to them, who compress where a link is what one waits for. `adapter`: the swarm's adapter of this name changes
+    the model; "" is the model alone.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    compress: str = AUTO
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    adapter: str = ""
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"max_new_tokens must be between 1 and {MAX_POSITIONS}": 1 <= self.max_new_tokens <= MAX_POSITIONS,
+            f"temperature must not be negative, nor above {MAX_TEMPERATURE:g}": 0
+            <= self.temperature
+            <= MAX_TEMPERATURE,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            f"top_k must not be negative, nor above {MAX_TOKEN_ID}": 0 <= self.top_k <= MAX_TOKEN_ID,
+            f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
+            "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
+            "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
+            f"compress must be one of {', '.join(COMPRESSIONS)}": self.compress in COMPRESSIONS,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            f"frequency_penalty and presence_penalty must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}": max(
+                abs(self.frequency_penalty), abs(self.presence_penalty)
+            )
+            <= MAX_PENALTY,
+            f"repetition_penalty must be between {1 / MAX_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}": 1
+            / MAX_REPETITION_PENALTY
+            <= self.repetition_penalty
+            <= MAX_REPETITION_PENALTY,
+            f"at most {MAX_BIASES} tokens may have a bias": len(self.logit_bias) <= MAX_BIASES,
+            "biases are for token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.logit_bias),
+            f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}": all(
+                -MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()
+            ),
+            f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes": self.grammar is None
+            or 0 < len(self.grammar.text.encode()) <= MAX_GRAMMAR_CHARS,
+            f"logprobs must be between 0 and {MAX_LOGPROBS}": self.logprobs is None
+            or 0 <= self.logprobs <= MAX_LOGPROBS,
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise UsageError(rule)
+
+    def sampling(self, prompt_length: int) -> Sampling:
+        """The parameters as they travel."""
+        return Sampling(
+            prompt_length=prompt_length,
+            max_new_tokens=self.max_new_tokens,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            top_k=self.top_k,
+            seed=secrets.randbelow(MAX_SEED) if self.seed is None else self.seed,
+            stop_ids=self.stop_ids,
+            min_p=float(self.min_p),
+            frequency_penalty=float(self.frequency_penalty),
+            presence_penalty=float(self.presence_penalty),
+            repetition_penalty=float(self.repetition_penalty),
+            logit_bias=tuple((token, float(bias)) for token, bias in self.logit_bias.items()),
+            logprobs=self.logprobs,
+            grammar=self.grammar,
+        )
+
+    def spec(
+        self, prompt: Sequence[int], *, vocabulary: int | None = None, allowed: Collection[int] = SERVING_CODECS
+    ) -> SessionSpec:
+        """Return the session that generates behind a prompt. `allowed`: the codecs of the swarm."""
+        return SessionSpec(
+            Mode.RING,
+            max_length=len(prompt) + self.max_new_tokens - 1,  # the last one is told and not fed
+            sampling=self.sampling(len(prompt)),
+            codec=codec_named(self.compress),
+            adapts=self.compress == AUTO,
+            allowed=frozenset(allowed),
+            prompt_tokens=len(prompt) - 1,  # its last one makes the first new token
+            prompt=tuple(prompt),
+            width=vocabulary or MAX_WIDTH,
+            adapter=self.adapter,
+        )
+
+
+@dataclass
+class Generation(SessionStats):
+    """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
+
+    `trace` is what `swarmnode trace` takes. `logprobs`, where they were asked for: for each token its own first, then the most
+    likely ones'.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    first_token_s: float = 0.0
+    seconds: float = 0.0
+    route: tuple[HopSpec, ...] = ()
+    trace: str = ""
+    logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, that the first hop had from an earlier text
+    whole: bool = False  # it ended by itself, not for want of new tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed: tokens after the first one, over the time after it."""
+        if len(self.ids) < 2:
+            return 0.0 if not self.ids else 1.0 / max(self.seconds, 1e-9)
+        return (len(self.ids) - 1) / max(self.seconds - self.first_token_s, 1e-9)
+
+
+Audit = Callable[[ClientSession, Sequence[int]], bool]
+"""(a session that is over, its tokens) -> whether it is closed by who was called, once it has been audited"""
+
+
+class RingStream:
+    """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile."""
+
+    def __init__(
+        self,
+        session: ClientSession,
+        options: GenerateOptions,
+        *,
+        audit: Audit = lambda _session, _ids: False,
+        beginnings: Beginnings | None = None,
+        owner: str = "",
+    ) -> None:
+        """`session` is a new one for the `spec` of `options`. `beginnings` are those of other texts; this `owner`'s may be used."""
+        self._session = session
+        self._options = options
+        self._audit = audit
+        self._beginnings = Beginnings() if beginnings is None else beginnings
+        self._is_kept = beginnings is not None and options.grammar is None  # once it is whole
+        self._owner = owner
+        self._under_way: SharedText | None = None
+        self._began_elsewhere = False  # so that its hops may not have what an audit asks for
+        self._spec = session.spec
+        self.prompt = list(self._spec.prompt)
+        self.result = Generation(trace=self._session.trace_id.hex())
+
+    def __repr__(self) -> str:
+        return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"
+
+    async def __aiter__(self) -> AsyncGenerator[int, None]:
+        started_s = self._session.clock()
+        ending, final, is_audited = "failed", False, False
+        try:
+            self._send_prompt(await self._begin())
+            while not final and len(self.result.ids) < self._options.max_new_tokens:
+                received = await self._session.receive()
+                if self._under_way is not None:
+                    self._under_way.note_output()
+                final = received.output.final
+                self._note(received.output.ids[0], self._session.clock() - started_s)
+                if self._options.logprobs is not None:
+                    self.result.logprobs.append(unpack_logprobs(received.payload))
+                yield received.output.ids[0]
+            is_audited = not self._began_elsewhere and self._audit(self._session, self.text)
+            self.result.whole = final and len(self.result.ids) < self._options.max_new_tokens
+            ending = "done"
+        except (GeneratorExit, asyncio.CancelledError):
+            ending = "left"
+            raise
+        finally:
+            self._session.meter.sessions[ending] += 1
+            if self._under_way is not None:
+                self._beginnings.leave(self._under_way)
+            if is_audited:
+                pass  # whoever audits closes it
+            elif ending == "done" and final and self._is_kept:
+                await self._beginnings.keep(self._owner, self._session, self.text[:-1])
+            else:
+                await self._session.close()
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and what has been generated."""
+        return self.prompt + self.result.ids
+
+    async def _begin(self) -> int:
+        """Open the session, or go on with one: how many positions of the prompt need not be sent."""
+        found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._session.config.progress_s)
+        if found.goes_on is not None:
+            self._session = found.goes_on
+            self._session.go_on(self._spec, found.length)
+        self._session.stats = self.result
+        self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
+        if found.source is not None:
+            self._session.begin_as(found.source, found.truncations, self._entries(0, found.length))
+        self._began_elsewhere = found.length > 0
+        await self._session.start()
+        self.result.cached_tokens = min(found.length, self._session.had)
+        return found.length
+
+    def _entries(self, begin: int, end: int) -> list[Entry]:
+        """The prompt's positions in chunks, so that later hops work on the first one while earlier hops work on the next."""
+        size = self._session.config.prompt_chunk_tokens
+        starts = range(begin, end, size)
+        return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]
+
+    def _send_prompt(self, begin: int) -> None:
+        for entry in self._entries(begin, len(self.prompt)):
+            self._session.send(entry, expect=len(self.prompt))
+
+    def _note(self, token: int, elapsed_s: float) -> None:
+        result, meter = self.result, self._session.meter
+        meter.tokens += 1
+        if not result.ids:
+            result.first_token_s = elapsed_s
+            meter.first_token.observe(elapsed_s)
+        else:
+            meter.token.observe(elapsed_s - result.seconds)
+        result.ids.append(token)
+        result.trace = self._session.trace_id.hex()
+        result.seconds = elapsed_s
+        result.route = self._session.route

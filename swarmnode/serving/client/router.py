@@ -1,0 +1,53 @@
+"""Router: whom a session goes to. `directory_router.py` has the live one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.paths import ObservedLatency
+from swarmnode.plan.routes.lattice import SessionSize
+
+Route = tuple[HopSpec, ...]
+
+
+class Router(Protocol):
+    """The neighbour of a client's session that knows the swarm. The live one reads the directory. Used on the loop.
+
+    Attributes:
+        observed_latency: How fast the peers of the routes turned out to be, as sessions note it.
+    """
+
+    observed_latency: ObservedLatency
+
+    @abstractmethod
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
+        """Return the best route now. Does not wait.
+
+        Args:
+            avoid: Peers that must not be on it.
+            keep: Hops of an earlier route, preferred if others are not much better: their peers have caches.
+            size: Positions of the session.
+
+        Returns:
+            Hops whose units follow one another without a gap, over all units of the router.
+
+        Raises:
+            NoRoute: Some units have no holder but those to avoid.
+        """
+
+    @abstractmethod
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """Leave a peer that failed out of all routes until it announces itself again.
+
+        Args:
+            peer: The peer.
+            reason: Name of the error, for the log of decisions.
+        """
+
+    @abstractmethod
+    async def changed(self) -> None:
+        """Wait until the picture of the swarm changes, however long that takes. The caller may cancel it."""

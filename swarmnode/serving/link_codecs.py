@@ -1,0 +1,113 @@
+"""Link codecs: as what a hop sends on the states of a session, chosen by the link or as the client says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from swarmnode.codec.messages import Input, LinkCodec, Mode, Open
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
+from swarmnode.compress.codecs import DTYPE_OF
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.peer.host import Host
+from swarmnode.plan.serving.codec_schedule import CodecSchedule, LinkView, choose
+from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.records.manifest import SERVING_CODECS
+
+
+@dataclass(frozen=True)
+class CodecRules:
+    """Of one node: the codecs that its swarm allows, what its states are, and how fast it can send to a peer, as far as that is
+    known."""
+
+    allowed: frozenset[int] = frozenset(SERVING_CODECS)
+    dtype: DType = DType.FLOAT32
+    bandwidth_bps: Callable[[PeerId], float | None] = lambda _peer: None
+
+    def refusal(self, opened: Open) -> ErrorCode | None:
+        """Why a session cannot be as it asks; None where it can."""
+        asked = {opened.codec, *(one.codec for one in opened.codecs)}
+        return None if asked <= self.allowed and not SPARSE_CODECS & asked else ErrorCode.INVALID_REQUEST
+
+    def wrong(self, body: Input) -> ErrorCode | None:
+        """Why an input is none that anybody may send here; None where it is one."""
+        return None if body.tensor.codec in self.allowed else ErrorCode.MALFORMED
+
+
+class LinkCodecs:
+    """Of one session at one hop that is not the last. Written on the loop, read by the compute thread."""
+
+    def __init__(self, opened: Open, rules: CodecRules, width: int) -> None:
+        self.schedule = CodecSchedule(Codec(opened.codec))
+        self._opened = opened
+        self._rules = rules
+        self._width = width
+        self._begin = 0  # of the present text's own positions
+
+    def __repr__(self) -> str:
+        return f"<LinkCodecs of unit {self._unit}, {self.schedule!r}>"
+
+    @property
+    def _unit(self) -> int:
+        """That the states enter."""
+        return self._opened.route[self._opened.index].end
+
+    def rebound(self, opened: Open, accepted: int) -> None:
+        """Another epoch; positions below `accepted` were computed here."""
+        if opened.sampling != self._opened.sampling:
+            self._begin = accepted
+        self._opened = opened
+        self.schedule.take_up((one.start, Codec(one.codec)) for one in opened.codecs if one.unit == self._unit)
+
+    def look(self, start: int, end: int, rtt_s: float, cost: PassCost) -> list[LinkCodec]:
+        """Positions [start, end) are about to be computed. What was chosen for them, if anything."""
+        opened, steps_from = self._opened, self._steps_from
+        if not opened.adapts or self.schedule.full:
+            return []
+        # What tokens were drawn from comes again as it was, also where nothing had been chosen.
+        settled = opened.known if opened.mode == Mode.DRIVEN or opened.known > steps_from else 0
+        news = []
+        for begin, until in ((self._begin, steps_from), (steps_from, opened.max_length)):
+            at, end_of_phase = max(start, begin, settled), min(end, until)
+            if at < end_of_phase and not self.schedule.is_chosen(begin, until):
+                count = end_of_phase - at
+                news += self._choose(at, count, rtt_s, cost.seconds(opened.rows * count), is_step=begin == steps_from)
+        return news
+
+    @property
+    def _steps_from(self) -> int:
+        """Where the prompt ends; of a session that its client drives only the client knows."""
+        opened = self._opened
+        return opened.max_length if opened.sampling is None else opened.sampling.prompt_length
+
+    def _choose(self, start: int, count: int, rtt_s: float, pass_s: float, *, is_step: bool) -> list[LinkCodec]:
+        opened, rules = self._opened, self._rules
+        bandwidth_bps = rules.bandwidth_bps(opened.route[opened.index + 1].peer)
+        if bandwidth_bps is None:
+            return []
+        states = TensorInfo(Codec.NONE, rules.dtype, (opened.rows, count, self._width))
+        codec = choose(states, LinkView(bandwidth_bps, rtt_s, pass_s), rules.allowed, is_step=is_step)
+        self.schedule.change(start, codec)
+        return [LinkCodec(self._unit, start, codec)]
+
+
+def codec_rules_of(host: Host, dtype: torch.dtype) -> CodecRules:
+    """Of a node that computes in `dtype`."""
+    manifest, links, directory = host.swarm.manifest, host.link_config, host.directory
+    allowed = SERVING_CODECS if manifest is None else manifest.codecs
+    return CodecRules(frozenset(allowed), DTYPE_OF[dtype], lambda peer: bandwidth_to(peer, links, directory))
+
+
+def bandwidth_to(peer: PeerId, links: LinkConfig, directory: Directory) -> float | None:
+    """Bits/s: as it was measured, else as the lines of the two ends are known; None where neither is. No more than we may send."""
+    measured_bps = links.link_statistics.up_bps_to(peer)
+    announced = directory.peers().get(peer)
+    lines_bps = links.link_statistics.up_bps, 0.0 if announced is None else announced.down_bps
+    limit_bps = 0.0 if links.rate_limiter is None else links.rate_limiter.rate_bps
+    known_bps = [limit_bps, measured_bps] if measured_bps else [limit_bps, *lines_bps]
+    return min((bps for bps in known_bps if bps > 0), default=None)

@@ -1,0 +1,316 @@
+"""A replica of the span that a node serves: workers on the devices over which it is laid, one behind another.
+
+    submit(job) -> worker -> hidden states -> worker -> ... -> job.done(result)
+
+Each device has its own executor and its own memory, and computes for some sessions while others are at the next one (GPipe,
+arXiv 1811.06965). What goes from device to device is what a hop would send, uncompressed, through the host's memory: it is small
+beside the weights that each pass reads, and cards at home seldom reach each other in another way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from swarmnode.codec.messages import Open
+from swarmnode.codec.tensors import Codec
+from swarmnode.compute.serving.cache import Claim
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
+from swarmnode.ledger import MemoryLedger
+from swarmnode.measuring.meters import SERVE
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.view import Span
+from swarmnode.serving.adapters import StageAdapters
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
+from swarmnode.serving.session.opening import journal_bytes, units_of
+from swarmnode.serving.session.session_memory import SessionMemory
+from swarmnode.serving.worker import ComputeWatch
+
+if TYPE_CHECKING:
+    from swarmnode.serving.session.session import StageSession
+    from swarmnode.serving.worker import Worker
+
+EXACT = CodecSchedule(Codec.NONE)
+OnDone = Callable[[Job, JobResult, Pass], None]
+
+
+class Pipeline:
+    """The sessions that are computed by one replica. Used on the loop. `units_per_s` is its speed as against other replicas'."""
+
+    def __init__(self, workers: Sequence[Worker], journals: MemoryLedger, *, units_per_s: float = 1.0) -> None:
+        self.workers = tuple(workers)
+        self.span = Span(workers[0].runner.span.start, workers[-1].runner.span.end)
+        self.watch = ComputeWatch()
+        self.memory = SessionMemory([worker.runner.pool.budget for worker in workers], journals)
+        self.clock = workers[0].clock
+        self.pass_cost = workers[-1].scheduler.cost  # of the device whose outputs are sent on
+        self.hidden_size: int = workers[0].runner.span.hidden_size
+        self._units_per_s = units_per_s
+        self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: those whose units its positions pass, in order
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {len(self._passed)} sessions over {self.workers!r}>"
+
+    def __contains__(self, session: int | None) -> bool:
+        return session in self._passed
+
+    @property
+    def load(self) -> float:
+        """Sessions for its speed, with one more."""
+        return (1 + len(self._passed)) / self._units_per_s
+
+    # -- memory
+
+    def cache_bytes(self, opened: Open) -> tuple[int, ...]:
+        """Return what a session takes of each device's cache, in bytes."""
+        parts = ((worker.runner, _part(worker, opened)) for worker in self.workers)
+        return tuple(
+            runner.reservation_bytes(opened.rows, opened.max_length, *part) if part.units > 0 else 0
+            for runner, part in parts
+        )
+
+    def may_hold(self, cache_bytes: Sequence[int]) -> bool:
+        """Whether there would be room if there were nobody else."""
+        limits = (worker.runner.pool.budget.limit_bytes for worker in self.workers)
+        return all(size <= limit for size, limit in zip(cache_bytes, limits, strict=True))
+
+    def free_cache_tokens(self, kept: Sequence[int]) -> int:
+        """Positions that new sessions may reserve, on the device where they are fewest; those of `kept` sessions among them."""
+        held = [self.memory.cache_bytes(session) for session in kept if session in self.memory]
+        return min(
+            (worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held))
+            // max(1, worker.runner.span.cache_bytes_per_token)
+            for device, worker in enumerate(self.workers)
+        )
+
+    # -- sessions
+
+    def open(self, session: int, opened: Open, *, owner: str = "", weight: float = 1.0) -> None:
+        """Make room for a session before any job of it is run; its memory is promised already. For `owner` and `weight` see
+        `Worker.open`."""
+        parts = {worker: part for worker in self.workers if (part := _part(worker, opened)).units > 0}
+        for worker, part in parts.items():
+            worker.open(
+                session,
+                owner=owner,
+                weight=weight,
+                start=part.start,
+                end=part.end,
+                rows=opened.rows,
+                max_length=opened.max_length,
+                padding=opened.padding,
+                adapter=opened.adapter,
+            )
+        self._passed[session] = tuple(parts)
+
+    def fork(self, source: int, session: int, length: int) -> None:
+        """Let a session that was just opened begin as another one does, whose first positions `keeps` says are here."""
+        for worker in self._passed[session]:
+            worker.fork(source, session, length)
+
+    def keeps(self, source: int, held: int, length: int) -> bool:
+        """Whether of a session here, which holds at most so many positions, the first `length` can be copied."""
+        return source in self and all(worker.runner.pool.keeps(held, length) for worker in self._passed[source])
+
+    def extend(self, session: int, max_length: int) -> None:
+        """Let a session have so many positions; they are promised already."""
+        for worker in self._passed[session]:
+            worker.extend(session, max_length)
+
+    def forget(self, session: int) -> None:
+        """A session is over: drop what waits for it, and free its memory."""
+        self.memory.release(session)
+        self.watch.forget(session)
+        for worker in self._passed.pop(session):
+            worker.forget(session)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; see `SessionPipeline`."""
+        self.watch.submitted(job.session, job.end, job.count, job.submitted_s)
+        after = len(self._passed[job.session]) - 1
+        self._submit(replace(job, stages_after=job.stages_after + after) if after else job, 0, None)
+
+    def computed(self, job: Job, run: Pass) -> None:
+        """Note that a job came back; see `SessionPipeline`."""
+        self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self.clock())
+
+    @property
+    def stalled(self) -> bool:
+        """Whether computing stands still, as far as the device tells that has been busy with one thing for longest."""
+        running = [worker.running for worker in self.workers]
+        longest = max((one for one in running if one is not None), key=lambda one: one.seconds, default=None)
+        return self.watch.stalled(self.clock(), longest)
+
+    def readings(self) -> Readings:
+        """What its devices do and hold."""
+        for worker in self.workers:
+            span, budget = worker.meter.label, worker.runner.pool.budget
+            yield from worker.meter.readings()
+            yield Reading(table.QUEUE, worker.queued, (span, SERVE))
+            yield Reading(table.CACHE_SIZE, budget.limit_bytes, (span,))
+            yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
+
+    # -- from device to device
+
+    def _submit(self, job: Job, place: int, began_s: float | None) -> None:
+        """To the worker at this place of those that the session passes; the first of them began with the job at `began_s`."""
+        workers = self._passed[job.session]
+        if place < len(workers) - 1:
+            done = partial(self._hand_on, place, job.then, job.done, began_s)
+            job = replace(job, then=ForwardHidden(EXACT), done=done)
+        elif began_s is not None:
+            job = replace(job, done=partial(_finish, job.done, began_s))
+        workers[place].submit(job)
+
+    def _hand_on(
+        self,
+        place: int,
+        then: ForwardHidden | Sample | Return,
+        done: OnDone,
+        began_s: float | None,
+        job: Job,
+        result: JobResult,
+        run: Pass,
+    ) -> None:
+        """What a worker made of a job is the next one's input, unless it failed or the session is over."""
+        job = replace(job, then=then, done=done)
+        if not result.tensors or job.session not in self._passed:
+            (done if began_s is None else partial(_finish, done, began_s))(job, result, run)
+            return
+        job = replace(job, parts=result.tensors, skip=0, stages_after=job.stages_after - 1, handed_on=True)
+        self._submit(job, place + 1, run.began_s if began_s is None else began_s)
+
+
+def _part(worker: Worker, opened: Open) -> Span:
+    """Return those of a session's units that a worker has; not above 0 of them if it has none."""
+    (start, end), span = units_of(opened), worker.runner.span
+    return Span(max(start, span.start), min(end, span.end))
+
+
+def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass) -> None:
+    """A job that other workers had before is done, or failed. What came into this one was made here: nobody else is to blame."""
+    done(job, replace(result, bad_input=False), run._replace(began_s=began_s))
+
+
+class Replicas:
+    """The pipelines of one stage. `sessions` are the server's, by their ids; `adapters` and caches make room for one another where
+    nobody uses them."""
+
+    def __init__(
+        self,
+        pipelines: Sequence[Pipeline],
+        sessions: Mapping[bytes, StageSession],
+        config: ServerConfig,
+        adapters: StageAdapters,
+    ) -> None:
+        self._pipelines = pipelines
+        self._sessions = sessions
+        self._config = config
+        self._adapters = adapters
+        adapters.free_cache = self._free_kept
+        runner = pipelines[0].workers[0].runner
+        self.span: Span = pipelines[0].span
+        self.vocab_size: int = runner.span.vocab_size
+        self.position_limit: int | None = runner.span.position_limit  # of every session
+        self.meter = pipelines[0].workers[0].meter
+
+    def __repr__(self) -> str:
+        return f"<Replicas {self._pipelines!r}>"
+
+    def of(self, key: int) -> Pipeline:
+        """Return the pipeline that computes for the session of this key."""
+        return next(pipeline for pipeline in self._pipelines if key in pipeline)
+
+    @property
+    def stalled(self) -> list[Pipeline]:
+        """Those whose devices stand still."""
+        return [pipeline for pipeline in self._pipelines if pipeline.stalled]
+
+    @property
+    def idle(self) -> list[StageSession]:
+        """Sessions that have had no input for a while and wait for nothing, the longest first."""
+        since_s = asyncio.get_running_loop().time() - self._config.idle_s
+        waiting = {key for pipeline in self._pipelines for key in pipeline.watch.waiting}
+        idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
+        return sorted(idle, key=lambda session: session.moved_s)
+
+    @property
+    def free_cache_tokens(self) -> int:
+        """Positions that a new session may have, of the replica that has most."""
+        kept = [session.key for session in self._sessions.values() if session.kept]
+        return max(pipeline.free_cache_tokens(kept) for pipeline in self._pipelines)
+
+    def readings(self) -> Readings:
+        """What their devices do and hold."""
+        for pipeline in self._pipelines:
+            yield from pipeline.readings()
+
+    def describe(self, body: Open) -> tuple[str, ...]:
+        """The memory that there is, and what a session asks for, in sentences."""
+        budgets = [worker.runner.pool.budget for pipeline in self._pipelines for worker in pipeline.workers]
+        free_bytes, limit_bytes = sum(one.free_bytes for one in budgets), sum(one.limit_bytes for one in budgets)
+        asked_bytes = sum(self._pipelines[0].cache_bytes(body)) if body.index < len(body.route) else 0
+        return (
+            f"{asked_bytes / 1e6:.1f} MB of cache are asked for",
+            f"{free_bytes / 1e6:.1f} of {limit_bytes / 1e6:.1f} MB of cache are free now",
+        )
+
+    def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
+        """Promise memory to a session, new or already here, `beside` another one where it can be. Raises ProtocolError if it can
+        never be had here, Busy if not now."""
+        able = [pipeline for pipeline in self._pipelines if key in pipeline] or self._pipelines
+        able = [pipeline for pipeline in able if not pipeline.stalled]
+        able.sort(key=lambda pipeline: (beside not in pipeline, pipeline.load))
+        fitting = [pipeline for pipeline in able if pipeline.may_hold(pipeline.cache_bytes(body))]
+        if able and not fitting:
+            raise ProtocolError("no device here has so much memory", code=ErrorCode.TOO_LARGE)
+        for pipeline in fitting:
+            if _take(pipeline, key, claimant, body):
+                return pipeline
+        while fitting and (self._adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
+            if _take(fitting[0], key, claimant, body):
+                return fitting[0]
+        raise Busy("there is no room for the session", retry_s=self._config.retry_s)
+
+    def _free_kept(self) -> bool:
+        """Whether a session that is only kept for another text has made room, the one that was used the longest ago."""
+        return _free_oldest([session for session in self._sessions.values() if session.kept])
+
+    def _make_room(self, pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
+        """Whether somebody gave way: one that nobody is bound to, one that is kept for another text, then those of peers that have
+        more."""
+        here = [session for session in self._sessions.values() if session.key in pipeline]
+        orphans = [session for session in here if session.orphaned and session.key != key]
+        if _free_oldest(orphans or [session for session in here if session.kept]):
+            return True
+        idle = [session.key for session in self.idle if session.key in pipeline]
+        ended = pipeline.memory.who_gives_way(claimant, *_sizes(pipeline, body), idle)
+        for session in [session for session in here if session.key in ended]:
+            session.give_up(ErrorCode.BUSY, retry_s=self._config.retry_s)
+        return bool(ended)
+
+
+def _free_oldest(sessions: Sequence[StageSession]) -> bool:
+    """Whether there was one to be freed: the one that was used the longest ago."""
+    if sessions:
+        min(sessions, key=lambda session: session.moved_s).free()
+    return bool(sessions)
+
+
+def _take(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
+    """Promise a session memory; whether there was room."""
+    cache_bytes, journal = _sizes(pipeline, body)
+    return pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
+
+
+def _sizes(pipeline: Pipeline, body: Open) -> tuple[tuple[int, ...], int]:
+    """Return what a session takes of each device's cache, and of the host for its journal, in bytes."""
+    return pipeline.cache_bytes(body), journal_bytes(body, pipeline.hidden_size)

@@ -1,0 +1,327 @@
+"""The serving role of a node: takes sessions in, refuses what it cannot hold, and lets them go when it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.measuring_messages import trace_id
+from swarmnode.codec.messages import Attach, Error, Open
+from swarmnode.compute.serving.grammar import GrammarMatcher
+from swarmnode.config import ServerConfig
+from swarmnode.decisions import Topic
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
+from swarmnode.measuring.meters import RefusalMeter
+from swarmnode.measuring.trace import SessionTrace, TraceLog, trace_server
+from swarmnode.metrics.metric import Readings
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.limits.address_group import Claimant, owner_of
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.serving.adapters import StageAdapters
+from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.serving.grammars import Grammars
+from swarmnode.serving.link_codecs import CodecRules
+from swarmnode.serving.pipeline import Pipeline, Replicas
+from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of
+from swarmnode.serving.session.session import StageSession
+
+WATCH_S = 0.5  # between two looks at the sessions
+
+log = logging.getLogger(__name__)
+
+
+class StageServer:
+    """Serves one span of units to the sessions of others.
+
+    Shared state changes without an await in between, so a frame is always handled against a whole picture.
+    """
+
+    def __init__(
+        self,
+        peer: LocalPeer,
+        pipelines: Sequence[Pipeline],
+        config: ServerConfig,
+        *,
+        grammars: Grammars | None = None,
+        adapters: StageAdapters | None = None,
+        codec_rules: CodecRules = CodecRules(),
+    ) -> None:
+        """`pipelines` are the replicas of one span; without `grammars` or `adapters` sessions that ask for one are refused."""
+        self.peer, self.config, self.codec_rules = peer, config, codec_rules
+        self.draining = False
+        links = peer.link_config
+        self._grammars = grammars or Grammars(None, links.ledger, config)
+        self._adapters = adapters or StageAdapters(None, (), config, on_crash=links.supervisor.ends_conversation)
+        self._tasks = Tasks("stage server", on_crash=None)
+        self._sessions: dict[bytes, StageSession] = {}
+        self._replicas = Replicas(pipelines, self._sessions, config, self._adapters)
+        self.meter = self._replicas.meter
+        self._early = EarlyAttaches(config)
+        self._keys = itertools.count()
+        self._refusals = RefusalMeter(self._replicas.span)
+        self._watching: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.switchboard = Switchboard(
+            peer.network,
+            SESSION_PROTOCOL,
+            peer.hello,
+            links,
+            accept=self._accept,
+            on_peer_lost=peer.lost_neighbour,
+        )
+        self._traces = TraceLog()  # of sessions that are over
+        self._trace_server = trace_server(peer.network, peer.hello, links, self.trace)
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "serving"
+        return f"<StageServer {state} {self.load} sessions with {self._replicas!r}>"
+
+    @property
+    def load(self) -> int:
+        """Number of sessions held, but for those that are kept."""
+        return sum(not session.kept for session in self._sessions.values())
+
+    def readings(self) -> Readings:
+        """What the sessions do here and take, and what was refused."""
+        yield from self._replicas.readings()
+        yield from self._refusals.readings(self.load)
+
+    def session(self, session: bytes) -> StageSession | None:
+        """The session with this id, while it lasts."""
+        return self._sessions.get(session)
+
+    def trace(self, trace: bytes) -> SessionTrace | None:
+        """Where the time of the session with this trace id went here, while it runs and for a while after; None where nothing is
+        known of it."""
+        running = (session.trace for session in self._sessions.values() if session.trace_id == trace)
+        return next(running, None) or self._traces.get(trace)
+
+    async def start(self) -> None:
+        """Answer incoming links from now on."""
+        await self.switchboard.start()
+        await self._trace_server.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
+        self._stop_taking()
+        for session in list(self._sessions.values()):
+            session.drain()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            log.warning("left with %d sessions that had not moved in time", self.load)
+
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last session has ended."""
+        self._stop_taking()
+        await self._idle.wait()
+
+    def _stop_taking(self) -> None:
+        self.draining = True
+        for session in [session for session in self._sessions.values() if session.kept]:
+            session.free()
+
+    def take_on(self) -> None:
+        """Take sessions again, after all."""
+        self.draining = False
+
+    async def close(self) -> None:
+        """Free all sessions and end all links."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await self._tasks.close()
+        self._grammars.close()
+        await self._adapters.close()
+        await self._trace_server.close()
+        await self.switchboard.close()
+
+    # -- what sessions need
+
+    def freed(self, session: bytes) -> None:
+        """Let go of a session that is over; see `SessionHost`."""
+        gone = self._sessions.pop(session)
+        self._traces.keep(gone.trace_id, gone.trace)
+        self._replicas.of(gone.key).forget(gone.key)
+        self._adapters.leave(gone.key)
+        if not self._sessions:
+            self._idle.set()
+
+    def _watch(self) -> None:
+        """Look at the sessions from time to time, while there are any."""
+        if self._watching is None and self._sessions:
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        """End the sessions that wait for a device that stands still, and those that nobody has used for long."""
+        self._watching, since_s = None, asyncio.get_running_loop().time() - self.config.forgotten_s
+        for pipeline in self._replicas.stalled:
+            log.error("computing stands still: %r", pipeline)
+            for session in [session for session in self._sessions.values() if session.key in pipeline.watch.waiting]:
+                session.give_up(ErrorCode.PEER_LOST)
+        for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
+            session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
+        self._watch()
+
+    # -- incoming conversations
+
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if isinstance(body, Open) and self._needs_more(body):
+            self._tasks.spawn(self._open_with_more(channel, body, frame.payload), "open with a grammar or an adapter")
+        elif isinstance(body, Open):
+            with self._refusing(channel, body):
+                self._open(channel, body, frame.payload)
+        elif isinstance(body, Attach):
+            self._attach(channel, body)
+        else:
+            channel.close(Error(ErrorCode.MALFORMED))
+
+    def _needs_more(self, body: Open) -> bool:
+        """Whether a session cannot be opened at once: for want of its grammar, or of its adapter."""
+        lacks_grammar = draws_by_grammar(body) and body.session not in self._sessions
+        return lacks_grammar or not self._has_adapter(body)
+
+    def _has_adapter(self, body: Open) -> bool:
+        return not body.adapter or body.adapter in self._adapters
+
+    async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
+        """Compile the grammar beside the loop first, and bring the adapter."""
+        grammar = None
+        with self._refusing(channel, body):
+            if draws_by_grammar(body) and body.session not in self._sessions:
+                assert body.sampling is not None and body.sampling.grammar is not None
+                grammar = await self._grammars.compile(body.sampling.grammar)
+            if body.adapter:
+                await self._adapters.bring(body.adapter)
+            if channel.open:  # who asked may be gone
+                self._open(channel, body, text, grammar)
+
+    @contextlib.contextmanager
+    def _refusing(self, channel: Channel, body: Open) -> Iterator[None]:
+        """Answer an OPEN with the ProtocolError or Busy that it leads to, if any."""
+        try:
+            yield
+        except (ProtocolError, Busy) as error:
+            code, trace = ErrorCode(error.code), trace_id(body.session).hex()
+            log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
+            self._note(f"refuses a session: {code.name}", channel.peer, body)
+            self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
+
+    def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
+        """Bind a session to this channel. `text` came with it, `grammar` is what its tokens must follow. Raises ProtocolError and
+        Busy if it cannot be had."""
+        self._check(channel.peer, body, text)
+        session = self._sessions.get(body.session)
+        if session is not None and body.epoch <= session.epoch:
+            raise ProtocolError("a newer epoch is in force", code=ErrorCode.STALE)
+        if session is not None and shape_of(body) != shape_of(session.opened):
+            session.free()
+            session = None
+        if session is None:
+            session = self._new_session(channel.claimant, body, grammar)
+            self._note("takes a session", channel.peer, body)
+        elif text_of(body) != text_of(session.opened):
+            session.kept = False  # it does not make room for itself
+            try:
+                self._admit(session.key, channel.claimant, body)
+            except (ProtocolError, Busy):
+                session.free()
+                raise
+        session.rebind(channel, body, text)
+        for early, attach in self._early.take(body.session):
+            self._attach(early, attach)
+
+    def _check(self, sender: PeerId, body: Open, text: Buffer) -> None:
+        """Raises ProtocolError if a session can never be had here as it is asked for, Busy if its adapter has gone again while the
+        session waited for it."""
+        if not is_for(body, self.peer.network.peer_id, sender):
+            raise ProtocolError("the route does not lead here from the sender")
+        hop, span = body.route[body.index], self._replicas.span
+        if not span.start <= hop.start < hop.end <= span.end:
+            raise ProtocolError("these units are not here", code=ErrorCode.WRONG_SPAN)
+        wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
+        if wrong is not None:
+            raise ProtocolError("the session does not fit the model or the swarm's codecs", code=wrong)
+        if not self._has_adapter(body):
+            raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
+
+    def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
+        """Make a session, beside the one that it begins as if that is here. Raises as `_admit` does."""
+        key, source = next(self._keys), self._source_of(body)
+        self._adapters.use(body.adapter, key)  # or it might make room for its own session
+        try:
+            pipeline = self._admit(key, claimant, body, beside=None if source is None else source.key)
+        except (ProtocolError, Busy):
+            self._adapters.leave(key)
+            raise
+        session = self._sessions[body.session] = StageSession(self, pipeline, body, key, grammar)
+        if source is not None and body.branch is not None:
+            _begin_as(source, session, body.branch.length, pipeline)
+        self._idle.clear()
+        self._watch()
+        return session
+
+    def _source_of(self, body: Open) -> StageSession | None:
+        """The session that a new one begins as, if it is here."""
+        if body.branch is None or body.truncate is not None:
+            return None
+        alike = (one for one in self._sessions.values() if shape_of(one.opened) == shape_of(body))
+        return next((one for one in alike if one.is_source_of(body)), None)
+
+    def _note(self, what: str, sender: PeerId, body: Open) -> None:
+        """Write down what was decided of a session, on the memory and the work that there were."""
+        facts = (
+            f"it asks for {body.rows} rows of {body.max_length} positions, place {body.index} of {len(body.route)}",
+            f"here are units {self._replicas.span.start} to {self._replicas.span.end - 1}",
+            *self._replicas.describe(body),
+            f"{self.load} sessions are held, {len(self._replicas.idle)} of them without input for {self.config.idle_s:g} s",
+            "this node takes nothing new" if self.draining else "this node takes sessions",
+            "computing stands still" if self._replicas.stalled else "computing goes on",
+        )
+        about = (sender, trace_id(body.session).hex())
+        self.peer.decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
+
+    def _admit(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
+        """Reserve memory for a new session, `beside` another one where that can be, or for one that gets another text: it can then
+        never fail half-way for want of it. Raises ProtocolError, also if this node leaves, and Busy."""
+        if self.draining:
+            raise ProtocolError("this node leaves", code=ErrorCode.DRAINING)
+        limit = self._replicas.position_limit
+        if limit is not None and body.max_length > limit:
+            raise ProtocolError("the model has fewer positions", code=ErrorCode.INVALID_REQUEST)
+        pipeline = self._replicas.reserve(key, claimant, body, beside=beside)
+        if key in pipeline:
+            pipeline.extend(key, body.max_length)
+        else:
+            owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
+            pipeline.open(key, body, owner=owner, weight=self.peer.weight_of(claimant.peer))
+        return pipeline
+
+    @property
+    def free_cache_tokens(self) -> int:
+        """Positions that a new session may have."""
+        return self._replicas.free_cache_tokens
+
+    def _attach(self, channel: Channel, body: Attach) -> None:
+        session = self._sessions.get(body.session)
+        if session is not None and session.epoch == body.epoch:
+            session.attach(channel, body.start)
+        elif session is not None and session.epoch > body.epoch:
+            channel.close(Error(ErrorCode.STALE))
+        else:
+            self._early.keep(channel, body)
+
+
+def _begin_as(source: StageSession, session: StageSession, length: int, pipeline: Pipeline) -> None:
+    """Let a session that was let in have what is here of its source, which may have given its room for it."""
+    length = min(length, source.computed)
+    if pipeline.keeps(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
+        pipeline.fork(source.key, session.key, begun)

@@ -1,0 +1,216 @@
+"""One span of a model, loaded and served: what a node does between choosing units and leaving them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.grammar import GrammarCompiler
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.errors import PrecisionError
+from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.measuring.capability import in_sequence, serving_section
+from swarmnode.measuring.hardware import Hardware, Workplace
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.questions import QuestionServer
+from swarmnode.plan.spans.devices import DevicePart
+from swarmnode.plan.view import Span as Units
+from swarmnode.serving.adapters import StageAdapters
+from swarmnode.serving.audit_server import Author, audit_server
+from swarmnode.serving.grammars import Grammars
+from swarmnode.serving.kept_span import KeptSpan
+from swarmnode.serving.link_codecs import codec_rules_of
+from swarmnode.serving.pipeline import Pipeline
+from swarmnode.serving.server import StageServer
+from swarmnode.serving.span_part import LoadedSpan, SpanPart
+from swarmnode.serving.stage import Stage
+from swarmnode.swarm.records.sections import Section, ServingLoad
+
+log = logging.getLogger(__name__)
+
+Replica = Sequence[SpanPart]
+
+
+class ServingStage(Stage):
+    """Replicas of a span, each in parts on devices of its own, and their server. Made by `load`, ended by `close`."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        replicas: Sequence[Replica],
+        server: StageServer,
+        statements: QuestionServer,
+        tasks: Tasks,
+    ) -> None:
+        self._hardware = hardware
+        self._replicas = replicas
+        self._server = server
+        self._statements = statements
+        self._tasks = tasks
+        self._parts = [part for replica in replicas for part in replica]
+        for part in self._parts:
+            if any(part.span.packings):
+                tasks.spawn(self._pack(part), "pack")
+
+    def __repr__(self) -> str:
+        return f"<ServingStage {self._server!r}>"
+
+    @classmethod
+    async def load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
+        """Load a span whose weights are here, measure it, and serve: in float32 where numbers are too large for less. Raises
+        CheckpointError, LocalError."""
+        try:
+            return await cls._load(place, checkpoint, units)
+        except PrecisionError as error:
+            wider = place.hardware.in_float32(checkpoint)
+            if wider is None:
+                raise
+            log.warning("%s: they are loaded again, in float32", error)
+        return await cls._load(replace(place, hardware=wider), checkpoint, units)
+
+    @classmethod
+    async def _load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
+        hardware = place.hardware
+        layout = hardware.lay_out(units, place.speed_cache, place.host.swarm.id)
+        async with contextlib.AsyncExitStack() as undo:
+            loaded = [[await _load_part(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
+            stage = await cls.serve(place, loaded)
+            undo.pop_all()
+        return stage
+
+    @classmethod
+    async def take_up(cls, place: Workplace, kept: KeptSpan) -> ServingStage:
+        """Serve a span that was kept in the host's memory. Raises ExecutorDied."""
+        async with contextlib.AsyncExitStack() as undo:
+            loaded = [[await _move_back(part, kept.hardware, undo) for part in replica] for replica in kept.replicas]
+            kept.memory.release()
+            stage = await cls.serve(replace(place, hardware=kept.hardware), loaded)
+            undo.pop_all()
+        return stage
+
+    @classmethod
+    async def serve(cls, place: Workplace, loaded: Sequence[Sequence[LoadedSpan]]) -> ServingStage:
+        """Serve replicas of a span, whose parts are loaded. Raises ExecutorDied, and LocalError if a device cannot compute it."""
+        host, hardware, config = place.host, place.hardware, place.hardware.config.server
+        async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
+            replicas: list[list[SpanPart]] = []
+            for spans in loaded:
+                replicas.append([])
+                for one in spans:
+                    part = await SpanPart.start(place, one)
+                    undo.push_async_callback(part.close, keep_span=True)
+                    replicas[-1].append(part)
+            span = loaded[0][-1].span
+            compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
+            places = [(part.worker, hardware.lent[part.device].ledger) for replica in replicas for part in replica]
+            server = StageServer(
+                host,
+                [_pipeline(replica, host.link_config.ledger) for replica in replicas],
+                config,
+                grammars=Grammars(compiler, host.link_config.ledger, config),
+                adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
+                codec_rules=codec_rules_of(host, span.dtype),
+            )
+            undo.push_async_callback(server.close)
+            await server.start()
+            author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
+            statements = audit_server(host.network, host.hello, host.link_config, author, server.session)
+            undo.push_async_callback(statements.close)
+            await statements.start()
+            undo.pop_all()
+            gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
+        return cls(hardware, replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
+
+    async def _pack(self, part: SpanPart) -> None:
+        """Sessions go on beside it. It is measured again if nobody computes now, else real work will show it."""
+        if await part.pack() and not self._server.load:
+            await part.measure_again()
+        await part.pack_in_company()
+
+    def sections(self) -> tuple[Section, ...]:
+        """What the announcement says of this stage."""
+        speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self._replicas])
+        load = ServingLoad(sessions=self._server.load, cache_tokens_free=self._server.free_cache_tokens)
+        return self._hardware.section, speeds, load
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        for part in self._parts:
+            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
+        yield from self._server.readings()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and let the sessions move to other peers."""
+        await self._server.drain(timeout_s)
+
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last session has ended."""
+        await self._server.finish()
+
+    def take_on(self) -> None:
+        """Take sessions again, after all."""
+        self._server.take_on()
+
+    def keep(self, host: MemoryLedger) -> KeptSpan | None:
+        """What a closed stage served, in the memory of the host; None where it cannot be there."""
+        replicas = [[LoadedSpan(part.device, part.span) for part in replica] for replica in self._replicas]
+        return KeptSpan.of(self._hardware, replicas, host)
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """Free everything, but the span where it is to be kept."""
+        for part in self._parts:
+            part.stop_packing()
+        await self._tasks.close()
+        await self._statements.close()
+        await self._server.close()
+        for part in self._parts:
+            await part.close(keep_span=keep_span)
+        gc.unfreeze()  # what this stage was made of may be collected
+
+
+async def _load_part(
+    checkpoint: Checkpoint, hardware: Hardware, part: DevicePart, undo: contextlib.AsyncExitStack
+) -> LoadedSpan:
+    """A part of a span, on its device. Raises CheckpointError."""
+    lent, (start, end) = hardware.lent[part.device], part.span
+    weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(start, end, 0))
+    undo.callback(weights.release)
+    span = await asyncio.to_thread(
+        load_span,
+        checkpoint,
+        start,
+        end,
+        device=lent.device.torch_device,
+        dtype=hardware.dtype,
+        quantize=hardware.quantize,
+    )
+    undo.callback(span.close)
+    weights.count(span.weight_bytes)  # tied ones are here once
+    return LoadedSpan(part.device, span, weights)
+
+
+async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
+    """A part that was kept in the host's memory, on its device again."""
+    lent, span = hardware.lent[kept.device], kept.span
+    weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
+    undo.callback(weights.release)
+    await asyncio.to_thread(span.move_to, lent.device.torch_device)
+    return replace(kept, weights=weights)
+
+
+def _pipeline(replica: Replica, journals: MemoryLedger) -> Pipeline:
+    """Its workers, and how fast they are to be expected."""
+    speeds = in_sequence((part.units, part.speeds) for part in replica)
+    pipeline = Pipeline([part.worker for part in replica], journals, units_per_s=speeds.decode_units_per_s or 1.0)
+    units = sum(part.units for part in replica)
+    if speeds.decode_units_per_s > 0 and speeds.prefill_units_per_s > 0:
+        step_s, position_s = units / speeds.decode_units_per_s, units / speeds.prefill_units_per_s
+        pipeline.watch.expect(step_s=step_s, position_s=position_s)
+    return pipeline

@@ -1,0 +1,153 @@
+"""What an OPEN fixes of a session at the hop that it reaches: its units and shape, what inputs fit it, and what it takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+from swarmnode.codec.body import MAX_WANTED_POSITIONS
+from swarmnode.codec.messages import Attach, Error, Input, Mode, Open, Want
+from swarmnode.codec.sampling import ID_BYTES, LOGPROB_BYTES, Sampling, unpack_text
+from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
+from swarmnode.config import ServerConfig
+from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.hop import ENTRY_BYTES
+from swarmnode.net.links.switchboard import Channel
+
+WIDEST_BYTES = 4  # per element, whatever the codec
+SESSION_BYTES = 16 * 1024  # of Python's objects around a session
+GRAMMAR_BYTES = 16 << 20  # of what a grammar's lexer may come to keep (`compute/serving/grammar.py`)
+
+
+class EarlyAttaches:
+    """By session, within bounds. A peer with too many of them loses its own."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._waiting: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<EarlyAttaches to {len(self._waiting)} sessions>"
+
+    def take(self, session: bytes) -> list[tuple[Channel, Attach]]:
+        """Those to a session that is open now."""
+        return self._waiting.pop(session, [])
+
+    def keep(self, channel: Channel, body: Attach) -> None:
+        """Until its session is open."""
+        own = [early for attaches in self._waiting.values() for early, _ in attaches if early.peer == channel.peer]
+        if len(own) >= self._config.max_early_per_peer:
+            own[0].on_lost(PeerLost("too many subscriptions wait", peer=channel.peer))
+            own[0].close(Error(ErrorCode.NO_SESSION))
+        waiting = self._waiting.setdefault(body.session, [])
+        waiting.append((channel, body))
+
+        def forget(_error: PeerError | None = None) -> None:
+            if (channel, body) in waiting:
+                waiting.remove((channel, body))
+            if not waiting:
+                self._waiting.pop(body.session, None)
+
+        channel.on_lost = forget
+        if len(waiting) > self._config.max_early_per_session:
+            waiting.pop(0)[0].close(Error(ErrorCode.NO_SESSION))
+        if len(self._waiting) > self._config.max_early_attaches:
+            for old, _attach in self._waiting.popitem(last=False)[1]:
+                old.close(Error(ErrorCode.NO_SESSION))
+
+
+def is_last(opened: Open) -> bool:
+    """Whether the receiver of an OPEN is the last hop of the route."""
+    return opened.index + 1 == len(opened.route)
+
+
+def units_of(opened: Open) -> tuple[int, int]:
+    """The units [start, end) that the receiver of an OPEN computes."""
+    hop = opened.route[opened.index]
+    return hop.start, hop.end
+
+
+def journal_bytes(opened: Open, hidden_size: int) -> int:
+    """The most that a session comes to keep here for sending it again (at its last hop outputs, else what the next hop got), and
+    of inputs that came in and wait."""
+    sends = not (is_last(opened) and opened.mode == Mode.RING)
+    takes = units_of(opened)[0] > 0
+    return (
+        SESSION_BYTES
+        + _grammar_bytes(opened)
+        + opened.max_length
+        * (ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes) + _drawing_bytes(opened.sampling))
+    )
+
+
+def _drawing_bytes(sampling: Sampling | None) -> int:
+    """For each position: its token, as it came and as it is counted, and the logarithms that are told of it."""
+    if sampling is None:
+        return 0
+    logprobs = 0 if sampling.logprobs is None else 1 + sampling.logprobs
+    return 2 * ID_BYTES * sampling.counts_tokens + LOGPROB_BYTES * logprobs
+
+
+def _grammar_bytes(opened: Open) -> int:
+    return GRAMMAR_BYTES if draws_by_grammar(opened) else 0
+
+
+def draws_by_grammar(opened: Open) -> bool:
+    """Whether the receiver draws the tokens, by a grammar."""
+    return is_last(opened) and opened.sampling is not None and opened.sampling.grammar is not None
+
+
+def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:
+    """Whether the route names us at our place, its sender just before, and hangs together."""
+    route, index = opened.route, opened.index
+    joined = all(left.end == right.start for left, right in itertools.pairwise(route))
+    return (
+        joined
+        and index < len(route)
+        and route[index].peer == own
+        and (index == 0 or route[index - 1].peer == sender)
+        and (opened.mode != Mode.RING or (opened.sampling is not None and opened.rows == 1))
+    )
+
+
+def shape_of(opened: Open) -> tuple[object, ...]:
+    """What must stay the same over a session's epochs for its cache to be of use."""
+    return (units_of(opened), opened.mode, opened.rows, opened.padding, opened.adapter)
+
+
+def text_of(opened: Open) -> tuple[object, ...]:
+    """What stays the same over a session's epochs while it is one text."""
+    return (opened.max_length, opened.sampling)
+
+
+def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_size: int) -> ErrorCode | None:
+    """Whether an input from position `start` on fits a session that has `accepted` positions: the right rows and width, no gap,
+    inside what was reserved. None where it does."""
+    shape = body.tensor.shape
+    ids = units_of(opened)[0] == 0
+    fits = (
+        len(shape) == (2 if ids else 3)
+        and shape[0] == opened.rows
+        and shape[1] > 0
+        and (ids or shape[2] == hidden_size)
+        and start <= accepted
+        and body.tensor.dtype in (ID_DTYPES if ids else FLOAT_DTYPES)
+        and (not body.reorder or (len(body.reorder) == opened.rows > max(body.reorder)))
+    )
+    if not fits:
+        return ErrorCode.MALFORMED
+    too_many = start + shape[1] > opened.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED_POSITIONS)
+    return ErrorCode.TOO_LARGE if too_many else None
+
+
+def check_sampling(opened: Open, payload: Buffer, vocabulary: int) -> ErrorCode | None:
+    """Whether a session can be drawn for: the text so far is as long as it must be, and all token ids are the model's."""
+    sampling = opened.sampling
+    length = 0 if sampling is None else sampling.text_length(opened.known)
+    if len(payload) != length * ID_BYTES:
+        return ErrorCode.MALFORMED
+    ids = [] if sampling is None else [*unpack_text(payload), *(token for token, _ in sampling.logit_bias)]
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        return ErrorCode.INVALID_REQUEST
+    return None

@@ -1,0 +1,402 @@
+"""A session as one hop of its route sees it: positions come in from upstream, are run, and go on to the next hop.
+
+States:
+
+    bound      an upstream channel of the epoch in force brings inputs
+    orphaned   upstream is gone; the cache is kept for a while, for a newer epoch to bind it again
+    freed      ended in order, given up, or orphaned for too long
+
+At the last hop results go to the subscribers; at the first hop in RING mode they come back as the next input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+import msgspec
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.measuring_messages import Ran, trace_id
+from swarmnode.codec.messages import (
+    End,
+    Error,
+    Fault,
+    Input,
+    KeepCache,
+    LinkCodec,
+    Mode,
+    Open,
+    Output,
+    Ready,
+    Truncate,
+    Want,
+    branch_proof,
+)
+from swarmnode.codec.tensors import TensorInfo
+from swarmnode.compute.serving.grammar import GrammarMatcher
+from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.measuring.timing import Timing
+from swarmnode.measuring.trace import SessionTrace
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.links.hop import Hop
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
+from swarmnode.serving.link_codecs import LinkCodecs
+from swarmnode.serving.session.opening import check_input, is_last, units_of
+from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
+from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring
+from swarmnode.serving.session.transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+
+class StageSession:
+    """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
+
+    def __init__(
+        self,
+        host: SessionHost,
+        pipeline: SessionPipeline,
+        opened: Open,
+        key: int,
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        self._host = host
+        self._pipeline = pipeline
+        self.opened = opened  # the OPEN in force
+        self.trace_id = trace_id(opened.session)
+        self.key = key  # names the cache: a session that had to start over has another
+        self.cursor = InputCursor(opened.known)
+        self._codecs = LinkCodecs(opened, host.codec_rules, pipeline.hidden_size)
+        self._sampler = self._new_sampler(grammar)
+        self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
+        self._upstream: Channel | None = None
+        self._downstream = Hop(host.switchboard, self._from_downstream, self._downstream_failed)
+        self._output_stream = OutputStream()
+        self.transcript = Transcript(self._downstream, self._output_stream, keeps=opened.rows == 1)
+        self._extended: Open | None = None  # for which the rest of the route is bound
+        self._ring = Ring(host.switchboard, self._from_ring, self._in_force)
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
+        self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
+        self._orphaned: asyncio.TimerHandle | None = None
+        self._freed = False
+        self.computed = 0  # positions whose outputs were sent on; more may be on their way through the device
+        self.kept = False  # for another text: it makes room for whoever needs some
+        self._timing = self._new_timing()
+        self.trace = SessionTrace(*units_of(opened))
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
+        hop = f"epoch {self.epoch} hop {self.opened.index}"
+        return f"<StageSession {self.trace_id.hex()[:8]} {hop} {state} {self.cursor!r}>"
+
+    @property
+    def id(self) -> bytes:
+        """The 16 bytes by which all hops and the client know the session."""
+        return self.opened.session
+
+    @property
+    def epoch(self) -> int:
+        """Which of the client's routes it is on; grows with each."""
+        return self.opened.epoch
+
+    def _new_timing(self) -> Timing:
+        opened, latency = self.opened, self._host.peer.observed_latency
+        return Timing(opened.route, opened.index, latency, self._pipeline.clock, ring=opened.mode == Mode.RING)
+
+    def _new_sampler(self, grammar: GrammarMatcher | None = None) -> Sampler | None:
+        opened = self.opened
+        return Sampler(opened.sampling, opened.max_length, grammar) if is_last(opened) and opened.sampling else None
+
+    @property
+    def _feeds_itself(self) -> bool:
+        return self.opened.index == 0 and self.opened.mode == Mode.RING
+
+    def is_source_of(self, opened: Open) -> bool:
+        """Whether this is the session that one with a branch begins as, and has the text that its client means."""
+        branch, own = opened.branch, (self.id, self.cursor.truncations)
+        return branch is not None and branch.proof == branch_proof(*own, opened.session, branch.length)
+
+    def begin_as(self, source: StageSession, length: int) -> int:
+        """Begin, before anything else, with so many positions of another session, which were computed here. Returns how many: of
+        what was sent on only whole pieces can be sent again. Nothing is stated of a text that was computed in parts."""
+        length = length if is_last(self.opened) else self._downstream.begin_as(source._downstream, length)
+        self.computed, _ = length, self.cursor.advance(length)
+        self.transcript.end()
+        return length
+
+    # -- a new epoch
+
+    def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
+        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with the OPEN."""
+        former, self.opened = self.opened, opened
+        if opened.sampling != former.sampling:  # another text
+            self._sampler = self._new_sampler()
+            self._output_stream.forget()
+        self.kept = False
+        if self._upstream is not None:
+            self._upstream.close()
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+            self._orphaned = None
+        self._upstream, self.cursor.known = channel, opened.known
+        if opened.truncate is not None:
+            self._cut(opened.truncate)
+        accepted = self.cursor.accepted
+        self.moved_s = asyncio.get_running_loop().time()
+        self.transcript.rebound(accepted)
+        self._codecs.rebound(opened, accepted)
+        self._timing = self._new_timing()
+        channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
+        channel.send(Ready(have=accepted))
+        self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, accepted)
+        self._output_stream.close()
+        self._ring.unbind()
+        if self._sampler is not None:
+            self._sampler.tell(text)
+        if not is_last(opened):
+            self._tasks.spawn(self._extend(opened, text), "extend the route")
+            if self._feeds_itself:
+                fail = partial(self._fault, len(opened.route) - 1)
+                self._tasks.spawn(self._ring.bind(opened, lambda: self.cursor.accepted, fail), "close the ring")
+        elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
+            self._feed(accepted, held)  # it came while an older epoch led elsewhere
+
+    def _in_force(self, opened: Open) -> bool:
+        """Whether the session goes on, and by this OPEN: END may come in the same moment."""
+        return opened is self.opened and not self._freed
+
+    async def _extend(self, opened: Open, text: Buffer) -> None:
+        if not self._in_force(opened):
+            return
+        peer = opened.route[opened.index + 1].peer
+        try:
+            forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
+            await self._downstream.open(peer, forwarded, text)
+            self._extended = opened
+        except (PeerError, NetworkDown) as error:
+            if opened is self.opened:
+                self._fault(opened.index + 1, error)
+
+    def _from_upstream(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Input):
+            code = self._host.codec_rules.wrong(body) or check_input(
+                self.opened, body, frame.seq, self.cursor.accepted, self._pipeline.hidden_size
+            )
+            if code is None:
+                self._accept(frame.seq, body, frame.payload)
+            else:
+                self._refuse(code)
+        elif isinstance(body, End):
+            self.free()
+        elif isinstance(body, Truncate) and body.to <= self.cursor.accepted:
+            self._cut(body)
+        elif isinstance(body, KeepCache):
+            self.kept = True
+            self._downstream.tell(body)
+            if self._host.draining:  # who leaves keeps nothing
+                self.free()
+        else:
+            self._refuse(ErrorCode.MALFORMED)
+
+    def _refuse(self, code: ErrorCode) -> None:
+        """What came from upstream cannot be: the session ends."""
+        if self._upstream is not None:
+            self._upstream.close(Error(code))
+            self.free()
+
+    def _cut(self, truncate: Truncate) -> None:
+        if truncate.to <= self.cursor.accepted and self.cursor.truncate(truncate):
+            self.transcript.end()
+            self._codecs.schedule.truncate(truncate.to)
+            self.computed = min(self.computed, truncate.to)
+            self._downstream.cut(truncate)
+
+    def _accept(self, start: int, body: Input, payload: Buffer) -> None:
+        end = start + body.tensor.shape[1]
+        skip = self.cursor.accepted - start
+        if skip >= body.tensor.shape[1]:
+            return
+        want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
+        self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
+        self._feed_what_waits()
+
+    def _submit(
+        self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
+    ) -> None:
+        start, truncate = self.cursor.advance(end)
+        self.moved_s = asyncio.get_running_loop().time()
+        self.transcript.take(start - skip, parts)
+        then, now_s = self._then(start, end), self._pipeline.clock()
+        after = len(self.opened.route) - 1 - self.opened.index
+        job = Job(self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate)
+        self._pipeline.submit(job)
+
+    def _then(self, start: int, end: int) -> ForwardHidden | Sample | Return:
+        if not is_last(self.opened):
+            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self._pipeline.pass_cost):
+                self._tell_client(chosen)
+            return ForwardHidden(self._codecs.schedule)
+        if self._sampler is not None and self.opened.mode == Mode.RING:
+            return Sample(self._sampler, first=self._sampler.first(self.cursor.known))
+        return Return()
+
+    def _from_ring(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Output):
+            self._feed(frame.seq, body)
+        elif isinstance(body, Error | End):
+            code = ErrorCode(body.code) if isinstance(body, Error) else ErrorCode.PEER_LOST
+            self._send_fault(len(self.opened.route) - 1, code)
+
+    def _feed(self, position: int, output: Output) -> None:
+        """A token that the last hop drew is the next input, unless nothing follows it."""
+        if position < self.opened.max_length and not output.final:
+            self.cursor.hold(position, output.ids[0])
+        self._feed_what_waits()
+
+    def _feed_what_waits(self) -> None:
+        while (token := self.cursor.next_token()) is not None:
+            self._submit(self.cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
+
+    def _done(self, job: Job, result: JobResult, run: Pass) -> None:
+        """A step that was computed alone leaves at once; all that is not needed for that comes afterwards, in another turn of the
+        loop: the next hop waits."""
+        if self._freed:
+            return
+        self.computed, alone = job.end, run.jobs == 1
+        if result.error is not None:
+            self._note_computed(job, run)  # while the session is there
+            # A bad input is the fault of the hop that sent it.
+            index = self.opened.index
+            self._send_fault(max(0, index - 1) if result.bad_input else index, result.error)
+            self._output_stream.close(Error(result.error))
+            self.free()
+        elif isinstance(job.then, ForwardHidden):
+            for entry in entries_of(job, result.tensors):
+                self._downstream.send(entry, at_once=alone)
+            if job.count == 1:
+                self._timing.sent(job.end)
+        elif result.tensors:
+            ((info, payload),) = result.tensors
+            self._output_stream.forget()  # the client drives: it has the earlier ones
+            self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
+        for drawn in result.tokens:
+            logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+            self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs, at_once=alone)
+        asyncio.get_running_loop().call_soon(self._left, job, run, self._pipeline.clock())
+
+    def _left(self, job: Job, run: Pass, sent_s: float) -> None:
+        """What came of a job was sent."""
+        (began_s, ended_s, jobs), came_s = run, job.submitted_s
+        self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
+        if not self._freed:
+            self._note_computed(job, run)
+            if job.count == 1:
+                self._tell_ran(job.end)
+
+    def _note_computed(self, job: Job, run: Pass) -> None:
+        """Count the work done for the client, and let the pipeline know that its devices move."""
+        start, end = units_of(self.opened)
+        self._host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
+        self._pipeline.computed(job, run)
+
+    def _tell_ran(self, end: int) -> None:
+        """Let those who sent us the step know that it has left."""
+        ran = self._timing.step()
+        for channel in (self._upstream, self._ring.channel):
+            if ran is not None and channel is not None and channel.open:
+                channel.send(ran, seq=end)
+
+    def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool) -> None:
+        self._timing.sent(position + 1)  # in a ring this is the first hop's next step
+        self._output_stream.publish(position, output, payload, at_once=at_once)
+        if is_last(self.opened) and self._feeds_itself:
+            self._feed(position, output)
+
+    def attach(self, channel: Channel, start: int) -> None:
+        """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
+        channel.on_frame = lambda frame, body: self._from_subscriber(channel, frame, body)
+        channel.on_lost = lambda _error: self._output_stream.detach(channel)
+        self._output_stream.attach(channel, start)
+
+    def _from_subscriber(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if isinstance(body, End):
+            self._output_stream.detach(channel)
+        elif isinstance(body, Ran) and channel.peer == self.opened.route[0].peer:
+            self._timing.heard(frame.seq, body, channel.rtt_s)
+
+    # -- faults and the end
+
+    def _from_downstream(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Ran):
+            self._timing.heard(frame.seq, body, self._downstream.rtt_s)
+        elif isinstance(body, LinkCodec) or (isinstance(body, Fault) and body.epoch == self.epoch):
+            self._tell_client(body)
+
+    def _downstream_failed(self, error: PeerError) -> None:
+        if self._extended is self.opened:  # else it is of an older epoch, and its loss is why there is a newer one
+            self._fault(self.opened.index + 1, error)
+
+    def _fault(self, index: int, error: PeerError | NetworkDown) -> None:
+        code = ErrorCode.PEER_LOST if isinstance(error, NetworkDown) else error.code
+        self._send_fault(index, code, getattr(error, "retry_s", None) or 0.0)
+
+    def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
+        self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
+        self._host.meter.faults[code] += 1
+        self._tell_client(Fault(self.epoch, index, code, retry_s))
+
+    def _tell_client(self, body: Fault | LinkCodec) -> None:
+        """By the hops before this one."""
+        if self._upstream is not None and self._upstream.open:
+            self._upstream.send(body)
+
+    def _crashed(self, _error: BaseException) -> None:
+        """A task of ours died of what nobody expected (it is logged): the client is to go elsewhere, not to wait."""
+        self.give_up(ErrorCode.INTERNAL)
+
+    def give_up(self, code: ErrorCode, *, retry_s: float = 0.0) -> None:
+        """End it here, and let the client take another peer at once, or come again. What may still come of it is void."""
+        self._send_fault(self.opened.index, code, retry_s)
+        self.free()
+
+    def drain(self) -> None:
+        """Tell the client that this hop is leaving; the session goes on here until it has moved. One left has none to tell."""
+        if self.orphaned:
+            self.free()
+        else:
+            self._send_fault(self.opened.index, ErrorCode.DRAINING)
+
+    def _upstream_lost(self, error: PeerError) -> None:
+        self._log.info("session %s: upstream is gone (%s)", self.trace_id.hex()[:8], error)
+        self._orphaned = asyncio.get_running_loop().call_later(self._host.config.orphan_grace_s, self.free)
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether its upstream is gone, so that it is freed soon."""
+        return self._orphaned is not None
+
+    def free(self) -> None:
+        """Give back everything, here and downstream. Safe to call twice."""
+        if self._freed:
+            return
+        self._freed = True
+        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self.cursor.accepted)
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+        self._downstream.unbind()
+        self._ring.unbind()
+        if self._upstream is not None:
+            self._upstream.close()
+        self._output_stream.close()
+        self._host.freed(self.id)
+
+    async def close(self) -> None:
+        """Free, and wait for the tasks of this session."""
+        self.free()
+        await self._tasks.close()

@@ -1,0 +1,73 @@
+"""The neighbours of a session at one hop: the server that holds it, and what computes its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from swarmnode.config import ServerConfig
+from swarmnode.measuring.meters import StageMeter
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.serving.job import Job, Pass
+from swarmnode.serving.link_codecs import CodecRules
+
+
+class SessionPipeline(Protocol):
+    """The devices that compute a session's positions, one after another. `Pipeline` is the live one. Used on the loop.
+
+    The session has room here from before its first `submit` until the host's `freed`.
+
+    Attributes:
+        clock: Seconds; the clock on which jobs are submitted and passes are told.
+        pass_cost: How long passes of the last device take, whose outputs are sent on.
+        hidden_size: Width of the hidden states that come in and go out.
+    """
+
+    clock: Callable[[], float]
+    pass_cost: PassCost
+    hidden_size: int
+
+    def submit(self, job: Job) -> None:
+        """Queue a job behind the session's earlier ones. Returns at once.
+
+        Args:
+            job: The next positions of the session. They come back by its `done`, on the loop and in their order, joined or cut to
+                other jobs, also if nothing comes of them. After `freed` what still waits does not come back.
+        """
+
+    def computed(self, job: Job, run: Pass) -> None:
+        """Note that a job came back, so that a device that stands still is told from one that works.
+
+        Args:
+            job: The job as `done` got it.
+            run: The pass that it was part of.
+        """
+
+
+class SessionHost(Protocol):
+    """The server that holds a session. `StageServer` is the live one. Used on the loop.
+
+    Attributes:
+        switchboard: Links to the other hops of a route.
+        peer: This machine's peer.
+        config: Times and limits of the server.
+        codec_rules: The codecs that the swarm allows, and what is known of the links.
+        meter: Counts the faults that sessions tell their clients.
+        draining: Whether this node leaves: nothing is kept for another text then.
+    """
+
+    switchboard: Switchboard
+    peer: LocalPeer
+    config: ServerConfig
+    codec_rules: CodecRules
+    meter: StageMeter
+    draining: bool
+
+    def freed(self, session: bytes) -> None:
+        """Let go of a session that is over, and of its memory. Called once for each.
+
+        Args:
+            session: The id by which the hops and the client know it.
+        """

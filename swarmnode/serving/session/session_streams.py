@@ -1,0 +1,152 @@
+"""Output stream: what a session's last hop brings forth, and who wants it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Attach, Open, Output, Truncate
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.errors import NetworkDown, PeerError, PeerLost
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.links.switchboard import Channel, Switchboard
+
+ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
+
+
+class Ring:
+    """Of one session at its first hop: for each epoch a channel to the last one. `on_frame` hears all frames of it; `in_force`
+    tells whether the session goes on by an OPEN."""
+
+    def __init__(
+        self, switchboard: Switchboard, on_frame: Callable[[Frame, Body], None], in_force: Callable[[Open], bool]
+    ) -> None:
+        self._switchboard = switchboard
+        self._on_frame = on_frame
+        self._in_force = in_force
+        self.channel: Channel | None = None
+
+    def __repr__(self) -> str:
+        return f"<Ring {'open' if self.channel is None else f'by {self.channel.peer}'}>"
+
+    def unbind(self) -> None:
+        """Leave the last hop. Safe to call twice."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+
+    async def bind(
+        self, opened: Open, start: Callable[[], int], on_fault: Callable[[PeerError | NetworkDown], None]
+    ) -> None:
+        """Subscribe to the outputs of an epoch, from where the session is by then, unless the epoch is over. `on_fault` hears that
+        the last hop is not to be had, or lost."""
+        if not self._in_force(opened):
+            return
+        try:
+            channel = await self._switchboard.call(opened.route[-1].peer, self._on_frame, on_fault)
+            if not self._in_force(opened):
+                channel.close()
+                return
+            self.channel = channel
+            channel.send(Attach(opened.session, opened.epoch, start=start()))
+        except (PeerError, NetworkDown) as error:
+            if self._in_force(opened):
+                on_fault(error)
+
+
+class InputCursor:
+    """Positions below `accepted` are run or wait to be run; the client has the outputs for those below `known`."""
+
+    def __init__(self, known: int) -> None:
+        self.accepted = 0
+        self.known = known
+        self.truncations = 0  # the number of the last that was heard; 0 where none was
+        self._truncate: Truncate | None = None  # that the next input follows
+        self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
+
+    def __repr__(self) -> str:
+        return f"<InputCursor at {self.accepted}, {len(self._ahead)} tokens ahead, outputs known to {self.known}>"
+
+    def truncate(self, body: Truncate) -> bool:
+        """Go on from an earlier position, with the next input. False where that was done before the session moved here."""
+        if body.number <= self.truncations:
+            return False
+        to = body.to if self._truncate is None else min(body.to, self._truncate.to)
+        self.truncations, self._truncate = body.number, Truncate(body.number, to)
+        self.accepted, self.known = body.to, min(self.known, body.to)
+        self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
+        return True
+
+    def advance(self, end: int) -> tuple[int, Truncate | None]:
+        """Accept the positions below `end`: the first of them, and what is cut off before it."""
+        start, self.accepted = self.accepted, end
+        truncate, self._truncate = self._truncate, None
+        return start, truncate
+
+    def hold(self, position: int, token: int) -> None:
+        """A token is the input at a position, unless one is here already. After a fault it may come before the replay of what
+        precedes it."""
+        if position >= self.accepted:
+            self._ahead[position] = token
+
+    def next_token(self) -> tuple[TensorInfo, bytes] | None:
+        """The token that follows what is accepted, as an input; None where it has not come."""
+        token = self._ahead.pop(self.accepted, None)
+        return None if token is None else (ONE_ID, struct.pack("<q", token))
+
+
+class OutputStream:
+    """Outputs by position, kept for subscribers that come later."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
+        self._subscribers: list[Channel] = []
+
+    def __repr__(self) -> str:
+        return f"<OutputStream of {len(self._outputs)} outputs to {len(self._subscribers)} subscribers>"
+
+    def held(self, position: int) -> Output | None:
+        """The output at a position, if there is one."""
+        output, _ = self._outputs.get(position, (None, ()))
+        return output
+
+    def drawn(self) -> tuple[int, tuple[int, ...]]:
+        """The tokens of one row that were told last, none left out, and the position of the first one."""
+        position, ids = max(self._outputs, default=0), list[int]()
+        while (output := self.held(position)) is not None and output.ids:
+            ids.append(output.ids[0])
+            position -= 1
+        return position + 1, tuple(reversed(ids))
+
+    def publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool = False) -> None:
+        """Send an output to all subscribers, `at_once` where nothing goes with it. One whose link is cut is none any more."""
+        self._outputs[position] = (output, payload)
+        for channel in list(self._subscribers):
+            try:
+                channel.send(output, seq=position, payload=payload, at_once=at_once)
+            except PeerLost:
+                self._subscribers.remove(channel)
+
+    def forget(self) -> None:
+        """Nobody will ask again for what there was so far."""
+        self._outputs.clear()
+
+    def attach(self, channel: Channel, start: int) -> None:
+        """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
+        self._subscribers.append(channel)
+        for position, (output, payload) in sorted(self._outputs.items()):
+            if position >= start:
+                channel.send(output, seq=position, payload=payload)
+
+    def detach(self, channel: Channel) -> None:
+        """It wants no more. Safe to call twice."""
+        if channel in self._subscribers:
+            self._subscribers.remove(channel)
+
+    def close(self, last: Body | None = None) -> None:
+        """End all subscriptions with `last` (END by default)."""
+        subscribers, self._subscribers = self._subscribers, []
+        for channel in subscribers:
+            channel.close(last)

@@ -1,0 +1,160 @@
+"""What one device holds of the span that its node serves: loaded, tried, measured, and ready to compute for sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds, measure_serving
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.errors import PrecisionError
+from swarmnode.ledger import Account, Reservation
+from swarmnode.measuring.capability import Capability
+from swarmnode.measuring.hardware import Workplace
+from swarmnode.measuring.meters import DECODE
+from swarmnode.plan.view import Span
+from swarmnode.serving.worker import Worker
+
+COMPANY_PASSES = 64  # of several sessions, after which more are expected
+MAX_BATCH = 64  # rows of a pass that the ledger counts with
+TRIAL_SESSION = -2
+PROMPT, PADDING = 8, (0, 5)  # positions of two rows, and how many of each are padding
+
+
+def try_span(runner: StageRunner) -> None:
+    """A short prompt and a step. Raises PrecisionError where what comes out is not finite. The session is closed again."""
+    span = runner.span
+    runner.open(TRIAL_SESSION, rows=len(PADDING), max_length=PROMPT + 1, padding=PADDING)
+    try:
+        outputs = [
+            runner.run([StepInput(TRIAL_SESSION, _inputs(span, count), WANT_ALL)])[0].output[:, -1]
+            for count in (PROMPT, 1)
+        ]
+    finally:
+        runner.close(TRIAL_SESSION)
+    if not bool(torch.stack(outputs).isfinite().all()):
+        name = str(span.dtype).removeprefix("torch.")
+        raise PrecisionError(f"units [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}")
+
+
+def _inputs(span: ModelSpan, count: int) -> Tensor:
+    """ids_BT or hidden_BTH, the same every time."""
+    generator = torch.Generator().manual_seed(count)
+    if span.has_embedding:
+        return torch.randint(0, span.vocab_size, (len(PADDING), count), generator=generator)
+    return torch.randn(len(PADDING), count, span.hidden_size, generator=generator).to(span.dtype)
+
+
+@dataclass(frozen=True)
+class LoadedSpan:
+    """Units on the device of this number. `weights` are what they take of its ledger, if they are the stage's own."""
+
+    device: int
+    span: ModelSpan
+    weights: Reservation | None = None
+
+
+class SpanPart:
+    """Made by `start`, ended by `close`."""
+
+    def __init__(
+        self,
+        loaded: LoadedSpan,
+        runner: StageRunner,
+        worker: Worker,
+        capability: Capability,
+        measure: Callable[[], Speeds],
+        passes: Reservation,
+    ) -> None:
+        self.device = loaded.device
+        self.span = loaded.span
+        self.units = self.span.end - self.span.start  # how many there are
+        self.worker = worker
+        self._runner = runner
+        self._capability = capability
+        self._measure = measure
+        self._memory = [passes] if loaded.weights is None else [passes, loaded.weights]
+        self._closed = False
+        self._loop, self._company = asyncio.get_running_loop(), asyncio.Event()
+        self._shared_passes = 0
+        worker.on_pass = self._note_pass
+
+    def __repr__(self) -> str:
+        return f"<SpanPart {self.span!r} on device {self.device}>"
+
+    @classmethod
+    async def start(cls, place: Workplace, loaded: LoadedSpan) -> SpanPart:
+        """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError where the device cannot compute it."""
+        hardware, executor = place.hardware, place.executors[loaded.device]
+        span, lent = loaded.span, hardware.lent[loaded.device]
+        units = Span(span.start, span.end)
+        cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.cache_bytes_per_token)
+        bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
+        runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
+        worker = Worker(runner, executor, longest_chunk_tokens=hardware.config.server.longest_chunk_tokens)
+        async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
+            passes = lent.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
+            undo.callback(passes.release)
+            undo.push_async_callback(worker.close)
+            await worker.start()
+            if lent.device.kind != "cpu":
+                await worker.call("try the span", lambda: try_span(runner))
+            measure = partial(measure_serving, runner, clock=place.host.clock.compute)
+            lasting = not span.packings.at_once  # else a few units will do: all is measured again once they are packed
+            at_first = partial(measure, few=not lasting)
+            capability = await worker.call(
+                "measure", lambda: place.measure(units.units, lent, at_first, lasting=lasting)
+            )
+            worker.expect(capability.speeds)
+            undo.pop_all()
+        return cls(loaded, runner, worker, capability, measure, passes)
+
+    @property
+    def speeds(self) -> Speeds:
+        """As measured, or as real work has shown since."""
+        return self._capability.speeds
+
+    async def pack(self) -> bool:
+        """Rearrange weights while sessions go on; whether there was something to do."""
+        await asyncio.to_thread(self.span.packings.at_once.run, lambda: self._closed)
+        return not self._capability.lasting
+
+    async def pack_in_company(self) -> None:
+        """The same, of layers that are slower so while a session is alone: once several have shared passes for a while."""
+        if self.span.packings.in_company:
+            await self._company.wait()
+            await asyncio.to_thread(self.span.packings.in_company.run, lambda: self._closed)
+
+    async def measure_again(self) -> None:
+        """What was measured before weights were rearranged does not last. Nobody else may compute meanwhile."""
+        await self.worker.call("measure", lambda: self._capability.measure(self._measure))
+
+    def _note_pass(self, phase: str, sessions: int, positions: int, units: int, seconds: float) -> None:
+        """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
+        if sessions > 1:
+            self._shared_passes += 1
+            if self._shared_passes == COMPANY_PASSES:
+                self._loop.call_soon_threadsafe(self._company.set)
+        elif phase == DECODE:
+            self._capability.note("decode_units_per_s", seconds / units)
+        elif positions >= PREFILL_POSITIONS:
+            self._capability.note("prefill_units_per_s", seconds / (units * positions))
+
+    def stop_packing(self) -> None:
+        """The thread ends with the layer that it packs."""
+        self._closed = True
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """Free everything, but the span where it is to be kept."""
+        self.stop_packing()
+        await self.worker.close()
+        self._runner.close_all(keep_span=keep_span)
+        for reservation in self._memory:
+            reservation.release()

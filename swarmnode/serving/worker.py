@@ -1,0 +1,421 @@
+"""What the sessions of a stage want computed: it takes what is waiting, runs it as one batch, and hands the encoded results on.
+
+    loop:    submit(job) ------.                             .----> job.done(result)
+    thread:                   put -> take -> decode -> run -> encode
+
+The thread is the device's executor (`compute/executor.py`). All tensors live on it: payloads are decoded, sampled and encoded
+there, never on the loop. What goes together, and how much of a prompt, is decided in `plan/serving/scheduler.py`; jobs are joined
+and cut (`job.py`) as that wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
+from swarmnode.compress.codecs import encode_in_place, to_buffer
+from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds
+from swarmnode.compute.device_fault import is_device_fault
+from swarmnode.compute.executor import Executor, Urgency, WorkItem
+from swarmnode.compute.serving.device_transfers import DeviceInputs, DeviceOutputs
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, finiteness
+from swarmnode.compute.serving.runner import StepOutput as Output
+from swarmnode.compute.serving.window import LONGEST_SHARED
+from swarmnode.compute.stopwatch import Stopwatch
+from swarmnode.config import ServerConfig
+from swarmnode.errors import ErrorCode, LocalError, ProtocolError
+from swarmnode.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
+from swarmnode.net.deadlines import Deadline, Expectation
+from swarmnode.plan.serving.scheduler import PassScheduler
+from swarmnode.plan.view import Span
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, take
+
+if TYPE_CHECKING:
+    from swarmnode.compute.serving.runner import StageRunner
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+Finish = Callable[[Sequence[Tensor]], JobResult]
+STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the longest where nothing was measured
+
+
+class Running(NamedTuple):
+    """What a compute thread does: for how many seconds by now, and whether it is for sessions."""
+
+    seconds: float
+    serving: bool
+
+
+class ComputeWatch:
+    """Of one stage. It stands still when something waits and no pass ended for far longer than passes take.
+
+    Passes are expected to take as long as those of their kind did, a prompt's for each of its positions.
+    """
+
+    def __init__(self, deadline: Deadline = STALLED) -> None:
+        self._deadline = deadline
+        self._waiting: dict[
+            int, tuple[int, int]
+        ] = {}  # by session: the end of what waits, positions of its longest job
+        self._moved_at_s = 0.0
+        self._position_s: defaultdict[bool, Expectation] = defaultdict(
+            Expectation
+        )  # by whether a pass is a decode step
+
+    def __repr__(self) -> str:
+        return f"<ComputeWatch of {len(self._waiting)} sessions, moved at {self._moved_at_s:.1f} s>"
+
+    def expect(self, *, step_s: float, position_s: float) -> None:
+        """What was measured before the first session came: of a decode step, and of each position of a prompt."""
+        self._position_s[True].note(step_s)
+        self._position_s[False].note(position_s)
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The sessions for which something is to be computed."""
+        return frozenset(self._waiting)
+
+    def submitted(self, session: int, end: int, count: int, now_s: float) -> None:
+        """Positions [end - count, end) of a session wait to be computed."""
+        if not self._waiting:
+            self._moved_at_s = now_s
+        longest = self._waiting.get(session, (0, 0))[1]
+        self._waiting[session] = (end, max(longest, count))
+
+    def computed(self, session: int, end: int, count: int, took_s: float, now_s: float) -> None:
+        """A pass brought a session to position `end`, with `count` new ones."""
+        self._moved_at_s = now_s
+        self._position_s[count == 1].note(took_s / count)
+        if end >= self._waiting.get(session, (0, 0))[0]:
+            self._waiting.pop(session, None)
+
+    def forget(self, session: int) -> None:
+        """Nobody waits for this session any more."""
+        self._waiting.pop(session, None)
+
+    def stalled(self, now_s: float, running: Running | None) -> bool:
+        """Whether it stands still. `running` is what the thread does: of work that is not the sessions', or of none although
+        some waits, nothing is known here."""
+        if not self._waiting:
+            return False
+        waited_s, work_s = now_s - self._moved_at_s, None
+        if running is not None:
+            waited_s = min(waited_s, running.seconds)
+            work_s = self._expected_s() if running.serving else None
+        return waited_s > self._deadline.wait_s(rtt_s=0.0, work_s=work_s)
+
+    def _expected_s(self) -> float | None:
+        """What the longest pass among those that wait should take; None where none of its kind was seen."""
+        times_s: list[float] = []
+        for _, count in self._waiting.values():
+            position_s = self._position_s[count == 1].bound
+            if position_s is None:
+                return None
+            times_s.append(position_s * count)
+        return max(times_s)
+
+
+"""From what was fetched to what came of a job, on the host"""
+
+OnPass = Callable[[str, int, int, int, float], None]
+"""(phase, sessions, positions and units of the first, seconds) of a pass that came to something; called on the compute thread"""
+OnJobs = Callable[[Sequence[Job]], None]
+
+
+class _Batch(WorkItem):
+    """Jobs of several sessions that go through the model together."""
+
+    def __init__(self, jobs: Sequence[Job], run: OnJobs, give_up: OnJobs) -> None:
+        owner = f"session {jobs[0].session}" if len(jobs) == 1 else f"{len(jobs)} sessions"
+        super().__init__(jobs[0].phase, urgency=Urgency.FORWARD, owner=owner, size=sum(job.count for job in jobs))
+        self._jobs = jobs
+        self._run = run
+        self._give_up = give_up
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            self._run(self._jobs)
+
+    def abandon(self, error: Exception) -> None:
+        self._give_up(self._jobs)
+
+
+class Worker:
+    """What sessions want computed on one span: a source of work for the device's executor."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        executor: Executor,
+        *,
+        longest_chunk_tokens: int = ServerConfig.longest_chunk_tokens,
+    ) -> None:
+        self.runner = runner
+        self.clock = executor.clock
+        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=longest_chunk_tokens)
+        self._executor = executor
+        self._stopwatch = Stopwatch(runner.span.device, clock=executor.clock)
+        self._waiting: dict[int, deque[Job]] = {}
+        self.positions = 0
+        self.on_pass: OnPass = lambda _phase, _sessions, _positions, _units, _seconds: None
+        self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.runner!r} after {self.positions} positions, {len(self._waiting)} sessions waiting>"
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait."""
+        return sum(len(jobs) for jobs in list(self._waiting.values()))
+
+    @property
+    def running(self) -> Running | None:
+        """What the device computes at the moment, which may be somebody else's (training, say)."""
+        item = self._executor.running
+        return None if item is None else Running(self._executor.stalled_s, isinstance(item, _Batch))
+
+    def expect(self, speeds: Speeds) -> None:
+        """What passes should cost, until some were run."""
+        for positions, units_per_s in ((1, speeds.decode_units_per_s), (PREFILL_POSITIONS, speeds.prefill_units_per_s)):
+            if units_per_s:
+                self.scheduler.ran(positions, positions * self.meter.span.units / units_per_s)
+
+    async def start(self) -> None:
+        """Take part in the executor's turns. Raises ExecutorDied."""
+        await self._executor.add(self)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
+        self._executor.submit(self, job)
+
+    def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
+        """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
+        return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind=kind, owner=owner)
+
+    def open(self, session: int, *, owner: str = "", weight: float = 1.0, **reservation: Any) -> None:
+        """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits. Its time is
+        counted for the `owner`, where somebody is named, by its `weight`."""
+
+        def make_room() -> None:
+            if owner:
+                self.scheduler.open(session, owner, weight)
+            self.runner.open(session, **reservation)
+
+        self.call("open", make_room, owner=f"session {session}")
+
+    def fork(self, source: int, session: int, length: int) -> None:
+        """Let a session that was just opened begin as another one does, of which so many positions were computed here."""
+
+        def copy() -> None:
+            try:
+                self.runner.fork(source, session, length)
+            except Exception as error:
+                if is_device_fault(error):
+                    raise
+                log.warning("session %d cannot begin as session %d does: %s", session, source, error)
+                self.runner.close(session)  # its first input is told
+
+        self.call("fork", copy, owner=f"session {session}")
+
+    def extend(self, session: int, max_length: int) -> None:
+        """Let a session have so many positions; the caller has seen that they fit."""
+        self.call("extend", lambda: self.runner.extend(session, max_length), owner=f"session {session}")
+
+    def forget(self, session: int) -> None:
+        """Drop what waits for a session and free its cache."""
+
+        def drop() -> None:
+            self._waiting.pop(session, None)
+            self.scheduler.drop(session)
+            self.runner.close(session)
+
+        self.call("forget", drop, owner=f"session {session}")
+
+    async def close(self) -> None:
+        """Leave the executor after the pass that is running."""
+        await self._executor.remove(self)
+
+    # -- below: the compute thread
+
+    def put(self, item: Job) -> None:
+        """It waits for a pass that it fits into."""
+        self._waiting.setdefault(item.session, deque()).append(item)
+        self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
+
+    def take(self) -> WorkItem | None:
+        """The next pass."""
+        jobs = [self._take(session, count) for session, count in self.scheduler.next().items()]
+        if not jobs:
+            return None
+        self.scheduler.took({job.session: job.count for job in jobs})
+        return _Batch(jobs, self._run, self._give_up)
+
+    def _take(self, session: int, count: int) -> Job:
+        jobs = self._waiting[session]
+        job = take(jobs, count)
+        if not jobs:
+            del self._waiting[session]
+        return job
+
+    def abandon(self, items: Iterable[Job], error: Exception) -> None:
+        """Nothing is computed any more, neither these nor what waits."""
+        self._give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
+        self._waiting.clear()
+
+    def _give_up(self, jobs: Sequence[Job]) -> None:
+        """Tell on the loop that these jobs come to nothing, for a reason of this node's own."""
+        now_s = self.clock()
+        _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
+
+    def _run(self, batch: Sequence[Job]) -> None:
+        results = self._compute(batch)
+        run = Pass(self._executor.began_s, self.clock(), len(batch))
+        self._executor.post(_deliver, batch, results, run)  # first of all: the next hop waits for it
+        self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
+        for job, result in zip(batch, results, strict=True):
+            if not result.bad_input:
+                self.meter.note_hop(job.phase, run.ended_s - job.submitted_s)
+
+    def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
+        """Everything up to the results is only launched; then the device is waited for, once."""
+        inputs, outputs = DeviceInputs(self.runner.span.device), DeviceOutputs()
+        places = [[inputs.add(info, payload) for info, payload in job.parts] for job in batch]
+        finishes: dict[int, Finish] = {}
+        ready: list[Job] = []
+        works: list[StepInput] = []
+        sound: list[int | None] = []
+        for job, parts in zip(batch, places, strict=True):
+            try:
+                work = self._decode(job, [inputs.tensor(part) for part in parts])
+                sound.append(outputs.add(finiteness(work.x)) if work.x.is_floating_point() else None)
+                works.append(work)
+                ready.append(job)
+            except ProtocolError as error:
+                finishes[id(job)] = _told(JobResult(error=error.code, bad_input=True))
+            except Exception as error:
+                finishes[id(job)] = _told(_failure(job, error))
+        outcomes = self._pass(ready, works) if works else []
+        for job, flag, outcome in zip(ready, sound, outcomes, strict=True):
+            finishes[id(job)] = self._leave(job, flag, outcome, outputs)
+        self.positions += sum(job.count for job in ready)
+        fetched = outputs.fetch()
+        return [self._finish(job, finishes[id(job)], fetched) for job in batch]
+
+    def _pass(self, jobs: Sequence[Job], works: Sequence[StepInput]) -> list[Output | Exception]:
+        phase = DECODE if min(work.count for work in works) == 1 else PREFILL
+        tokens = [work.x.shape[0] * work.count for work in works]
+        units = [self.runner.units(work.session_id) for work in works]
+        unit_tokens = sum(map(operator.mul, tokens, units))
+        new_tokens = sum(count for job, count in zip(jobs, tokens, strict=True) if not job.handed_on)
+        outcomes: list[Output | Exception] = []
+
+        def told(pass_s: float) -> None:
+            self.meter.note_pass(phase, pass_s, microbatches=len(works), tokens=new_tokens, unit_tokens=unit_tokens)
+            if not isinstance(outcomes[0], Exception):
+                self.on_pass(phase, len(works), works[0].count, units[0], pass_s)
+
+        with self._stopwatch.timing(told):
+            outcomes += self.runner.run_each(works)
+        return outcomes
+
+    def _leave(self, job: Job, sound: int | None, outcome: Output | Exception, outputs: DeviceOutputs) -> Finish:
+        """On the device: what of a job's outcome shall come to the host, and what to make of it there. Its own error is nobody
+        else's."""
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            finish = self._encode(job, outcome.output, outputs)
+        except Exception as error:
+            return _told(_failure(job, error))
+        if sound is None:
+            return finish
+        unsound = JobResult(error=ErrorCode.NOT_FINITE, bad_input=True)
+        return lambda fetched: finish(fetched) if bool(fetched[sound]) else unsound
+
+    def _finish(self, job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
+        try:
+            return finish(fetched)
+        except ProtocolError as error:  # what was asked of the draw cannot be
+            return JobResult(error=error.code)
+        except Exception as error:
+            return _failure(job, error)
+
+    def _decode(self, job: Job, tensors: list[Tensor]) -> StepInput:
+        """The session has checked their shapes: whatever the codec, no payload makes more than they say."""
+        if job.session not in self.runner:
+            raise LocalError("its cache could not be opened")
+        x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+        x = x[:, job.skip : job.skip + job.count]
+        if x.is_floating_point():
+            x = x.to(self.runner.span.dtype)
+        elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
+            raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
+        wanted = job.wanted
+        want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
+        truncate_to = None if job.truncate is None else job.truncate.to
+        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=truncate_to)
+
+    def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
+        """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
+        then, wanted = job.then, job.wanted
+        if isinstance(then, ForwardHidden):
+            pieces = list(then.codecs.pieces(job.start, job.end))
+            states = [y if len(pieces) == 1 else y[:, start - job.start : end - job.start] for start, end, _ in pieces]
+            infos, finish = _put(states, [codec for _, _, codec in pieces], outputs)
+            for info, piece in zip(infos, states, strict=True):
+                codec, encoded_bytes = Codec(info.codec), payload_bytes(info)
+                self.meter.note_tensors(codec, FORWARD, raw_bytes=piece.nbytes, encoded_bytes=encoded_bytes)
+            return finish
+        if not wanted:
+            return _told(JobResult())
+        y = y[:, y.shape[1] - wanted :]
+        sound = outputs.add(finiteness(y))
+        if isinstance(then, Sample):
+            finish = self._sample(job, then, y, outputs)
+        else:
+            _, finish = _put([y], [Codec.NONE], outputs)
+        return lambda fetched: finish(fetched) if bool(fetched[sound]) else JobResult(error=ErrorCode.NOT_FINITE)
+
+    def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
+        draw = then.sampler.launch(logits_BKV, job.end - job.wanted + 1, outputs)  # logits at p draw the token at p + 1
+        return lambda fetched: JobResult(tokens=draw(fetched))
+
+
+def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutputs) -> tuple[list[TensorInfo], Finish]:
+    """Each in its codec: what it is, and what to make of it on the host."""
+    encoded = [encode_in_place(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
+    places = [(info, outputs.add(payload_M)) for info, payload_M in encoded]
+
+    def finish(fetched: Sequence[Tensor]) -> JobResult:
+        return JobResult(tensors=tuple((info, to_buffer(fetched[place])) for info, place in places))
+
+    return [info for info, _ in encoded], finish
+
+
+def _told(result: JobResult) -> Finish:
+    """Of what is known already."""
+    return lambda _fetched: result
+
+
+def _failure(job: Job, error: Exception) -> JobResult:
+    """What a session hears of an error of this node's own. Raises one that all must hear of."""
+    if is_device_fault(error):
+        raise error
+    log.error("session %d failed at position %d", job.session, job.start, exc_info=error)
+    return JobResult(error=ErrorCode.INTERNAL)
+
+
+def _deliver(batch: Sequence[Job], results: Sequence[JobResult], run: Pass) -> None:
+    for job, result in zip(batch, results, strict=True):
+        job.done(job, result, run)

@@ -1,0 +1,114 @@
+"""Swarms that this machine joined, by name, and the one that was used last: `friends` instead of a line of 300 characters.
+
+HOME/swarms/friends.invite   the invite, readable by its owner alone
+HOME/swarms/last             what was used last: such a name, or the path of a .swarm file
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.errors import UsageError
+from swarmnode.files import write_private
+from swarmnode.swarm.records.invite import decode_invite
+from swarmnode.swarm.storage.user_file import VersionedFile, parse_versioned, read_user_file
+
+FOLDER = "swarms"
+SUFFIX = ".invite"
+LAST = "last"
+MAX_FILE_BYTES = 1 << 16
+FORMAT = 1
+FILE = "public_swarms.json"
+USER_FILE = "swarms.json"
+MAX_LIST_BYTES = 1 << 20
+WHAT = "a list of swarms"
+
+
+class PublicSwarm(msgspec.Struct, frozen=True):
+    """One entry of a list."""
+
+    name: str
+    invite: str
+    about: str = ""
+
+
+class _List(VersionedFile):
+    swarms: tuple[PublicSwarm, ...] = ()
+
+
+def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
+    """By name; an entry of the user's own list counts before one of the package's. Raises UsageError."""
+    shipped = resources.files("swarmnode.swarm.storage").joinpath(FILE).read_bytes()
+    lists = [_parse(shipped, FILE)]
+    if home is not None:
+        path = home / USER_FILE
+        own = read_user_file(path, max_bytes=MAX_LIST_BYTES, what=WHAT)
+        if own is not None:
+            lists.append(_parse(own, str(path)))
+    return {swarm.name: swarm for swarms in lists for swarm in swarms}
+
+
+def find_public_swarm(name: str, home: Path | None) -> str | None:
+    """The invite to the public swarm of that name; None where no list knows it. Raises UsageError."""
+    known = known_swarms(home).get(name)
+    return None if known is None else known.invite
+
+
+def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
+    content = parse_versioned(data, _List, source=source, what=WHAT, newest=FORMAT)
+    for swarm in content.swarms:
+        decode_invite(swarm.invite)
+    return content.swarms
+
+
+class JoinedSwarms:
+    """Those under one home folder."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / FOLDER
+
+    def __repr__(self) -> str:
+        return f"<JoinedSwarms {', '.join(self.names())}>"
+
+    def names(self) -> list[str]:
+        """In alphabetical order."""
+        return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}"))
+
+    def invite_to(self, name: str) -> str | None:
+        """The invite that was remembered under this name. Raises UsageError where it cannot be read."""
+        return self._read(f"{name}{SUFFIX}") if _is_plain(name) else None
+
+    def remember(self, invite: str, name: str = "") -> str:
+        """Keep the invite under its swarm's name, or another one, which is returned. A newer invite to the same swarm takes the
+        place of the old one. Raises UsageError where the name is another swarm's, LocalError where nothing can be written.
+        """
+        invited = decode_invite(invite)
+        name = name or invited.name
+        if not _is_plain(name):
+            raise UsageError(f"{name!r} cannot be a file's name; choose another one with --name")
+        known = self.invite_to(name)
+        if known is not None and decode_invite(known).swarm_id != invited.swarm_id:
+            raise UsageError(f"{name} is another swarm that you joined; choose another name with --name")
+        write_private(self._folder / f"{name}{SUFFIX}", f"{invite}\n".encode(), make_folder=True)
+        return name
+
+    @property
+    def last(self) -> str | None:
+        """The name or the path that was used last."""
+        return self._read(LAST)
+
+    def used(self, name: str) -> None:
+        """Remember what was used last. Raises LocalError."""
+        if name != self.last:
+            write_private(self._folder / LAST, f"{name}\n".encode(), make_folder=True)
+
+    def _read(self, file: str) -> str | None:
+        data = read_user_file(self._folder / file, max_bytes=MAX_FILE_BYTES, what="the name of a swarm, or an invite")
+        return None if data is None else data.decode(errors="replace").strip()
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and "/" not in name and not name.startswith(".") and name.isprintable()

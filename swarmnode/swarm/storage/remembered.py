@@ -1,0 +1,136 @@
+"""What a peer remembers of a membership between runs: its certificate, the newest revocation list, who used limited invites."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.errors import LocalError, ProtocolError
+from swarmnode.files import read_bounded, write_private
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
+from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1 << 22
+MAX_PEERS = 64
+MAX_PEERS_FILE_BYTES = 1 << 18
+FOLDER = "manifests"
+SUFFIX = ".manifest"
+
+
+class ManifestCache:
+    """Those under one home folder. It is only a help: a missing or damaged one is fetched again."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / FOLDER
+
+    def __repr__(self) -> str:
+        return f"<ManifestCache {self._folder}>"
+
+    def get(self, swarm: bytes) -> bytes | None:
+        """The manifest of the swarm with this id; None where it is not here, or is not what it was."""
+        with contextlib.suppress(OSError):
+            raw = read_bounded(self._path(swarm), MAX_MANIFEST_BYTES)
+            return raw if raw is not None and swarm_id(raw) == swarm else None
+        return None
+
+    def keep(self, raw: bytes) -> None:
+        """Keep a manifest, if that can be."""
+        try:
+            write_private(self._path(swarm_id(raw)), raw, make_folder=True)
+        except LocalError as error:
+            log.info("the manifest is fetched again next time: %s", error)
+
+    def _path(self, swarm: bytes) -> Path:
+        return self._folder / f"{swarm.hex()}{SUFFIX}"
+
+
+class KnownPeer(msgspec.Struct, frozen=True):
+    """When a peer was last seen (unix time, seconds) and its multiaddrs with /p2p/."""
+
+    seen: float
+    addresses: tuple[str, ...]
+
+
+class KnownPeers:
+    """A bounded file of addresses. A missing or damaged file is an empty one: it is only a help."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._peers = read_kept(path, dict[PeerId, KnownPeer], max_bytes=MAX_PEERS_FILE_BYTES) or {}
+        self._changed = False
+
+    def __repr__(self) -> str:
+        return f"<KnownPeers {len(self._peers)} in {self.path.name}>"
+
+    def addresses(self) -> list[str]:
+        """All known multiaddrs, of the peers seen last first."""
+        ordered = sorted(self._peers.values(), key=lambda peer: -peer.seen)
+        return [address for peer in ordered for address in peer.addresses]
+
+    def remember(self, announcements: Iterable[Announcement], now: float, *, own: PeerId | None = None) -> None:
+        """Note the addresses of live peers; the peers seen least recently give way."""
+        for announcement in announcements:
+            if announcement.peer == own or not announcement.addresses:
+                continue
+            addresses = tuple(f"{address}/p2p/{announcement.peer}" for address in announcement.addresses)
+            known = self._peers.get(announcement.peer)
+            self._changed |= known is None or known.addresses != addresses
+            self._peers[announcement.peer] = KnownPeer(now, addresses)
+        newest = sorted(self._peers.items(), key=lambda item: -item[1].seen)[:MAX_PEERS]
+        self._peers = dict(newest)
+
+    def save(self) -> None:
+        """Write the file if an address changed since the last time. A full disk costs only this help."""
+        if self._changed:
+            self._changed = False
+            try_to_keep(self.path, self._peers, "addresses of peers are")
+
+
+class _Content(msgspec.Struct):
+    """JSON; bytes are base64."""
+
+    certificate: bytes = b""
+    revocations: bytes = b""
+    uses: tuple[bytes, ...] = ()  # certificates
+
+
+class MembershipFile:
+    """One file for each swarm and peer. A damaged one is an empty one: peers bring the list again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._content = read_kept(path, _Content, max_bytes=MAX_FILE_BYTES) or _Content()
+
+    def __repr__(self) -> str:
+        return f"<MembershipFile {self.path.name}>"
+
+    @property
+    def certificate(self) -> bytes:
+        """The one of the last run, empty where there is none: who comes again is no new user of its invite."""
+        return self._content.certificate
+
+    def load(self, membership: Membership, now: float) -> None:
+        """Let the membership know what is in the file. What the owner did not sign is passed over."""
+        try:
+            if self._content.revocations:
+                membership.take_list(self._content.revocations)
+            for certificate in self._content.uses:
+                membership.note_use(certificate, now)
+        except ProtocolError as error:
+            log.warning("%s cannot be used: %s", self.path, error)
+
+    def save(self, membership: Membership) -> None:
+        """Write what is new. A full disk costs only what is remembered between runs."""
+        uses = tuple(use.member.certificate for use in membership.uses)
+        content = _Content(membership.certificate, membership.revocations_bytes, uses)
+        if content != self._content and try_to_keep(self.path, content, "what is known of members is"):
+            self._content = content

@@ -1,0 +1,86 @@
+"""Small JSON files that a peer keeps between runs. They are only a help: a missing or damaged one is no error."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from swarmnode.codec.body import DECODE_ERRORS
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.files import read_bounded, replace_durably, sync_tree, write_private
+from swarmnode.swarm.storage.content import is_allowed_name
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def check_free(out: Path, *, force: bool = False) -> None:
+    """Raises UsageError unless `out` is free, an empty folder, or (`force`) a folder of nothing but a checkpoint's files."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise UsageError(f"{out} is there already, and is no folder; name one that does not exist yet")
+    names = [path.name for path in out.iterdir()]
+    if names and not force:
+        raise UsageError(f"{out} is there already; name a folder that does not exist yet, or --force to replace it")
+    foreign = sorted(name for name in names if not is_allowed_name(name))
+    if foreign:
+        raise UsageError(
+            f"{out} holds {foreign[0]}, which is no file of a checkpoint: it is not replaced, even by --force"
+        )
+
+
+@contextmanager
+def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
+    """An empty folder to write into; it becomes `out` at the end, or is removed where something raised.
+
+    Raises UsageError as `check_free`, LocalError where this machine cannot write.
+    """
+    check_free(out, force=force)
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        check_free(out, force=force)
+        if out.is_dir():
+            shutil.rmtree(out)
+        sync_tree(partial)
+        replace_durably(partial, out)
+    except OSError as error:
+        raise LocalError(
+            f"cannot write {out}: {error.strerror or error}; free disk space or name another place"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_kept(path: Path, content: type[T], *, max_bytes: int) -> T | None:
+    """What is in the file; None where it is missing, larger than this, unreadable or something else."""
+    try:
+        raw = read_bounded(path, max_bytes)
+        return None if raw is None else msgspec.json.decode(raw, type=content)
+    except (OSError, *DECODE_ERRORS):
+        return None
+
+
+def write_kept(path: Path, content: Any) -> None:
+    """Write the file, and its folder where there is none; bytes become base64. Raises LocalError."""
+    write_private(path, msgspec.json.encode(content), make_folder=True)
+
+
+def try_to_keep(path: Path, content: Any, what: str) -> bool:
+    """Write the file as `write_kept` does. If that is not possible, log a warning that `what` is not kept, and return False."""
+    try:
+        write_kept(path, content)
+    except LocalError as error:
+        log.warning("%s not kept: %s", what, error)
+        return False
+    return True

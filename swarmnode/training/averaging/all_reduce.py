@@ -1,0 +1,289 @@
+"""AllReducer: replicas of the same blocks come to one gradient, or to one set of parameters.
+
+The arithmetic is that of `compute/training/averaging/gradient_compressor.py`: rounds, in each of which the contributors' vectors
+are summed in parts (`attempt.py`), so that everybody ends with identical numbers. Nothing that lasts is touched before the
+commit: an attempt that fails is made again with other members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from swarmnode.codec.audit_messages import SEED_BYTES
+from swarmnode.codec.averaging_messages import Form, Group, How, Pull, Reduce
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.messages import Error
+from swarmnode.codec.tensors import Codec
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor, Rounds
+from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.parts import FlatVector, Forms
+from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
+from swarmnode.compute.training.averaging.round import Round
+from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.compute.training.gradient_sketch import ContributionSketch
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.plan.training.averaging import is_bearable
+from swarmnode.plan.training.groups import codecs_by_line
+from swarmnode.swarm.records.run import Averaging, Run
+from swarmnode.training.averaging.attempt import Attempt
+from swarmnode.training.averaging.circle import Circle
+from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
+
+Blocks = tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass
+class Agreed:
+    """What an all-reduce came to, by blocks. Where there is no vector, blocks keep their own accumulators."""
+
+    sums: dict[Blocks, Tensor] = field(default_factory=dict)
+    pseudo_gradients: dict[Blocks, Tensor] = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)
+    squares: list[float] = field(default_factory=list)
+    gradient_compressors: list[GradientCompressor] = field(default_factory=list)
+    detector: OutlierDetector | None = None
+    histories: dict[PeerId, History] = field(default_factory=dict)  # of the contributors, this time included
+    rates_bps: dict[PeerId, float] = field(default_factory=dict)  # of what came of the others, as far as it is known
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its vectors."""
+        return sum(vector_N.nbytes for vector_N in (*self.sums.values(), *self.pseudo_gradients.values()))
+
+    @property
+    def suspect(self) -> PeerId:
+        """Who seems to send what is not its gradient; empty: nobody."""
+        return suspect(self.histories) or ""
+
+    def commit(self, learner: DeviceLearners, norm: float) -> None:
+        """Update with it; on the executor."""
+        learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
+        for gradient_compressor in self.gradient_compressors:
+            gradient_compressor.accept()
+        if self.detector is not None:
+            self.detector.accept(self.histories)
+
+
+class AllReducer:
+    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`: that the swarm allows."""
+
+    def __init__(
+        self, peer: PeerId, switchboard: Switchboard, executor: Executor, codecs: Collection[int] = tuple(Codec)
+    ) -> None:
+        self._peer = peer
+        self._switchboard = switchboard
+        self._executor = executor
+        self._codecs = codecs
+        self._early = EarlyPulls()
+        self._attempt: Attempt | None = None
+        self._newest = AttemptId(-1, -1, -1, b"")
+        self._learner: DeviceLearners | None = None
+        self._gradient_compressors: dict[tuple[Blocks, int], GradientCompressor] = {}
+        self._detector = _new_detector()
+
+    def __repr__(self) -> str:
+        return f"<AllReducer with {self._attempt!r}, {self._early!r}, {len(self._gradient_compressors)} exchanges>"
+
+    def hear(self, channel: Channel, body: Pull) -> None:
+        """A replica begins to pull parts."""
+        attempt = attempt_of(body)
+        if attempt > self._newest:
+            self._early.keep(channel, body)
+        elif self._attempt is None or attempt != self._attempt.id:
+            channel.close(Error(ErrorCode.STALE))
+        elif channel.peer in self._attempt.partners:
+            self._attempt.partners[channel.peer].pulled(channel, body)
+        else:
+            channel.close(Error(ErrorCode.REFUSED))
+
+    async def reduce(
+        self,
+        term: int,
+        body: Reduce,
+        learner: DeviceLearners,
+        *,
+        listening: bool,
+        watched: ContributionSketch | None = None,
+    ) -> Agreed:
+        """Agree with the members of each group that we are in. `watched` takes in what one of them contributes.
+
+        Raises PeerLost with the peer that stands still or is gone, ProtocolError with the one that broke the rules, NotFinite.
+        """
+        if learner is not self._learner:  # another run, or another state: what was left over before is not its own
+            self._learner = learner
+            self._gradient_compressors.clear()
+            self._detector = _new_detector()
+        if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
+            raise ProtocolError("a REDUCE has replicas update apart, in a run in which they do not")
+        if not all(is_bearable(group, self._peer, self._received_bps(group)) for group in body.groups):
+            raise ProtocolError("a REDUCE sums by clusters over paths that are far slower, as measured here")
+        circles = {
+            group.number: self._circle(group, learner, watched) for group in body.groups if len(group.members) > 1
+        }
+        attempt = self._begin(AttemptId(term, body.step, body.attempt, body.run), list(circles.values()))
+        agreed = Agreed(detector=self._detector)
+        self._detector.begin()
+        try:
+            async with attempt:
+                for group in body.groups:
+                    await self._agree_on(group, attempt, circles.get(group.number), agreed, listening=listening)
+        finally:
+            if self._attempt is attempt:
+                self._attempt = None
+        agreed.histories = self._detector.histories()
+        for group in body.groups:
+            agreed.rates_bps |= self._received_bps(group)
+        return agreed
+
+    def _received_bps(self, group: Group) -> dict[PeerId, float]:
+        """How fast the other members' parts came, as far as it was measured."""
+        received = ((member.peer, self._switchboard.received_bps(member.peer)) for member in group.members)
+        return {peer: bps for peer, bps in received if bps}
+
+    def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
+        attempt = Attempt(self._peer, number, self._switchboard, self._call, circles, self._early)
+        self._attempt = attempt
+        self._newest = max(self._newest, number)
+        self._early.drop_until(self._newest)
+        return attempt
+
+    async def _agree_on(
+        self, group: Group, attempt: Attempt, circle: Circle | None, agreed: Agreed, *, listening: bool
+    ) -> None:
+        learner = self._learner
+        assert learner is not None
+        blocks = tuple(block for block in group.blocks if block in learner.blocks)
+        if not blocks:
+            agreed.squares.append(0.0)
+        elif group.how == How.SUM:
+            total_N = None
+            if circle is not None:
+                local = await self._call(lambda: _sound_gradient(learner, blocks))
+                total_N = agreed.sums[blocks] = torch.empty(len(local), device=local.device)
+                await self._sum(local, FlatVector([total_N]), blocks, group.how, attempt, circle, agreed)
+            agreed.summed.update(blocks)
+            agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
+        else:
+            if group.how == How.AVERAGE:
+                await self._average(learner, blocks, attempt, circle, agreed)
+            agreed.apart.update(blocks)
+            agreed.squares.append(0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks)))
+
+    async def _average(
+        self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
+    ) -> None:
+        """The mean of the members' ways takes the place of our own: another attempt finds it anew."""
+        pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
+        if circle is not None:
+            await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self._peer, 0.0)))
+            pseudo_gradients = FlatVector([pseudo_gradient_N])
+            await self._sum(pseudo_gradients, pseudo_gradients, blocks, How.AVERAGE, attempt, circle, agreed)
+        agreed.pseudo_gradients[blocks] = pseudo_gradient_N
+
+    async def _sum(
+        self,
+        local: FlatVector,
+        total: FlatVector,
+        blocks: Blocks,
+        how: int,
+        attempt: Attempt,
+        circle: Circle,
+        agreed: Agreed,
+    ) -> None:
+        """The rounds of a compressor."""
+        gradient_compressor = self._gradient_compressor(blocks, how)
+        clipping = None
+        if circle.robust:
+            clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
+        weight = circle.weights.get(self._peer, 0.0)
+        forms = circle.forms if gradient_compressor.averaging.by_line else None
+        rounds = gradient_compressor.run(Exchange(local, total, weight, clipping, forms, circle.warm_start))
+        number = 0
+        while (round_ := await self._call(lambda: _next(rounds))) is not None:
+            await attempt.sum(circle, number, round_)
+            number += 1
+        agreed.gradient_compressors.append(gradient_compressor)
+
+    def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
+        """The one that has what these blocks' earlier exchanges left over."""
+        assert self._learner is not None
+        if (blocks, how) not in self._gradient_compressors:
+            averaging = self._learner.run.averaging
+            if SHARED in blocks and how == How.SUM:
+                averaging = _without_means(averaging)
+            self._gradient_compressors[blocks, how] = make_gradient_compressor(averaging, self._learner.shapes(blocks))
+        return self._gradient_compressors[blocks, how]
+
+    def _circle(self, group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
+        """Contributors, in their order, weigh as much as their share of the microbatches."""
+        run, total = learner.run, sum(member.count for member in group.members)
+        held = [block for block in group.blocks if block in learner.blocks]
+        length = sum(shape.numel() for shape in learner.shapes(held))
+        weights = {member.peer: member.count / total for member in group.members if member.count > 0}
+        robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
+        sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
+        heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
+        shares = tuple(member.share for member in group.members if member.count > 0)
+        clusters = {member.peer: member.cluster for member in group.members}
+        if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
+            raise ProtocolError("a REDUCE sums by clusters where each contribution has to reach the owner of its part")
+        forms = self._forms(group, run.averaging)
+        return Circle(
+            group.number, length, tuple(clusters), weights, shares, clusters, forms, robust, group.warm_start, heard
+        )
+
+    def _forms(self, group: Group, averaging: Averaging) -> Forms | None:
+        """What each one's values travel as. Raises ProtocolError where it is nothing that the run and the swarm leave to lines."""
+        if not averaging.by_line:
+            return None
+        forms = {member.peer: member.form for member in group.members if member.count}
+        codecs = {form.codec for form in forms.values()}
+        if not codecs <= {*codecs_by_line(averaging, self._codecs)}:
+            raise ProtocolError(
+                f"a REDUCE has values travel in codecs {sorted(codecs)}, which the run does not leave to lines"
+            )
+        own = forms.get(self._peer, Form(averaging.codec))
+        return Forms(Codec(own.codec), own.keep, frozenset(map(Codec, codecs)))
+
+    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return self._executor.call(Urgency.CONTROL, function, kind="average", owner=f"step {self._newest.step}")
+
+
+def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
+    """Raises NotFinite: NaN of our own is told by us, with its unit."""
+    learner.squared_norm(blocks)
+    return learner.gradient(blocks)
+
+
+def _next(rounds: Rounds) -> Round | None:
+    return next(rounds, None)
+
+
+def _are_alike(group: Group, run: Run) -> bool:
+    """Whether contributions stand for the same thing. What the two ends share is the sum of what either end makes of all
+    microbatches, where they are different peers."""
+    return group.how != How.SUM or sum(member.count for member in group.members) <= run.microbatches
+
+
+def _new_detector() -> OutlierDetector:
+    return OutlierDetector(secrets.token_bytes(SEED_BYTES))
+
+
+def _without_means(averaging: Averaging) -> Averaging:
+    """For what the ends share: one end's gradient adds to the other's and does not stand for it."""
+    codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
+    return msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False, alternating=False)

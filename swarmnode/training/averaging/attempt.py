@@ -1,0 +1,338 @@
+"""Attempt: one attempt of an all-reduce, as one member runs it.
+
+A round's vector is cut into parts, each owned by a contributor. Side by side, each at the pace of those who take it:
+
+    contribute   this member's values of others' parts, to their owners
+    settle       its own parts: added up in the order of the contributors, and sent to all members
+    take         the settled parts of others
+
+Where members are in clusters, the owner is only sent what each cluster has added up (inside, then between, then back): by the one
+there whose turn it is, who is sent the sum for all of them. Whatever one waits for is of the same part or of one before it, so
+nobody waits for ever.
+
+What a member holds beside the vectors is bounded by the windows (`partner.py`), whatever the vectors' length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, Union
+
+import msgspec
+
+from swarmnode.codec.averaging_messages import Part
+from swarmnode.codec.training_fields import MAX_PULLED
+from swarmnode.compute.training.averaging.parts import Contribution, Encoded, reduce_part
+from swarmnode.compute.training.averaging.round import Round
+from swarmnode.errors import ProtocolError
+from swarmnode.net.deadlines import Deadline
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.training.averaging.circle import Circle, Duties, GatheredPart
+from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, PartChunk, Partner, Patience
+
+T = TypeVar("T")
+Gathered = Union[Encoded, Contribution]
+Parts = asyncio.Queue[Union[tuple[GatheredPart, Gathered], None]]
+"""What a cluster has added up, for one owner; None at the end"""
+
+STILL = Deadline(floor_s=4.0, ceiling_s=20.0, slack=8.0)  # for a partner that neither does nor says anything
+EXCUSE_S = STILL.floor_s / 4
+EXCUSES = 6  # times as long for one that says that it waits itself: whom it waits for it finds before
+UNKNOWN_RTT_S = 0.5
+SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/heartbeat.py`)
+RECEIVED_BYTES = 24 << 20  # chunks that were pulled from all partners together
+WINDOW = 8  # chunks of each kind that one of them may have on the way: 1 Gbit/s at 60 ms
+SETTLED_AHEAD = 2  # parts, at least, that may wait for the slowest member or for their owner
+
+
+Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
+"""Runs a function where the tensors are."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One round of a circle, as one member does it. `gathered`: what its cluster has of others' parts, or of its own where other
+    clusters have some of them, too, by owner."""
+
+    circle: Circle
+    duties: Duties
+    round: Round
+    of: Part
+    sums: OutgoingSums
+    gathered: Mapping[PeerId, Parts]
+
+    def head(self, part: int, *, agreed: bool = False) -> Part:
+        """Of a part that is on its way."""
+        return msgspec.structs.replace(self.of, part=part, agreed=agreed)
+
+
+class OutgoingSums:
+    """Agreed parts of one round that a member hands to others, kept until the slowest of them has taken them. `parts`: all of
+    them by number, in the order in which each of the `receivers` takes its own.
+
+    No more than `ahead` of them are here, the first that not everybody has taken among them: sums come in any order where
+    several clusters agree on them, and who waits for the first one is never held up by those behind it.
+    """
+
+    def __init__(self, parts: Sequence[int], receivers: Mapping[str, Iterable[int]], ahead: int) -> None:
+        self._place = {number: place for place, number in enumerate(parts)}
+        self._parts = parts
+        self._missing = Counter(number for numbers in receivers.values() for number in numbers)
+        self._ahead = ahead
+        self._first = 0  # the place of the first part that somebody waits for
+        self._sums: dict[int, Encoded] = {}
+        self._changed = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        return f"<OutgoingSums, {self._first} of {len(self._parts)} taken by all, {len(self._sums)} here>"
+
+    def hands_on(self, part: int) -> bool:
+        """Whether it is one of them."""
+        return part in self._place
+
+    async def put(self, part: int, settled: Encoded) -> None:
+        """Hand on a part as soon as there is room for it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._place[part] < self._first + self._ahead)
+            self._sums[part] = settled
+            self._advance()
+
+    async def get(self, part: int) -> Encoded:
+        """Wait for a part."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: part in self._sums)
+            return self._sums[part]
+
+    async def taken(self, part: int) -> None:
+        """One of those who are to have it has it."""
+        async with self._changed:
+            self._missing[part] -= 1
+            self._advance()
+
+    def _advance(self) -> None:
+        """Drop what everybody has, from the first part on."""
+        while self._first < len(self._parts):
+            part = self._parts[self._first]
+            if part not in self._sums or self._missing[part] > 0:
+                break
+            del self._sums[part]
+            self._first += 1
+        self._changed.notify_all()
+
+
+class Attempt:
+    """`circles`: all those with more than one member that `peer` is in. Used as a context, in which the vectors are summed."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        attempt: AttemptId,
+        switchboard: Switchboard,
+        call: Call,
+        circles: Sequence[Circle],
+        early: EarlyPulls,
+    ) -> None:
+        self.id = attempt
+        self._peer = peer
+        self._switchboard = switchboard
+        self._call = call
+        self._sources = {source for circle in circles for source in circle.weights} - {peer}
+        self._longest = max((circle.longest_part for circle in circles), default=1)
+        members = {member for circle in circles for member in circle.members} - {peer}
+        self.partners = {member: Partner(peer, member, attempt, partial(self._patience, member)) for member in members}
+        for member, partner in self.partners.items():
+            pull = early.take(member, attempt)
+            if pull is not None:
+                partner.pulled(*pull)
+        self._tasks = Tasks(
+            "all-reduce", on_crash=None
+        )  # without excuses partners lose patience, and another attempt is made
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.id} with {list(self.partners.values())}>"
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return 4 * self._longest
+
+    @property
+    def window(self) -> int:
+        """Chunks of each kind that each partner may have on the way to us."""
+        return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (2 * self._chunk_bytes * max(1, len(self._sources)))))
+
+    def _patience(self, peer: PeerId) -> Patience:
+        """With a partner, whose chunks share its link with those of all others."""
+        still_s = STILL.wait_s(rtt_s=self._switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
+        slowest_s = self._chunk_bytes * len(self.partners) / SLOWEST_BYTES_PER_S
+        return Patience(still_s, EXCUSES * still_s + slowest_s)
+
+    async def __aenter__(self) -> Attempt:
+        self._tasks.spawn(self._excuse(), "excuses")
+        try:
+            await self._together(self.partners[peer].pull(self._switchboard, self.window) for peer in self._sources)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        for partner in self.partners.values():
+            partner.close(error)
+        await self._tasks.close()
+
+    async def _excuse(self) -> None:
+        """Let all know that we are held up by others. It goes by way of the compute thread: if that stands still, so does this."""
+        while True:
+            await asyncio.sleep(EXCUSE_S)
+            await self._call(lambda: None)
+            for partner in self.partners.values():
+                partner.excuse(self._waits_for())
+
+    def _waits_for(self) -> PeerId:
+        """Whom we have waited for the longest; empty where we do not wait."""
+        waits = [(partner.progress.waiting_since_s, peer) for peer, partner in self.partners.items()]
+        return min(((since_s, peer) for since_s, peer in waits if since_s is not None), default=(0.0, ""))[1]
+
+    async def sum(self, circle: Circle, number: int, round_: Round) -> None:
+        """Sum up a round's vector with the others of a circle. Raises PeerError naming who failed, ProtocolError."""
+        duties = Duties(circle, self._peer, len(round_))
+        ahead = max(SETTLED_AHEAD, self.window)
+        work = _Work(
+            circle,
+            duties,
+            round_,
+            Part(circle.group, number, 0, False, (), self.id.run),
+            OutgoingSums([part.number for part in duties.gathers], duties.hands_on, ahead),
+            {owner: asyncio.Queue(ahead) for owner in duties.owners},
+        )
+        await self._together(
+            [
+                *(self._contribute(work, gatherer) for gatherer in duties.contributes),
+                self._gather(work),
+                *(
+                    self._finish(work) if owner == self._peer else self._push_partials(work, owner)
+                    for owner in duties.owners
+                ),
+                *(self._take(work, source) for source in duties.takes),
+                *(self._push_sums(work, receiver) for receiver in duties.hands_on),
+            ]
+        )
+
+    async def _contribute(self, work: _Work, gatherer: PeerId) -> None:
+        for part, place in work.duties.contributes[gatherer]:
+            offer = await self._run(partial(work.round.offer, place))
+            await self.partners[gatherer].push(work.head(part), offer)
+
+    async def _gather(self, work: _Work) -> None:
+        """Add up what our cluster contributes to the parts that are ours to gather; where it is alone, this is the sum."""
+        for part in work.duties.gathers:
+            head = work.head(part.number)
+            chunks = {peer: await self.partners[peer].next(head) for peer in work.duties.contributors}
+            if part.is_whole:
+                settled = await self._run(partial(self._settle, work, part, chunks))
+                await work.sums.put(part.number, settled)
+            else:
+                gathered = await self._run(partial(self._add_up, work, part, chunks))
+                await work.gathered[part.owner].put((part, gathered))
+            for peer in work.duties.contributors:
+                self.partners[peer].taken(agreed=False)
+        for queue in work.gathered.values():
+            await queue.put(None)
+
+    def _settle(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
+        """Where the tensors are: the same bytes for all, ourselves included."""
+        settled = work.round.settle(part.place, self._hear(work, part, chunks))
+        work.round.take(part.place, *settled)
+        return settled
+
+    def _add_up(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Gathered:
+        """What a cluster has of a part: for another owner as it travels, for us as it is."""
+        heard = self._hear(work, part, chunks)
+        if part.owner != self._peer:
+            return work.round.settle(part.place, heard)
+        return Contribution(sum(one.weight for one in heard), reduce_part(heard))
+
+    def _hear(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> list[Contribution]:
+        """What each of our cluster contributes, in their order."""
+        heard: list[Contribution] = []
+        for peer in work.duties.adds_up:
+            with _blaming(peer):
+                offer = work.round.offer(part.place) if peer == self._peer else chunks[peer].encoded
+                heard.append(work.round.hear(part.place, work.circle.weights[peer], *offer))
+            if work.circle.heard is not None:
+                for stretch, values_M in work.round.in_vector(part.place, heard[-1].values_N):
+                    work.circle.heard(peer, stretch, values_M)
+        return heard
+
+    async def _finish(self, work: _Work) -> None:
+        """Our own parts: what our cluster has of them, and what the others have."""
+        while (next_ := await work.gathered[self._peer].get()) is not None:
+            part, own = next_
+            assert isinstance(own, Contribution)
+            head = work.head(part.number)
+            chunks = {peer: await self.partners[peer].next(head) for peer in part.elsewhere}
+            settled = await self._run(partial(self._join, work, part, own, chunks))
+            await work.sums.put(part.number, settled)
+            for peer in part.elsewhere:
+                self.partners[peer].taken(agreed=False)
+
+    def _join(self, work: _Work, part: GatheredPart, own: Contribution, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
+        """The clusters' sums, in the order of the clusters but for our own, which is first."""
+        heard = [own]
+        for peer in part.elsewhere:
+            with _blaming(peer):
+                heard.append(work.round.hear(part.place, work.circle.weight_near(peer), *chunks[peer].encoded))
+        settled = work.round.settle(part.place, heard)
+        work.round.take(part.place, *settled)
+        return settled
+
+    async def _push_partials(self, work: _Work, owner: PeerId) -> None:
+        while (next_ := await work.gathered[owner].get()) is not None:
+            part, gathered = next_
+            assert not isinstance(gathered, Contribution)
+            await self.partners[owner].push(work.head(part.number), gathered)
+
+    async def _take(self, work: _Work, source: PeerId) -> None:
+        """Sums that others settled; those that our cluster is to have of us go on as they came."""
+        partner = self.partners[source]
+        for part, place in work.duties.takes[source]:
+            chunk = await partner.next(work.head(part, agreed=True))
+            with _blaming(source):
+                await self._run(partial(work.round.take, place, *chunk.encoded))
+            if work.sums.hands_on(part):
+                await work.sums.put(part, chunk.encoded)
+            partner.taken(agreed=True)
+
+    async def _push_sums(self, work: _Work, receiver: PeerId) -> None:
+        for part in work.duties.hands_on[receiver]:
+            await self.partners[receiver].push(work.head(part, agreed=True), await work.sums.get(part))
+            await work.sums.taken(part)
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        result: T = await self._call(function)
+        return result
+
+    async def _together(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run jobs side by side; the first error ends them all."""
+        tasks = Tasks("all-reduce", on_crash=None)
+        try:
+            await asyncio.gather(*[tasks.spawn(job, "job", awaited=True) for job in jobs])
+        finally:
+            await tasks.close()
+
+
+@contextmanager
+def _blaming(peer: PeerId) -> Iterator[None]:
+    """Whose fault it is, where what came breaks the rules."""
+    try:
+        yield
+    except ProtocolError as error:
+        error.peer = peer
+        raise

@@ -1,0 +1,342 @@
+"""Partner: another member in one attempt of an all-reduce; the chunks that come from it, and those that go to it.
+
+Chunks travel only when they were asked for. Who wants some opens a conversation with PULL, which grants so many; the other answers
+with PART, one for each; each that is used up is granted anew. So nothing comes early, and what lies here is bounded by what we
+granted: a PART beyond it is an error of its sender's. Contributions and sums are granted apart: sums are always taken at once,
+while contributions wait until all have sent theirs and the sums before are gone: in one window they would hold those up for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from swarmnode.codec.averaging_messages import Part, Pull, Waiting
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import End, Error
+from swarmnode.codec.training_fields import MAX_MEMBERS, MAX_PULLED
+from swarmnode.codec.training_messages import Failed
+from swarmnode.compute.training.averaging.parts import LARGEST_PART, Encoded
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+
+MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes more of a part
+MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers, too: nobody knows yet who the members are
+
+
+class AttemptId(NamedTuple):
+    """Which attempt to reduce: it grows from each to the next."""
+
+    term: int
+    step: int
+    attempt: int
+    run: bytes  # the run's id
+
+
+def attempt_of(body: Pull) -> AttemptId:
+    """Which attempt it is about."""
+    return AttemptId(body.term, body.step, body.attempt, body.run)
+
+
+@dataclass(frozen=True)
+class PartChunk:
+    """A part of a vector that has come."""
+
+    head: Part
+    payload: Buffer
+
+    @property
+    def encoded(self) -> Encoded:
+        """Its one vector's descriptor and payload."""
+        return self.head.values[0], self.payload
+
+
+@dataclass(frozen=True)
+class Patience:
+    """For how long a peer may do nothing, in seconds: `still_s` where it says nothing either, `excused_s` while it is held up
+    by others, or its chunks are on their way: whoever holds it up is found before, and a slow link has brought a chunk by then."""
+
+    still_s: float
+    excused_s: float
+
+
+class Progress:
+    """What a peer was last heard to do in an attempt, and how long its partners wait for it. What counts is what it does
+    (chunks, grants): a peer whose links answer PING may stand still.
+
+    `patience()` is asked at every wait, for links are measured meanwhile; `moving()` says whether chunks are on their way.
+    """
+
+    def __init__(self, peer: PeerId, patience: Callable[[], Patience], moving: Callable[[], bool]) -> None:
+        self.peer = peer
+        self.failure: PeerError | None = None
+        self.waiting_since_s: float | None = None  # somebody here waits for it
+        self._patience = patience
+        self._moving = moving
+        self._clock = asyncio.get_running_loop().time
+        self._acted_at_s = self._excused_at_s = self._clock()
+        self._waiters: list[asyncio.Future[None]] = []  # in the order in which they came
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failure else "awaited" if self._waiters else "idle"
+        return f"<Progress of {self.peer}: {state}, did something {self._clock() - self._acted_at_s:.1f} s ago>"
+
+    def acted(self) -> None:
+        """It sent a chunk, or granted one."""
+        self._acted_at_s = self._excused_at_s = self._clock()
+        self._wake()
+
+    def excused(self) -> None:
+        """It says that it is held up by others."""
+        self._excused_at_s = self._clock()
+
+    def fail(self, error: PeerError) -> None:
+        """Nothing comes of it any more. The first error stands."""
+        self.failure = self.failure or error
+        self._wake()
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for the peer to make `condition` true. Raises its failure; PeerLost with its name where it stands still."""
+        began_s = self._clock()
+        while not condition():
+            if self.failure is not None:
+                raise self.failure
+            if self._moving():
+                self.excused()
+            limit_s = self._limit_s(began_s)
+            if self._clock() >= limit_s:
+                stood_s = self._clock() - max(began_s, self._acted_at_s)
+                raise PeerLost(f"peer {self.peer} stands still: {what} for {stood_s:.1f} s", peer=self.peer)
+            self.waiting_since_s = began_s
+            try:
+                await self._change(limit_s)
+            finally:
+                self.waiting_since_s = None
+            if self._clock() - limit_s > self._patience().still_s / 2:
+                began_s = self._clock()  # it was us who slept (a suspended process, a blocked loop)
+
+    def _limit_s(self, began_s: float) -> float:
+        patience = self._patience()
+        still_s = max(began_s, self._excused_at_s) + patience.still_s
+        return min(still_s, max(began_s, self._acted_at_s) + patience.excused_s)
+
+    async def _change(self, until_s: float) -> None:
+        """Wait until something is heard of the peer, or a moment has come."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        try:
+            await asyncio.wait([future], timeout=max(0.0, until_s - self._clock()))
+        finally:
+            self._waiters.remove(future)
+
+    def _wake(self) -> None:
+        for future in self._waiters:
+            if not future.done():
+                future.set_result(None)
+
+
+class Partner:
+    """Made when the attempt begins; `close` ends both conversations. Its methods raise what made the partner fail."""
+
+    def __init__(self, own: PeerId, peer: PeerId, attempt: AttemptId, patience: Callable[[], Patience]) -> None:
+        self.peer = peer
+        self.progress = Progress(peer, patience, self._is_moving)
+        self._own = own
+        self._attempt = attempt
+        self._incoming: Channel | None = None  # on which we pull
+        self._granted = {False: 0, True: 0}  # chunks that it may still send, by `agreed`
+        self._chunks: dict[bool, deque[PartChunk]] = {
+            False: deque(),
+            True: deque(),
+        }  # by `agreed`, in the order in which they came
+        self._outgoing: Channel | None = None  # on which it pulls
+        self._asked_for = {False: 0, True: 0}  # chunks that it asked for, and that we may still send
+        self._sending = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        waiting = sum(map(len, self._chunks.values()))
+        granted, asked_for = (f"{of[False]} + {of[True]}" for of in (self._granted, self._asked_for))
+        return f"<Partner {self.peer}: {waiting} chunks here, {granted} granted, {asked_for} may be sent>"
+
+    # -- what comes
+
+    async def pull(self, switchboard: Switchboard, window: int) -> None:
+        """Ask it for chunks: so many of each kind may be on the way or wait here. Raises PeerLost, PeerRefused, NetworkDown."""
+        channel = await switchboard.call(self.peer, self._hear_incoming, self.progress.fail)
+        channel.send(Pull(*self._attempt, window, window))
+        self._incoming, self._granted = channel, {False: window, True: window}
+
+    async def next(self, head: Part) -> PartChunk:
+        """The next contribution, or agreed part. Raises ProtocolError where it is not the one of this head."""
+        chunks = self._chunks[head.agreed]
+        await self.progress.until(lambda: bool(chunks), "a part is waited for")
+        chunk = chunks.popleft()
+        if msgspec.structs.replace(chunk.head, values=()) != head:
+            raise ProtocolError(f"{chunk.head} came where {head} was due", peer=self.peer)
+        if len(chunk.head.values) != 1:
+            raise ProtocolError(f"a part of {len(chunk.head.values)} vectors", peer=self.peer)
+        return chunk
+
+    def taken(self, *, agreed: bool) -> None:
+        """A chunk is used up: it may send another one."""
+        if self._incoming is not None and self._incoming.open:
+            self._granted[agreed] += 1
+            self._incoming.send(Pull(*self._attempt, int(not agreed), int(agreed)))
+
+    def _hear_incoming(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Part):
+            self._hear_part(body, frame.payload)
+        else:
+            self._hear_other(body, self._incoming)
+
+    def _hear_part(self, head: Part, payload: Buffer) -> None:
+        granted = self._granted[head.agreed]
+        if not granted or len(payload) > MAX_CHUNK_BYTES:
+            self._break_rules(f"a part of {len(payload)} bytes where {granted} were granted", self._incoming)
+            return
+        self._granted[head.agreed] = granted - 1
+        self._chunks[head.agreed].append(PartChunk(head, payload))
+        self.progress.acted()
+
+    # -- what goes
+
+    def pulled(self, channel: Channel, body: Pull) -> None:
+        """It asks for chunks. Who asks a second time gives up the first conversation."""
+        if self._outgoing is not None:
+            self._outgoing.close(Error(ErrorCode.STALE))
+        self._outgoing, self._asked_for = channel, {False: 0, True: 0}
+        channel.on_frame = lambda _frame, body: self._hear_outgoing(channel, body)
+        channel.on_lost = self.progress.fail
+        self._grant(body)
+
+    async def push(self, head: Part, encoded: Encoded) -> None:
+        """Send a chunk as soon as it is asked for, and wait until the link has taken it."""
+        await self.progress.until(lambda: self._asked_for[head.agreed] > 0, "it takes nothing")
+        channel = self._outgoing
+        assert channel is not None
+        self._asked_for[head.agreed] -= 1
+        async with self._sending:  # one after another: what waits to be sent waits here, and not in the link's queue
+            channel.send(msgspec.structs.replace(head, values=(encoded[0],)), payload=[encoded[1]])
+            await channel.drain()
+
+    def _hear_outgoing(self, channel: Channel, body: Body) -> None:
+        if channel is not self._outgoing:
+            return
+        if isinstance(body, Pull) and attempt_of(body) == self._attempt:
+            self._grant(body)
+        elif isinstance(body, End):  # it has all that it needs; what we wait for may still be on its way
+            self._outgoing, self._asked_for = None, {False: 0, True: 0}
+        else:
+            self._hear_other(body, channel)
+
+    def _grant(self, body: Pull) -> None:
+        self._asked_for[False] += body.contributions
+        self._asked_for[True] += body.sums
+        if max(self._asked_for.values()) > MAX_PULLED:
+            self._break_rules("it pulls more than it can have room for", self._outgoing)
+        self.progress.acted()
+
+    # -- both
+
+    def _hear_other(self, body: Body, channel: Channel | None) -> None:
+        if isinstance(body, Waiting) and body.run == self._attempt.run:
+            self.progress.excused()
+        elif isinstance(body, Failed) and body.peer not in ("", self._own):
+            self.progress.fail(PeerLost(f"replica {self.peer} lost replica {body.peer}", peer=body.peer))
+        elif isinstance(body, Failed | End | Error):
+            blamed = self.peer if isinstance(body, Failed) and body.peer == self._own else None
+            self.progress.fail(PeerLost(f"replica {self.peer} gave the all-reduce up", peer=blamed))
+        else:
+            self._break_rules(f"a {type(body).__name__} has no place in an all-reduce", channel)
+
+    def _break_rules(self, text: str, channel: Channel | None) -> None:
+        """What it sent is told to be wrong; nothing else of the link is disturbed."""
+        self.progress.fail(ProtocolError(text, peer=self.peer))
+        if channel is not None:
+            channel.close(Error(ErrorCode.MALFORMED))
+
+    def excuse(self, waits_for: PeerId) -> None:
+        """Tell it that we are here, and whom we wait for."""
+        channel = self._incoming or self._outgoing
+        if channel is not None and channel.open:
+            channel.send(Waiting(self._attempt.run, waits_for))
+
+    def _is_moving(self) -> bool:
+        return any(channel is not None and channel.moving for channel in (self._incoming, self._outgoing))
+
+    def close(self, error: BaseException | None) -> None:
+        """End both conversations: all is done, or the attempt failed."""
+        last_word = None if error is None else _last_word(error, self._attempt)
+        if self._incoming is not None:
+            self._incoming.close(last_word)
+        if self._outgoing is not None and last_word is not None:
+            self._outgoing.close(last_word)
+
+
+def _last_word(error: BaseException, attempt: AttemptId) -> Body:
+    if isinstance(error, PeerError) and error.peer is not None:
+        return Failed(attempt.attempt, error.peer, ErrorCode.PEER_LOST, run=attempt.run)
+    return Error(ErrorCode.STALE)
+
+
+class _EarlyPull(NamedTuple):
+    channel: Channel
+    body: Pull
+    attempt: AttemptId
+
+
+class EarlyPulls:
+    """What replicas ask for before our own REDUCE is here: the newest conversation of each peer, oldest first; the oldest go if
+    there are too many. No chunks are held: a peer that is early waits."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[PeerId, _EarlyPull] = {}
+
+    def __repr__(self) -> str:
+        return f"<EarlyPulls of {len(self._pulls)} peers>"
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def keep(self, channel: Channel, body: Pull) -> None:
+        """Somebody asks for what is not begun here."""
+        known = self._pulls.pop(channel.peer, None)
+        if known is not None:
+            known.channel.close(Error(ErrorCode.STALE))
+        if len(self._pulls) >= MAX_EARLY:
+            self._pulls.pop(next(iter(self._pulls))).channel.close(Error(ErrorCode.BUSY))
+        self._pulls[channel.peer] = pull = _EarlyPull(channel, body, attempt_of(body))
+        channel.on_frame = lambda _frame, body: self._hear(pull, body)
+        channel.on_lost = lambda _error: self._forget(pull)
+
+    def take(self, peer: PeerId, attempt: AttemptId) -> tuple[Channel, Pull] | None:
+        """The conversation of a member of an attempt that begins, and what it asks for."""
+        pull = self._pulls.get(peer)
+        if pull is None or pull.attempt != attempt:
+            return None
+        del self._pulls[peer]
+        return pull.channel, pull.body
+
+    def drop_until(self, attempt: AttemptId) -> None:
+        """Attempts up to this one are begun, or over: nothing of them is early."""
+        for peer, pull in list(self._pulls.items()):
+            if pull.attempt <= attempt:
+                del self._pulls[peer]
+                pull.channel.close(Error(ErrorCode.STALE))
+
+    def _hear(self, pull: _EarlyPull, body: Body) -> None:
+        """There is nothing to be said before the first parts have come, but that it waits."""
+        if not isinstance(body, Waiting):
+            self._forget(pull)
+            pull.channel.close(Error(ErrorCode.MALFORMED))
+
+    def _forget(self, pull: _EarlyPull) -> None:
+        if self._pulls.get(pull.channel.peer) is pull:
+            del self._pulls[pull.channel.peer]

@@ -1,0 +1,176 @@
+"""Averaging groups: who averages with whom, and over which clusters, by what members have told of their paths; and which groups may
+go on from the factors of their last sum, where factors alternate (ACP-SGD)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from swarmnode.codec.averaging_messages import Group, How, PathRate
+from swarmnode.codec.body import SHARED
+from swarmnode.decisions import DecisionLog, Topic
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.routes.delays import sharing_lines
+from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.training.averaging import (
+    AveragingClusters,
+    AveragingNetwork,
+    ClusteredGroup,
+    averaging_s,
+    may_cluster,
+)
+from swarmnode.plan.training.groups import Count, Holder, make_groups
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.coordinator.link_times import LinkTimes
+from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
+
+SLOWEST_BPS = 262_144.0  # 32 KiB/s, as for any payload: who is slower is not waited for anyway
+
+Had = Mapping[PeerId, tuple[WorkerHandle, int]]
+"""Who committed a sum: by which line, and after how many moves"""
+
+
+class WarmStarts:
+    """A group may whose members all committed the last sum of the same blocks and have kept what they remember since: who comes, or
+    comes back, makes it begin anew."""
+
+    def __init__(self) -> None:
+        self._had: dict[tuple[tuple[int, ...], int], Had] = {}
+
+    def __repr__(self) -> str:
+        return f"<WarmStarts of {len(self._had)} groups>"
+
+    def clear(self) -> None:
+        """Nobody knows any more what members remember."""
+        self._had.clear()
+
+    def may(self, group: Group, members: Iterable[WorkerHandle]) -> bool:
+        """Whether all of its members have what the last sum left."""
+        had, here = self._had.get((group.blocks, group.how), {}), {member.peer: member for member in members}
+        return all(_still_has(had, here.get(member.peer)) for member in group.members)
+
+    def committed(self, groups: Iterable[Group], members: Iterable[WorkerHandle]) -> None:
+        """These groups' sums are what all of these members go on with. Other groupings of the same blocks are forgotten."""
+        had = {member.peer: (member, member.moves) for member in members if member.state is WorkerState.USABLE}
+        for group in groups:
+            blocks = set(group.blocks)
+            self._had = {
+                key: earlier for key, earlier in self._had.items() if key[1] != group.how or blocks.isdisjoint(key[0])
+            }
+            self._had[group.blocks, group.how] = {
+                member.peer: had[member.peer] for member in group.members if member.peer in had
+            }
+
+
+def _still_has(had: Had, member: WorkerHandle | None) -> bool:
+    if member is None or member.peer not in had or member.state is not WorkerState.USABLE:
+        return False
+    handle, moves = had[member.peer]
+    return handle is member and moves == member.moves
+
+
+class AveragingGroups:
+    """Of one coordinator. A path is as fast as the slower of its directions, which are told by either end: nobody alone makes one
+    fast, and who says that its own are slow is left to itself. `codecs`: those that the swarm allows."""
+
+    def __init__(self, units: int, link_times: LinkTimes, codecs: Collection[int], decisions: DecisionLog) -> None:
+        self.attempts = itertools.count(1)  # numbers of the averagings
+        self._units = units
+        self._link_times = link_times
+        self._codecs = codecs
+        self._decisions = decisions
+        self.clusters = AveragingClusters()
+        self.warm_starts = WarmStarts()
+        self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
+
+    def __repr__(self) -> str:
+        return f"<AveragingGroups, {self.clusters!r}, rates of {len(self._received_bps)} members>"
+
+    def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
+        """How fast others' parts came to a member; of whom it says nothing, what it said before holds."""
+        self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
+
+    def make(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[Group]:
+        """For the end of a step. Those of whom nothing is heard any more are forgotten."""
+        here = {member.peer for member in members}
+        self._received_bps = {
+            receiver: {sender: bps for sender, bps in told.items() if sender in here}
+            for receiver, told in self._received_bps.items()
+            if receiver in here
+        }
+        self.clusters.begin()
+        chosen = self._choose(run, step, members, count)
+        for one in chosen:
+            self._tell(one)
+        return [self._started(one.group, run, members) for one in chosen]
+
+    def _started(self, group: Group, run: Run, members: Sequence[WorkerHandle]) -> Group:
+        if not run.averaging.alternating:
+            return group
+        return msgspec.structs.replace(group, warm_start=self.warm_starts.may(group, members))
+
+    def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
+        """Of the averaging at the end of a step, in which all take part; one group after another."""
+        chosen = [
+            one
+            for one in self._choose(run, step, members, lambda _peer, _units: 1)
+            if one.group.how != How.APART and len(one.group.members) > 1
+        ]
+        return max((averaging_s(member.peer, chosen) for member in members), default=0.0)
+
+    def _choose(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[ClusteredGroup]:
+        holders = [
+            Holder(
+                member.peer,
+                member.span,
+                member.state is WorkerState.LISTENING,
+                self._link_times.line_bps(member.peer),
+            )
+            for member in members
+        ]
+        groups = make_groups(self._units, run, step, holders, count, self._codecs)
+        network = self._network([member.peer for member in members])
+        places = {member.peer: place for place, member in enumerate(members)}
+        return [
+            self.clusters.choose(
+                group,
+                network.among([places[member.peer] for member in group.members]),
+                self._link_times.averaged_bytes(group.blocks, run.averaging),
+                allowed=may_cluster(run.averaging),
+            )
+            for group in groups
+        ]
+
+    def _network(self, peers: Sequence[PeerId]) -> AveragingNetwork:
+        lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
+        delay_NN, _ = self._link_times.between(peers, 1)
+        longer_NN = np.maximum(delay_NN, delay_NN.T)
+        homes = self._link_times.homes(peers)
+        return AveragingNetwork(self._paths_bps(peers, homes), np.array(lines_bps), longer_NN, homes)
+
+    def _paths_bps(self, peers: Sequence[PeerId], homes: Sequence[int]) -> Floats:
+        """[N, N]: as parts came, before the first of them as all links are announced, of a home's line whichever was faster;
+        infinite where not both ends have said something."""
+        told_NN = np.array(
+            [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
+        )
+        announced_NN = self._link_times.paths_bps(peers)
+        slower_NN = np.minimum(told_NN, told_NN.T)
+        sharing_NN = sharing_lines(homes, len(peers))
+        either_NN = np.maximum(slower_NN, np.minimum(announced_NN, announced_NN.T))
+        slower_NN = np.where((slower_NN > 0) & ~sharing_NN, slower_NN, either_NN)
+        return np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
+
+    def _tell(self, chosen: ClusteredGroup) -> None:
+        clusters = len({member.cluster for member in chosen.group.members})
+        units = sorted(block for block in chosen.group.blocks if block != SHARED)
+        if clusters > 1 and units:
+            self._decisions.note(
+                Topic.TRAINING,
+                f"has replicas of units {units[0]}-{units[-1]} average over {clusters} clusters",
+                (f"{chosen.seconds:.2f} s expected, all with all {chosen.flat_s:.2f} s",),
+                units=(units[0], units[-1] + 1),
+            )

@@ -1,0 +1,372 @@
+"""Coordinator: shares out a step's microbatches, sees that each is counted once, and gives the word to reduce and commit.
+
+Any ready node can lead, the eldest does. What a coordinator knows is what the stages and trainers told it, so when it is
+lost the next one asks again and goes on. A term numbers the coordinators: stages follow the highest that they heard.
+
+The machine of `plan/training/coordination.py` says which phase it is in and what follows from an event. Every word that is heard
+and every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
+here waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.messages import End, Error
+from swarmnode.codec.training_fields import KEY_BYTES, MAX_LEFT_OUT
+from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Wait, Work
+from swarmnode.decisions import Topic
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.plan.training.coordination import Action, Coordination, Event, Phase
+from swarmnode.plan.training.recovery import RecoveryPlan
+from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.training.coordinator.answer_times import SAVE_S
+from swarmnode.training.coordinator.averaging_groups import AveragingGroups
+from swarmnode.training.coordinator.dispatcher import Dispatcher
+from swarmnode.training.coordinator.rendezvous import Rendezvous, furthest_run
+from swarmnode.training.coordinator.step_loop import Office, StepLoop
+from swarmnode.training.coordinator.strikes import OUT
+from swarmnode.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.waits import longest_waits
+from swarmnode.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
+from swarmnode.training.worker.following import MAX_TERM_JUMP
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+OTHERS_S = 45.0  # that a first step is put off, at most
+TELL_EVERY = 2  # ticks
+TERM_BITS = 16  # of a term that tell coordinators apart
+
+
+class Coordinator:
+    """A peer's time in office, with a new term for each rendezvous. `machine` is the node's own; `resigned` is called if a higher
+    term was heard of, or something failed here."""
+
+    def __init__(self, term: int, office: Office, machine: Coordination, resigned: Callable[[int], None]) -> None:
+        self.term = term
+        self._office = office
+        self._machine = machine
+        self._strikes, self._clock = office.strikes, office.clock
+        self._resigned = resigned
+        self._put_off_s: float | None = None  # since when a first step waits for others
+        self._worker_group = WorkerGroup(
+            office.dial,
+            office.strikes,
+            clock=office.clock,
+            joined=lambda member: member.ask(self.term, self._dispatcher.key),
+            heard=self._hear,
+            lost=self._lose,
+        )
+        self._trainer_connections = TrainerConnections()
+        self._dispatcher = Dispatcher(
+            office.units,
+            self._worker_group.members,
+            self._trainer_connections,
+            office.strikes,
+            office.link_times,
+            clock=office.clock,
+        )
+        self._averaging_groups = AveragingGroups(office.units, office.link_times, office.codecs, office.decisions)
+        self._rendezvous = Rendezvous(office.units, office.clock)
+        self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous
+        self._next_run: Run | None = None  # that a trainer brought, when the one in force is over
+        self._step_loop: StepLoop | None = None  # the one before, while roll is called
+        self._advancing = False
+        self._tasks = Tasks("coordinator", on_crash=lambda _error: resigned(self.term))
+        self._set_term(term)
+
+    def __repr__(self) -> str:
+        return f"<Coordinator of term {self.term}, {self._machine.phase.name}, {self._worker_group!r}, {self._step_loop!r}>"
+
+    def start(self) -> None:
+        """Begin to watch the clock."""
+        self._tasks.spawn(self._tick(), "clock")
+
+    async def close(self) -> None:
+        """Let go of everybody; the next coordinator will ask them."""
+        await self._tasks.close()
+        await self._worker_group.close()
+        for trainer in self._trainer_connections:
+            trainer.channel.close()
+
+    def enlist(self, peers: Iterable[PeerId]) -> None:
+        """These stages are there: speak to those that are new."""
+        self._worker_group.enlist(peers)
+
+    # -- what only time brings about
+
+    async def _tick(self) -> None:
+        """Deadlines that pass, steps on disk that begin to count, and a word for everybody each second."""
+        for tick in itertools.count():
+            await asyncio.sleep(TICK_S)
+            self._dismiss_late()
+            self._dispatcher.expire()
+            self._advance()
+            if tick % TELL_EVERY == 0:
+                self._tell_progress()
+
+    def _dismiss_late(self) -> None:
+        """Those that have not done what they were told. Whose state a newcomer fetches may be writing it down just now."""
+        fetching = [member.span for member in self._worker_group if member.state is WorkerState.LISTENING]
+        for member in self._worker_group:
+            writes = any(member.span.overlaps(span) for span in fetching)
+            late = member.overdue(at_least_s=SAVE_S if writes else 0.0)
+            if late is not None:
+                waited_s = self._clock() - late.began_s
+                self._worker_group.dismiss(member.peer, f"it has not done {late.kind.name} within {waited_s:.1f} s")
+
+    def _tell_progress(self) -> None:
+        calling = self._machine.phase is Phase.RENDEZVOUS
+        step_loop = self._step_loop
+        word = ProgressReport(
+            0 if step_loop is None else step_loop.step,
+            0 if step_loop is None or calling else step_loop.counted,
+            self._rendezvous.missing if calling else (),
+            self._waits(),
+            b"" if step_loop is None else step_loop.run.id,
+            self._strikes.banned[-MAX_LEFT_OUT:],
+        )
+        for member in self._worker_group:
+            member.send(word)
+        self._trainer_connections.tell(word)
+
+    def _waits(self) -> tuple[Wait, ...]:
+        if self._going is not None and self._going.awaits_others:
+            assert self._put_off_s is not None
+            return (Wait("", FrameKind.WORK, self._clock() - self._put_off_s),)
+        return longest_waits(self._worker_group, self._dispatcher.ledger.out, self._strikes, self._clock())
+
+    # -- stages
+
+    def _hear(self, member: WorkerHandle, body: Body) -> None:
+        if isinstance(body, Status):
+            self._hear_status(member, body)
+        elif isinstance(body, Failed) and body.lease == 0 and body.code != ErrorCode.NOT_FINITE and member.asked:
+            self._worker_group.dismiss(member.peer, f"it answers {member.asked[0].kind.name} by FAILED")
+        elif self._going is not None:
+            self._going.hear(member, body)
+        self._advance()
+
+    def _hear_status(self, member: WorkerHandle, status: Status) -> None:
+        if status.term > self.term:
+            self._hear_higher_term(member, status.term)
+            return
+        command = member.answered(status.answers or FrameKind.COMMIT)
+        if status.answers == FrameKind.RELEASE:
+            if command is None:
+                raise ProtocolError("a stage answers a RELEASE that was not sent", peer=member.peer)
+        elif member.status is None and status.answers != FrameKind.LEAD:
+            return  # told before it heard our LEAD: it may have counted more since
+        else:
+            member.hear(status)
+        if self._going is not None:
+            self._going.hear(member, status)
+        for lease in () if command is None else command.leases:
+            record = self._dispatcher.ledger.released(lease, member.peer)
+            if record is not None and self._going is not None:
+                self._going.released(record)
+
+    def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
+        """Another one leads, as a stage says. One that says so again and again is alone with that, and stages would not follow us
+        past a term that is out of all reason."""
+        believable = term - self.term <= MAX_TERM_JUMP // 2
+        if believable and self._strikes.strike(member.peer) < OUT:
+            self._resigned(term)
+        else:
+            self._worker_group.dismiss(member.peer, "it follows a term that nobody else has heard of")
+
+    def _lose(self, peer: PeerId, reason: str) -> None:
+        """A stage is gone with what it had counted."""
+        step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
+        failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
+        self._office.decisions.note(
+            Topic.TRAINING, f"goes on without {peer[-8:]}", (reason, step, failed), about=(peer,)
+        )
+        self._dispatcher.lose(peer)
+        if self._step_loop is not None:
+            self._step_loop.lose(peer)
+        self._advance()
+
+    # -- trainers
+
+    def work(self, channel: Channel, body: Work) -> None:
+        """A trainer offers itself. It is refused where the swarm is in the middle of another run."""
+        try:
+            run = decode_run(body.run)
+            self._office.check_run(run)
+        except ProtocolError:
+            channel.close(Error(ErrorCode.MALFORMED))
+            return
+        trainer = TrainerLine(channel, run, body.want)
+        if not self._accepts(trainer):
+            return
+        earlier = self._trainer_connections.of(channel.peer)
+        if earlier is not None:  # who asks again begins anew: else one peer would be a thousand trainers
+            self._lose_trainer(earlier)
+        channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
+        channel.on_lost = lambda _error: self._lose_trainer(trainer)
+        stopped = self._trainer_connections.stopped
+        if stopped is not None and (run != self._run or stopped.code):
+            self._try_anew(run)
+        self._trainer_connections.add(trainer, body.since)
+        self._advance()
+
+    def _accepts(self, trainer: TrainerLine) -> bool:
+        """Whether a trainer's run is the one in force, or may become it."""
+        accepted = self._run is None or trainer.run == self._run or self._machine.phase is Phase.OVER
+        if not accepted:
+            trainer.channel.close(Error(ErrorCode.WRONG_RUN))
+        return accepted
+
+    def _hear_trainer(self, trainer: TrainerLine, body: Body) -> None:
+        if isinstance(body, Done | Failed) and body.run != trainer.run.id:
+            trainer.channel.close(Error(ErrorCode.WRONG_RUN))
+            self._lose_trainer(trainer)
+        elif isinstance(body, End | Error):
+            self._lose_trainer(trainer)
+        elif (hear := FROM_TRAINERS.get(type(body))) is not None:
+            hear(self._dispatcher, trainer, body)
+        self._advance()
+
+    def _lose_trainer(self, trainer: TrainerLine) -> None:
+        if self._trainer_connections.remove(trainer.channel):
+            trainer.channel.close()
+            self._dispatcher.lose_trainer(trainer)
+            self._advance()
+
+    # -- what follows
+
+    def _puts_off(self) -> bool:
+        """Whether a first step waits for those who are on their way to their places; once, and not for long."""
+        if not self._office.awaits_others():
+            return False
+        if self._put_off_s is None:
+            self._put_off_s = self._clock()
+        return self._clock() < self._put_off_s + OTHERS_S
+
+    @property
+    def _run(self) -> Run | None:
+        """The run in force."""
+        return None if self._step_loop is None else self._step_loop.run
+
+    @property
+    def _going(self) -> StepLoop | None:
+        """The step loop, unless roll is being called."""
+        return None if self._machine.phase is Phase.RENDEZVOUS else self._step_loop
+
+    def _advance(self) -> None:
+        """Do what follows from what is known now."""
+        if self._advancing:  # what is heard while something is done is looked at after it
+            return
+        self._advancing = True
+        try:
+            while self._machine.in_office and (event := self._machine.due(self._has_come)) is not None:
+                self._happen(event)
+        finally:
+            self._advancing = False
+
+    def _has_come(self, event: Event) -> bool:
+        if event is Event.GATHERED:
+            self._found = self._recovery_plan()
+            return self._found is not None
+        return self._step_loop is not None and self._step_loop.has_come(event)
+
+    def _happen(self, event: Event) -> None:
+        for action in self._machine.on(event):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        if action is Action.CALL_ROLL:
+            self._call_roll()
+        elif action is Action.GATHER:
+            self._gather()
+        elif action is Action.BEGIN:
+            self._begin()
+        elif self._step_loop is not None:
+            steps = {
+                Action.LEASE: self._step_loop.lease,
+                Action.REDUCE: self._step_loop.reduce,
+                Action.COMMIT: self._step_loop.commit,
+                Action.STOP: self._step_loop.stop,
+            }
+            steps[action]()
+
+    def _set_term(self, term: int) -> None:
+        """A term of its own, and a key, see to it that leases of before, which trainers still have, are void."""
+        self.term = self._dispatcher.term = term
+        self._dispatcher.key = secrets.token_bytes(KEY_BYTES)
+        self._dispatcher.clear()
+
+    def _call_roll(self) -> None:
+        """Ask everybody anew."""
+        self._rendezvous = Rendezvous(self._office.units, self._clock)
+        self._set_term(self.term + (1 << TERM_BITS))
+        for member in self._worker_group:
+            member.ask(self.term, self._dispatcher.key)
+
+    def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
+        """Once all have said what they hold, or those who have hold all units and the others take too long: the run in force, the
+        furthest that a stage has begun, or what a trainer offers; and the step to go on from."""
+        if not (self._worker_group.all_answered or self._rendezvous.waited):
+            return None
+        members = self._worker_group.answered()
+        offered = (trainer.run for trainer in self._trainer_connections)
+        run = self._run or furthest_run(members) or next(offered, None)
+        found = self._rendezvous.find(members, run) if run is not None and members else None
+        return None if run is None or found is None else (run, found)
+
+    def _gather(self) -> None:
+        """Everybody to the step that was found. Trainers of other runs go, unless this one is at its end and theirs can begin."""
+        assert self._found is not None
+        run, found = self._found
+        self._step_loop = self._steps(run, found.step)
+        self._step_loop.gather(found)
+        others = [trainer for trainer in self._trainer_connections if trainer.run != run]
+        if others and self._step_loop.has_come(Event.FINISHED):
+            self._happen(Event.FINISHED)
+            self._try_anew(others[0].run)
+        for trainer in others:
+            if not self._accepts(trainer):
+                self._trainer_connections.remove(trainer.channel)
+
+    def _steps(self, run: Run, step: int) -> StepLoop:
+        return StepLoop(
+            run,
+            step,
+            self._office,
+            self._worker_group,
+            self._dispatcher,
+            self._trainer_connections,
+            self._averaging_groups,
+            self._puts_off,
+        )
+
+    def _try_anew(self, run: Run) -> None:
+        """Another run, from the parameters that the last one led to; or the same one again, after it had met NaN."""
+        self._trainer_connections.begin_anew()
+        self._next_run = run
+        self._happen(Event.SAME_RUN if run == self._run else Event.OTHER_RUN)
+
+    def _begin(self) -> None:
+        assert self._next_run is not None
+        self._dispatcher.clear()
+        self._step_loop = self._steps(self._next_run, 0)
+        self._step_loop.begin()
+
+
+FROM_TRAINERS: Mapping[type[Body], Callable[[Dispatcher, TrainerLine, Any], None]] = {
+    Done: Dispatcher.done,
+    Failed: Dispatcher.failed,
+}
+"""What trainers say to their coordinator, after the WORK that begins it (`docs/training-step.md`)"""

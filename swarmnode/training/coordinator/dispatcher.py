@@ -1,0 +1,249 @@
+"""Dispatcher: gives the microbatches that are missing to trainers, along the best routes, and calls them back.
+
+What is leased to whom stands in the step's ledger (`plan/training/step_ledger.py`) alone. Here is what outlives a step: the key of
+the seals, the loads of links, how long leases take, and which trainers have proven themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.training_messages import Done, Failed, Lease, Release
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
+from swarmnode.plan.training.step_model import passing_s
+from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.training.wiring import Replica, Wire, book, keep_busy, wire
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.coordinator.answer_times import AnswerTimes
+from swarmnode.training.coordinator.link_times import LinkTimes
+from swarmnode.training.coordinator.seal import seal_lease
+from swarmnode.training.coordinator.strikes import OUT, Strikes
+from swarmnode.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
+
+log = logging.getLogger(__name__)
+
+LEASE_BITS = 22  # leases of one term
+NEWCOMERS = "newcomers"  # all trainers who have fed nothing yet, as strikes know them
+MAX_PROVEN = 1024
+
+
+class Dispatcher:
+    """Gives out the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's own,
+    read whenever something is to be decided."""
+
+    def __init__(
+        self,
+        units: int,
+        members: Mapping[PeerId, WorkerHandle],
+        trainer_connections: TrainerConnections,
+        strikes: Strikes,
+        link_times: LinkTimes,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self.ledger = StepLedger(0, units, 0)
+        self.term = 0
+        self.key = b""  # of the term's seals
+        self._run = b""  # the id of the run in force
+        self._positions = 0  # of one of its microbatches
+        self._units = units
+        self._members = members
+        self._trainer_connections = trainer_connections
+        self._strikes = strikes
+        self._link_times = link_times
+        self._transfers = Transfers()
+        self._proven: dict[PeerId, None] = {}  # trainers who have fed something
+        self._known: tuple[int, frozenset[PeerId]] | None = None  # for which step and whom links were looked up
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._times = AnswerTimes()
+
+    def __repr__(self) -> str:
+        return f"<Dispatcher of term {self.term}, {self.ledger!r}>"
+
+    def begin(self, run: Run, ledger: StepLedger) -> None:
+        """Give out leases of this run, and of the step of this ledger, from now on."""
+        self._run, self._positions, self.ledger = run.id, run.positions, ledger
+
+    # -- giving
+
+    def dispatch(self) -> None:
+        """Lease every microbatch that is free, as long as trainers and stages have room. Peers that are backing off get none."""
+        ledger = self.ledger
+        usable = [member for member in self._members.values() if member.state is WorkerState.USABLE]
+        workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
+        self._know_links(ledger.step, workers)
+        free = ledger.free()
+        for given, number in enumerate(free):
+            trainer = self._free_trainer()
+            if trainer is None:
+                return
+            counters, left = ledger.counters(number), len(free) - given
+            route = wire(workers, counters, self._transfers, left=left)
+            if route is not None:
+                self._give(trainer, number, tuple(route))
+            elif not any(counters):
+                return  # else it is only this one that waits for a certain peer
+
+    def passing_s(self, step: int, microbatches: int) -> float:
+        """What so many microbatches will take, all alone; 0 where no stage is measured, or units have nobody. A stage that has just
+        come is taken to be as fast as most."""
+        members = (member for member in self._members.values() if member.state is WorkerState.USABLE)
+        workers = {member.peer: member.worker for member in members}
+        measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
+        if not measured_s:
+            return 0.0
+        self._know_links(step, workers)
+        usual_s = statistics.median(measured_s)
+        likely = {peer: replace(worker, unit_s=worker.unit_s or usual_s) for peer, worker in workers.items()}
+        return passing_s(self._units, likely, self._transfers, microbatches)
+
+    def _know_links(self, step: int, workers: Mapping[PeerId, Replica]) -> None:
+        """Anew in each step, and where other stages take part; and how many microbatches at once keep each of them busy."""
+        known = step, frozenset(workers)
+        if known != self._known:
+            self._known, peers = known, sorted(workers)
+            between = self._link_times.between(peers, self._positions)
+            self._transfers.know(peers, *between, self._link_times.homes(peers))
+            keep_busy(self._units, workers, self._transfers)
+
+    def _free_trainer(self) -> TrainerLine | None:
+        """Who has most room for another microbatch, if anybody has. Beside trainers who have fed something those who have not share
+        one microbatch, and a pause when it failed: they may all be one stranger's, who invents more of them."""
+        load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self._trainer_connections}
+        able = [line for line in load if load[line] < 1 and not self._strikes.rests(line.peer)]
+        if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
+            able = [line for line in able if line.peer in self._proven]
+        return min(able, key=lambda line: load[line], default=None)
+
+    def _tries_newcomers(self) -> bool:
+        tried = any(record.trainer not in self._proven for record in self.ledger.out)
+        return not tried and not self._strikes.rests(NEWCOMERS)
+
+    def _give(self, trainer: TrainerLine, number: int, route: tuple[Wire, ...]) -> None:
+        lease, now_s, step = (self.term << LEASE_BITS) + next(self._numbers), self._clock(), self.ledger.step
+        within_s = self._times.wait_s(FrameKind.LEASE, work_s=self._work_s(route))
+        record = OutstandingLease(lease, number, route, trainer.peer, now_s, now_s + within_s)
+        self.ledger.grant(record)
+        self._book(record, 1)
+        hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in route)
+        seal = seal_lease(self.key, self._run, self.term, lease, step, number, hops, trainer.peer)
+        trainer.send(Lease(self.term, lease, step, number, hops, self._run, within_s, seal))
+
+    def _work_s(self, route: tuple[Wire, ...]) -> float:
+        """Of computing on the way, what is booked before it included; 0 where some stage was not measured yet."""
+        workers = [(self._members[peer].worker, span) for peer, span in route if peer in self._members]
+        if not all(worker.unit_s for worker, _ in workers):
+            return 0.0
+        return sum(worker.finish_s(span.units) for worker, span in workers)
+
+    def _book(self, record: OutstandingLease, sign: int) -> None:
+        workers = {peer: self._members[peer].worker for peer, _ in record.route if peer in self._members}
+        book(record.route, workers, self._transfers, sign)
+
+    # -- what becomes of them
+
+    def done(self, trainer: TrainerLine, body: Done) -> None:
+        """Count a microbatch that is back. Nothing changes if its lease was called back before (the stages have said what they
+        counted) or is another trainer's; it is called back if its loss is one that no stage would have let pass."""
+        record = self.ledger.find(body.lease, trainer.peer)
+        if record is None:
+            return
+        if not math.isfinite(body.loss):
+            self._call_back(record, frozenset({trainer.peer}))
+            return
+        self.ledger.done(record, body.loss)
+        self._book(record, -1)
+        self._times.note(FrameKind.LEASE, self._clock() - record.given_at_s)
+        self._prove(trainer.peer)
+        for peer in (trainer.peer, *(peer for peer, _ in record.route)):
+            self._strikes.forgive(peer)
+
+    def _prove(self, trainer: PeerId) -> None:
+        if trainer not in self._proven:
+            self._strikes.forgive(NEWCOMERS)
+            self._proven[trainer] = None
+            if len(self._proven) > MAX_PROVEN:
+                del self._proven[next(iter(self._proven))]
+
+    def failed(self, trainer: TrainerLine, failed: Failed) -> None:
+        """A trainer gave a microbatch of its own up. Where it names a stage it may be that one, or who says so: the hop before."""
+        record = self.ledger.find(failed.lease, trainer.peer)
+        if record is None:
+            return
+        log.info("microbatch %d failed at %s: code %d", record.number, failed.peer or "its trainer", failed.code)
+        hops = [trainer.peer, *(peer for peer, _ in record.route)]
+        is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
+        place = hops.index(failed.peer) if is_stage else 0
+        suspects = frozenset(hops[max(0, place - 1) : place + 1])
+        self._call_back(record, frozenset() if failed.code == ErrorCode.NOT_FINITE else suspects)
+
+    def expire(self) -> None:
+        """Call back what has been out for too long."""
+        now_s = self._clock()
+        late = [record for record in self.ledger.out if now_s > record.until_s]
+        for record in late:
+            log.warning("microbatch %d is late by its deadline of %.1f s", record.number, now_s - record.given_at_s)
+            self._call_back(record)
+        if late:
+            self._times.stretch(FrameKind.LEASE)
+
+    def _call_back(self, record: OutstandingLease, suspects: frozenset[PeerId] | None = None) -> None:
+        """Have trainer and stages forget a lease, and hear what the stages had counted by then."""
+        self._book(record, -1)
+        members = {peer: self._members[peer] for peer, _ in record.route if peer in self._members}
+        release = Release((record.lease,), self._run)
+        for trainer in self._trainer_connections:
+            if trainer.peer == record.trainer:
+                trainer.send(release)
+        self.ledger.call_back(record, members, suspects)
+        for member in members.values():
+            member.command(release)
+
+    def blame(self, record: OutstandingLease) -> frozenset[PeerId]:
+        """Strike the peers that may be why a lease failed, once all its stages have said what they counted; return these peers.
+        If no stage has counted it, it is the fault of any of them, or of a trainer that has fed nothing yet while others have."""
+        suspects = self.ledger.around_the_gap(record) if record.suspects is None else record.suspects
+        if record.suspects is None and not suspects:
+            is_stranger = bool(self._proven) and record.trainer not in self._proven
+            suspects = frozenset({record.trainer, *(() if is_stranger else (peer for peer, _ in record.route))})
+        for peer in suspects:
+            self._strikes.strike(peer)
+        if record.trainer in suspects and record.trainer not in self._proven:
+            self._strikes.strike(NEWCOMERS)
+        elif self._strikes.in_a_row(record.trainer) >= OUT:
+            self._proven.pop(record.trainer, None)
+        return suspects
+
+    def lose(self, peer: PeerId) -> None:
+        """Forget a stage with what it had counted: nothing is expected of it, and leases through it are called back."""
+        for record in self.ledger.leases:
+            if record.called_back:
+                if record.passes(peer):
+                    record.suspects = frozenset()  # it was that one
+                self.ledger.released(record.lease, peer)
+            elif record.passes(peer):
+                self._call_back(record, frozenset())
+        self.ledger.lose(peer)
+
+    def lose_trainer(self, trainer: TrainerLine) -> None:
+        """Call back the leases of a trainer that is gone."""
+        for record in self.ledger.held_by(trainer.peer):
+            self._call_back(record, frozenset())
+
+    def clear(self) -> None:
+        """All leases are void; the members' bookings with them."""
+        self.ledger.void()
+        self._transfers.clear()
+        for member in self._members.values():
+            member.worker.booked_units = member.worker.in_flight = 0

@@ -1,0 +1,56 @@
+"""Roll call: from what all stages say that they hold, the step from which the training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from swarmnode.plan.training.recovery import RecoveryPlan, plan_anew, plan_recovery
+from swarmnode.swarm.records.run import Run, decode_run, encode_run
+from swarmnode.training.coordinator.worker_group import WorkerHandle
+
+ANSWERS_S = 3.0
+ANEW_AFTER_S = 60.0  # before all begin a first run anew, of which nothing is left: who has it may only be away
+ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
+
+
+class Rendezvous:
+    """Goes on until the stages together hold all `units`; `missing` are those that they lack."""
+
+    def __init__(self, units: int, clock: Callable[[], float]) -> None:
+        self.missing: tuple[int, ...] = ()
+        self._units = units
+        self._clock = clock
+        self._began_s = clock()
+        self._missing_since_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Rendezvous, {len(self.missing)} of {self._units} units missing>"
+
+    @property
+    def waited(self) -> bool:
+        """Whether those who have not answered by now are not waited for where the others hold all units."""
+        return self._clock() - self._began_s >= ANSWERS_S
+
+    def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
+        """The step to go on from and the members' way there; None as long as units are missing. They all have answered."""
+        members = list(members)
+        fresh = all(member.is_as_founded for member in members)
+        reports = {member.peer: member.report(encode_run(run), fresh=fresh) for member in members}
+        now_s = self._clock()
+        waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
+        alone = not any(report.ready for report in reports.values())
+        found = plan_recovery(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
+        if found.missing and waited_s >= ANEW_AFTER_S:
+            found = plan_anew(self._units, reports, kept_from=run.checkpoint_steps) or found
+        self.missing = found.missing
+        if not found.missing:
+            return found
+        self._missing_since_s = now_s - waited_s
+        return None
+
+
+def furthest_run(members: Iterable[WorkerHandle]) -> Run | None:
+    """The run that a stage has come furthest in, if any has begun one."""
+    begun = [member.status for member in members if member.has_begun and member.status is not None]
+    furthest = max(begun, key=lambda status: (status.condition, status.step, max(status.kept, default=0)), default=None)
+    return None if furthest is None else decode_run(furthest.run)

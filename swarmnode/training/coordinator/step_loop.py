@@ -1,0 +1,443 @@
+"""Step loop: the steps of one run, from one rendezvous to the next.
+
+What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `CONDITIONS` say
+which event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnode.codec.averaging_messages import Reduced
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.training_messages import (
+    Begin,
+    Commit,
+    Condition,
+    Discard,
+    Failed,
+    ProgressReport,
+    Restore,
+    Status,
+    StepReport,
+    Stopped,
+    Sync,
+)
+from swarmnode.decisions import DecisionLog, Topic
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import slowest_link_s
+from swarmnode.plan.training.coordination import Event
+from swarmnode.plan.training.recovery import RecoveryPlan
+from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
+from swarmnode.plan.training.step_model import ExpectedStep
+from swarmnode.swarm.records.run import Run, encode_run
+from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
+from swarmnode.training.coordinator.answer_times import SAVE_S, AnswerTimes
+from swarmnode.training.coordinator.averaging_groups import AveragingGroups
+from swarmnode.training.coordinator.dispatcher import Dispatcher
+from swarmnode.training.coordinator.link_times import LinkTimes
+from swarmnode.training.coordinator.strikes import OUT, Strikes
+from swarmnode.training.coordinator.trainer_connections import TrainerConnections
+from swarmnode.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
+from swarmnode.training.worker.status import masks_of
+
+log = logging.getLogger(__name__)
+
+SOON = 8  # an eighth of a step is counted: who comes later is not reckoned with in this one
+
+
+@dataclass(frozen=True)
+class Office:
+    """What a node gives its coordinator, whichever term it is. `dial` opens a conversation with a stage; `check_run` raises
+    ProtocolError for a run that the model cannot do; `found_false` are the peers that the node's own stage has found false;
+    `awaits_others` says whether others are on their way to their places. `clock` in seconds."""
+
+    units: int
+    dial: Dial
+    strikes: Strikes
+    link_times: LinkTimes
+    check_run: Callable[[Run], None]
+    found_false: Callable[[], set[PeerId]]
+    codecs: Collection[int]
+    clock: Callable[[], float]
+    decisions: DecisionLog
+    awaits_others: Callable[[], bool]
+
+
+class StepLoop:
+    """`run` from `step` on. `puts_off` says whether a first step waits for others."""
+
+    def __init__(
+        self,
+        run: Run,
+        step: int,
+        office: Office,
+        worker_group: WorkerGroup,
+        dispatcher: Dispatcher,
+        trainer_connections: TrainerConnections,
+        averaging_groups: AveragingGroups,
+        puts_off: Callable[[], bool],
+    ) -> None:
+        self.run = run
+        self.step = step
+        self._raw_run = encode_run(run)
+        self._office = office
+        self._units = office.units
+        self._worker_group = worker_group
+        self._dispatcher = dispatcher
+        self._trainer_connections = trainer_connections
+        self._averaging_groups = averaging_groups
+        averaging_groups.warm_starts.clear()
+        self._puts_off = puts_off
+        self._all_reduce: AllReduceAttempt | None = None
+        self._times = AnswerTimes()  # with all-reduces
+        self._astray = False  # a stage did not get to the step
+        self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
+        self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
+        self._expected = ExpectedStep()
+        self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # the step, and the stages
+        self._begins = True  # nothing is leased yet
+        self._stopped: Stopped | None = None
+        self._begin_step()
+
+    def __repr__(self) -> str:
+        return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
+
+    def _begin_step(self) -> None:
+        self._ledger = StepLedger(self.step, self._units, self.run.microbatches)
+        self._dispatcher.begin(self.run, self._ledger)
+        self._began_at_s = self._office.clock()
+
+    @property
+    def counted(self) -> int:
+        """Microbatches that all units have counted in this step."""
+        return self.run.microbatches - len(self._ledger.missing())
+
+    @property
+    def expected_s(self) -> float:
+        """What the step in force is expected to take; 0 where nothing is known."""
+        return self._expected.expected_s
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether nothing is leased, as others are on their way to their places, who have to be sent what is learnt afterwards."""
+        return self.step == 0 and self._as_founded and self._puts_off()
+
+    # -- to the first step
+
+    def begin(self) -> None:
+        """Everybody to step 0, with the parameters that the last run led to."""
+        behind = [
+            member for member in self._worker_group if member.state not in (WorkerState.USABLE, WorkerState.ASKED)
+        ]
+        for member in self._worker_group.usable():
+            member.command(Begin(self._raw_run))
+        for member in behind:
+            self._sync(member)
+
+    def gather(self, found: RecoveryPlan) -> None:
+        """Everybody to the step that a rendezvous found."""
+        self._as_founded = found.anew or all(member.is_as_founded for member in self._worker_group.answered())
+        members = self._worker_group.members
+        told = next((members[peer].status for peer in found.stay if peer in members), None)
+        for peer in found.stay | found.commit | found.restore:
+            member = members[peer]
+            if peer in found.commit:
+                assert told is not None  # nobody commits without one who has
+                member.state = WorkerState.COMING
+                member.command(Commit(found.step - 1, told.norm, self.run.id, told.loss))
+            elif peer in found.restore:
+                member.command(Restore(self._raw_run, found.step))
+            elif member.status is not None and self._is_here(member.status):
+                member.state = WorkerState.USABLE
+                self._take_counts(member, member.status)
+            else:
+                member.command(Begin(self._raw_run))
+        for peer in found.sync:
+            self._sync(members[peer])
+        if (
+            told is not None and self.step > 0 and not self._trainer_connections.history
+        ):  # it may have died before it could tell
+            self._tell_step(told.loss, 0.0, told.norm, len(found.stay))
+
+    def _is_here(self, status: Status) -> bool:
+        """Whether a stage is ready for the step in force."""
+        return status.condition == Condition.READY and status.step == self.step and status.run == self._raw_run
+
+    def _sync(self, member: WorkerHandle) -> None:
+        """Let a stage that is behind hear the all-reduces from now on, and fetch the state from its replicas."""
+        holders = tuple(other.peer for other in self._worker_group.usable() if other.span.overlaps(member.span))
+        member.command(Sync(self._raw_run, self.step + (self._all_reduce is not None), holders))
+
+    # -- what is told
+
+    def _admit(self, member: WorkerHandle, status: Status) -> None:
+        """A stage has come in the middle of a run and said what it holds."""
+        if self._is_here(status):
+            member.state = WorkerState.USABLE
+            self._take_counts(member, status)
+        elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
+            member.command(Begin(self._raw_run))
+        else:
+            self._sync(member)
+
+    def hear(self, member: WorkerHandle, body: Body) -> None:
+        """A stage says something; what it says of itself the member has heard, but for answers to RELEASE."""
+        if (hear := FROM_WORKERS.get(type(body))) is not None:
+            hear(self, member, body)
+
+    def _hear_status(self, member: WorkerHandle, status: Status) -> None:
+        if status.answers == FrameKind.RELEASE:
+            if member.state is WorkerState.USABLE and self._is_here(status):
+                member.hear(status)
+                self._take_counts(member, status, adds=True)
+        elif member.state is WorkerState.ASKED:
+            self._admit(member, status)
+        elif member.state is WorkerState.DISCARDING and status.answers != FrameKind.DISCARD:
+            return  # told before it heard of that
+        elif self._is_here(status):
+            if member.state is not WorkerState.USABLE:
+                member.state = WorkerState.USABLE
+                self._ledger.report(member.peer, member.span, {})
+            if status.answers == FrameKind.DISCARD:
+                self._take_counts(member, status)
+        elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
+            log.warning("stage %s could not come to step %d", member.peer, self.step)
+            self._office.strikes.strike(member.peer)
+            self._astray = True
+        elif status.answers == FrameKind.COMMIT or (
+            status.answers == FrameKind.SYNC and status.condition != Condition.READY
+        ):
+            self._sync(member)  # it came too late for an all-reduce, or did not get a state
+
+    def _take_counts(self, member: WorkerHandle, status: Status, *, adds: bool = False) -> None:
+        """See `StepLedger.report`. Raises ProtocolError if the step does not have what the stage has counted."""
+        masks = masks_of(status.counted, self._ledger.everything)
+        self._ledger.report(member.peer, member.span, masks, status.losses, adds=adds)
+
+    def released(self, record: OutstandingLease) -> None:
+        """A lease that failed is nobody's any more: do without whom it was by now clear that it fails, if others can do it all."""
+        for peer in self._dispatcher.blame(record):
+            if self._office.strikes.in_a_row(peer) >= OUT and self._worker_group.can_spare(peer):
+                self._worker_group.dismiss(peer, f"it failed {OUT} times in a row")
+
+    def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
+        if self._all_reduce is not None and (body.run, body.attempt) == (self.run.id, self._all_reduce.attempt):
+            member.answered(FrameKind.REDUCE)
+            if self._all_reduce.hear(member.peer, body):
+                self._office.strikes.forgive(member.peer)
+                self._averaging_groups.hear(member.peer, body.rates)
+
+    def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
+        """A stage met NaN, or it could not reduce."""
+        if body.run != self.run.id:
+            return
+        all_reduce = self._all_reduce
+        if all_reduce is not None and body.lease == all_reduce.attempt and member.answered(FrameKind.REDUCE):
+            if body.code == ErrorCode.PEER_LOST and not body.peer:
+                all_reduce.expire(member.peer)
+            else:
+                all_reduce.fail(member.peer, body.peer or None)
+        if body.code == ErrorCode.NOT_FINITE:
+            self._hear_claim(member, body.unit)
+
+    def _hear_claim(self, member: WorkerHandle, unit: int) -> None:
+        """NaN, by the word of one stage. It is asked again, of another one where there is one; twice, and the run is stopped."""
+        if unit >= 0 and not member.span.start <= unit < member.span.end:
+            return  # of what it does not hold it knows nothing
+        self._claims[member.peer] += 1
+        ends = (0, self._units - 1)
+        held = ends if unit < 0 else (unit,)
+        others = [
+            other
+            for other in self._worker_group.usable()
+            if other.peer != member.peer and any(other.span.start <= one < other.span.end for one in held)
+        ]
+        if len(self._claims) > 1 or (not others and self._claims[member.peer] > 1):
+            self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
+        else:
+            self._office.strikes.strike(member.peer)
+
+    def lose(self, peer: PeerId) -> None:
+        """A stage is gone."""
+        if self._all_reduce is not None:
+            self._all_reduce.lose(peer)
+
+    # -- what follows
+
+    def has_come(self, event: Event) -> bool:
+        """Return whether an event of the step in force has come about, by what is known now."""
+        return event in CONDITIONS and CONDITIONS[event](self)
+
+    def _is_uncovered(self) -> bool:
+        return self._astray or bool(self._worker_group.uncovered(self._units))
+
+    def _is_counted(self) -> bool:
+        """Return whether everything is counted once, and nothing leased; what is missing is leased before."""
+        if self.awaits_others:
+            return False
+        ledger = self._ledger
+        for peer in ledger.conflicts():
+            ledger.lose(peer)
+            self._worker_group.members[peer].command(Discard(self.run.id))
+        if self._begins:
+            self._began_at_s = self._office.clock()
+        self._expect_of_those_here()
+        self._dispatcher.dispatch()
+        self._begins = self._begins and not ledger.leases
+        hearing = self._worker_group.hearing(self.step)
+        resting = any(self._office.strikes.rests(member.peer) for member in hearing)
+        return ledger.complete() and not ledger.leases and not resting
+
+    def _outcome(self) -> Event | None:
+        """Return how the all-reduce ended, AGREED or DISAGREED; None as long as answers are waited for. One with a contributor that
+        is convicted has failed."""
+        all_reduce = self._all_reduce
+        if all_reduce is None or not all_reduce.is_decided():
+            return None
+        failed = all_reduce.failed or self._convicted(all_reduce) is not None
+        return Event.DISAGREED if failed else Event.AGREED
+
+    def lease(self) -> None:
+        """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
+        all_reduce, self._all_reduce = self._all_reduce, None
+        if all_reduce is None:
+            return
+        convicted = self._convicted(all_reduce)
+        if convicted is not None:
+            self._leave_out(convicted)
+        if not all_reduce.failed:
+            return
+        self._averaging_groups.clusters.give_up()
+        culprit = all_reduce.culprit
+        if culprit is None:
+            self._times.stretch(FrameKind.REDUCE)
+        elif self._office.strikes.strike(culprit) > 1 and self._worker_group.can_spare(culprit):
+            self._worker_group.dismiss(culprit, "the replicas cannot agree with it")
+
+    def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
+        """By most of the others that contribute with it; or by this node's own stage, which has seen it itself."""
+        return all_reduce.convicted or min(self._office.found_false() & all_reduce.contributors, default=None)
+
+    def _leave_out(self, peer: PeerId) -> None:
+        """For as long as this node leads: others compute what it had counted, and nothing of what it contributed is committed."""
+        reason = "its replicas find that what it contributes is not the gradient of its microbatches"
+        log.warning("stage %s is left out: %s", peer, reason)
+        self._office.strikes.ban(peer)
+        self._worker_group.dismiss(peer, reason)
+        self._trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
+
+    def reduce(self) -> None:
+        """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
+        hearing = self._worker_group.hearing(self.step)
+        groups = self._averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
+        within_s = self._times.wait_s(FrameKind.REDUCE)
+        self._all_reduce = AllReduceAttempt(
+            self.step,
+            next(self._averaging_groups.attempts),
+            groups,
+            [member.peer for member in hearing],
+            run=self.run.id,
+            within_s=within_s,
+            clock=self._office.clock,
+        )
+        for member in hearing:
+            answer_s = member.times.wait_s(FrameKind.RELEASE, rtt_s=member.line.rtt_s or 0.0)
+            member.command(self._all_reduce.request(member.peer), wait_s=within_s + answer_s)
+
+    def commit(self) -> None:
+        """The word that ends the step."""
+        assert self._all_reduce is not None
+        usable, loss, norm = self._worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
+        self._times.note(FrameKind.REDUCE, self._office.clock() - self._all_reduce.began_s)
+        self._averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
+        self._all_reduce = None
+        beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
+        saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
+        link_s = slowest_link_s(0.0 if member.status is None else member.status.slowest_link_s for member in usable)
+        word = Commit(self.step, norm, self.run.id, loss, beat_s, link_s)
+        for member in self._worker_group.hearing(self.step):
+            if member.state is WorkerState.LISTENING:
+                member.send(word)  # which it answers only where it came too late
+            else:
+                member.command(word, wait_s=SAVE_S if saves else None)
+        step_s = self._office.clock() - self._began_at_s
+        self._tell_step(loss, step_s, norm, len(usable), self.step)
+        self.step += 1
+        self._claims.clear()
+        self._begin_step()
+        for member in usable:
+            self._ledger.report(member.peer, member.span, {})
+        forecast_s = self._forecast_s()
+        self._learn_from(step_s, forecast_s)
+        self._expect(forecast_s)
+
+    def _expect_of_those_here(self) -> None:
+        """Something of the step in force; anew for other stages, as long as they have counted next to nothing."""
+        is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
+        if not is_known and self.counted * SOON < self.run.microbatches:
+            self._expect(self._forecast_s())
+
+    def _expect(self, forecast_s: float) -> None:
+        self._expects_of = self._stages_here()
+        self._expected.begin(forecast_s)
+
+    def _stages_here(self) -> tuple[int, tuple[PeerId, ...]]:
+        """The step, and who takes part in it."""
+        return self.step, tuple(member.peer for member in self._worker_group.usable())
+
+    def _forecast_s(self) -> float:
+        """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
+        passing_s = self._dispatcher.passing_s(self.step, self.run.microbatches)
+        averaging_s = self._averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
+        return passing_s + averaging_s if passing_s else 0.0
+
+    def _learn_from(self, step_s: float, forecast_s: float) -> None:
+        """The last step took so long: how good its forecast was, and how good this one would have been, by what is known since."""
+        expected_s = self.expected_s
+        self._expected.end(step_s, forecast_s)
+        if expected_s:
+            off = abs(step_s / expected_s - 1)
+            facts = (
+                f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s that were expected",
+                f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
+            )
+            self._office.decisions.note(Topic.TRAINING, "expects of a step what stages and links have measured", facts)
+
+    def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
+        done, expected_s = self.step - 1 if step is None else step, self.expected_s if step_s else 0.0
+        self._trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
+
+    def stop(self) -> None:
+        """The run is over, or cannot go on: the last good step stays."""
+        stopped, self._stopped = self._stopped or Stopped(self.step, self.run.id), None
+        self._all_reduce = None
+        self._dispatcher.clear()
+        if stopped.code:
+            for member in self._worker_group.usable():
+                member.command(Discard(self.run.id))
+        self._trainer_connections.tell(stopped)
+
+
+FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]] = {
+    Status: StepLoop._hear_status,
+    Reduced: StepLoop._hear_reduced,
+    Failed: StepLoop._hear_failed,
+}
+"""What stages say to their coordinator (`docs/training-step.md`)"""
+
+CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
+    Event.NOT_FINITE: lambda loop: loop._stopped is not None,
+    Event.FINISHED: lambda loop: loop.step >= loop.run.steps,
+    Event.UNCOVERED: StepLoop._is_uncovered,
+    Event.COUNTED: StepLoop._is_counted,
+    Event.DISAGREED: lambda loop: loop._outcome() is Event.DISAGREED,
+    Event.AGREED: lambda loop: loop._outcome() is Event.AGREED,
+}
+"""When an event of the machine has come about (`plan/training/coordination.py`)"""

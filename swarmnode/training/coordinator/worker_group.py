@@ -1,0 +1,315 @@
+"""Worker group: the stages that a coordinator speaks to, and each of them as it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Union
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame, FrameKind
+from swarmnode.codec.messages import KIND_OF, End, Error
+from swarmnode.codec.training_messages import Condition, Lead, Release, Status, Sync
+from swarmnode.errors import PeerError, PeerLost, SwarmnodeError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.plan.training.recovery import HoldingReport
+from swarmnode.plan.training.wiring import Replica
+from swarmnode.plan.view import Span
+from swarmnode.swarm.records.run import decode_run
+from swarmnode.training.coordinator.answer_times import AnswerTimes
+from swarmnode.training.coordinator.strikes import Strikes
+
+log = logging.getLogger(__name__)
+
+MOVES = (FrameKind.BEGIN, FrameKind.SYNC, FrameKind.RESTORE)  # a later one gives up the earlier one
+
+
+class Loopback:
+    """One end; `pair` makes both. Frames arrive in order, in a later turn of the loop, without payload."""
+
+    rtt_s: float | None = 0.0
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+        self.on_frame: Callable[[Frame, Body], None] = lambda _frame, _body: None
+        self.on_lost: Callable[[PeerError], None] = lambda _error: None
+        self.open = True
+        self._other: Loopback = self
+
+    def __repr__(self) -> str:
+        return f"<Loopback of {self.peer} {'open' if self.open else 'closed'}>"
+
+    @classmethod
+    def pair(cls, peer: PeerId) -> tuple[Loopback, Loopback]:
+        """Two ends of a new conversation."""
+        here, there = cls(peer), cls(peer)
+        here._other, there._other = there, here
+        return here, there
+
+    def send(self, body: Body) -> None:
+        """Let the other end hear a body."""
+        asyncio.get_running_loop().call_soon(self._other._hear, body)
+
+    def close(self, last: Body | None = None) -> None:
+        """Finish the conversation with `last` (END by default)."""
+        if self.open:
+            self.open = False
+            self.send(last or End())
+
+    def _hear(self, body: Body) -> None:
+        if self.open:
+            self.open = not isinstance(body, End)
+            self.on_frame(Frame(KIND_OF[type(body)], 0, 0, b""), body)
+
+
+Line = Union[Channel, Loopback]
+Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], None]], Awaitable[Line]]
+
+
+class WorkerState(Enum):
+    """What may be asked of a member."""
+
+    ASKED = "asked"  # has not said yet what it holds
+    COMING = "coming"  # on its way to the step in force, within moments
+    DISCARDING = "discarding"  # forgets what it had counted, since others counted the same
+    LISTENING = "listening"  # hears the all-reduces while it fetches the state
+    USABLE = "usable"
+
+
+TOLD_TO = {
+    FrameKind.LEAD: WorkerState.ASKED,
+    FrameKind.BEGIN: WorkerState.COMING,
+    FrameKind.RESTORE: WorkerState.COMING,
+    FrameKind.SYNC: WorkerState.LISTENING,
+    FrameKind.DISCARD: WorkerState.DISCARDING,
+}
+"""In which state a command leaves a member; others leave it where it is"""
+
+WITHIN_MOMENTS = (WorkerState.USABLE, WorkerState.COMING, WorkerState.DISCARDING)  # take part, or soon will
+
+
+@dataclass
+class Command:
+    """One that is not answered yet. `wait_s`: from when all before it were answered."""
+
+    kind: FrameKind
+    began_s: float
+    wait_s: float
+    leases: tuple[int, ...] = ()
+
+
+@dataclass
+class WorkerHandle:
+    """A stage, the line to it, what it said last, and what it has not answered yet, in order. `clock` in seconds."""
+
+    peer: PeerId
+    line: Line
+    clock: Callable[[], float]
+    state: WorkerState = WorkerState.ASKED
+    status: Status | None = None
+    worker: Replica = field(default_factory=lambda: Replica(Span(0, 0)))
+    listens_from: int = 0  # the first step whose all-reduce it hears
+    moves: int = 0  # to another run or step, which left what it remembered of averagings behind
+    asked: deque[Command] = field(default_factory=deque)
+    times: AnswerTimes = field(default_factory=AnswerTimes)
+
+    @property
+    def span(self) -> Span:
+        """The units that it says it holds."""
+        return self.worker.span
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is in a run, or has steps of one on its disk."""
+        status = self.status
+        return status is not None and bool(status.run) and (status.condition != Condition.BLANK or bool(status.kept))
+
+    @property
+    def is_as_founded(self) -> bool:
+        """Whether it has the founding's parameters: it is in no run yet, or in the first step of the first one. That of a later run
+        is on the disk of who begins it (`StageState.begin`)."""
+        status = self.status
+        return not self.has_begun or (status is not None and status.step == 0 and not status.kept)
+
+    # -- what it is told
+
+    def send(self, body: Body) -> None:
+        """Tell it something; where the line is cut, its loss is about to be heard of."""
+        if self.line.open:
+            self.line.send(body)
+
+    def command(self, body: Body, *, wait_s: float | None = None) -> None:
+        """Tell it to do something, and expect the answer within `wait_s`; else within what such a thing takes it. After a SYNC it
+        hears all-reduces from that step on."""
+        kind = FrameKind(KIND_OF[type(body)])
+        if wait_s is None:
+            pass_s = self.worker.unit_s * self.span.units
+            wait_s = self.times.wait_s(kind, rtt_s=self.line.rtt_s or 0.0, work_s=2 * pass_s)
+        self.state = TOLD_TO.get(kind, self.state)
+        self.moves += kind in MOVES
+        gives_up = MOVES if kind in MOVES else (kind,) if kind == FrameKind.REDUCE else ()
+        self.asked = deque(command for command in self.asked if command.kind not in gives_up)
+        if isinstance(body, Sync):  # takes as long as a state takes to be fetched; meanwhile nothing needs it
+            self.listens_from = body.step
+        else:
+            leases = body.leases if isinstance(body, Release) else ()
+            self.asked.append(Command(kind, self.clock(), wait_s, leases))
+        self.send(body)
+
+    def answered(self, kind: int) -> Command | None:
+        """The first command of this kind that it has not answered before, if there is one."""
+        found = next((command for command in self.asked if command.kind == kind), None)
+        if found is not None:
+            now_s = self.clock()
+            self.times.note(found.kind, now_s - found.began_s)
+            self.asked.remove(found)
+            if self.asked:
+                self.asked[0].began_s = max(self.asked[0].began_s, now_s)
+        return found
+
+    def overdue(self, *, at_least_s: float = 0.0) -> Command | None:
+        """What it should have done by now: the first thing asked, for it does one after another."""
+        first = self.asked[0] if self.asked else None
+        return first if first is not None and self.clock() > first.began_s + max(first.wait_s, at_least_s) else None
+
+    def ask(self, term: int, key: bytes) -> None:
+        """Have it say what it holds."""
+        self.status = None
+        self.command(Lead(term, key))
+
+    # -- what it says
+
+    def hear(self, status: Status) -> None:
+        """Take in what it says of itself. Raises ProtocolError where the run that it is in is none: it breaks its own line by that,
+        and not the coordinator, which would go on from it."""
+        if status.run:
+            decode_run(status.run)
+        self.status = status
+        self.worker.span = Span(status.start, status.end)
+        self.worker.unit_s = status.unit_s
+        self.worker.window = status.window
+
+    def hears(self, step: int) -> bool:
+        """Whether it hears the all-reduce of a step."""
+        listens = self.state is WorkerState.LISTENING and self.listens_from <= step
+        return listens or self.state is WorkerState.USABLE
+
+    def report(self, run: bytes, *, fresh: bool) -> HoldingReport:
+        """Its place in a run, for the recovery plan. `fresh`: all are as founded, so that who is in no run yet can begin."""
+        status = self.status
+        assert status is not None
+        begun = status.run == run and status.condition == Condition.READY
+        kept = frozenset(status.kept) if status.run == run else frozenset()
+        step, founded = (status.step, status.founded) if begun else (0, False)
+        return HoldingReport(self.span, step, begun or fresh, begun and status.reduced, kept, founded)
+
+
+class WorkerGroup:
+    """`dial` opens a conversation with a stage. `joined` is called for each that answers the call, `heard` for what it says,
+    `lost` once it is gone, with the reason. Who failed lately (`strikes`) is called again after a pause that grows."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        strikes: Strikes,
+        *,
+        clock: Callable[[], float],
+        joined: Callable[[WorkerHandle], None],
+        heard: Callable[[WorkerHandle, Body], None],
+        lost: Callable[[PeerId, str], None],
+    ) -> None:
+        self.members: dict[PeerId, WorkerHandle] = {}
+        self._dial = dial
+        self._strikes = strikes
+        self._clock = clock
+        self._joined = joined
+        self._heard = heard
+        self._lost = lost
+        self._dialing: set[PeerId] = set()
+        self._tasks = Tasks("worker_group", on_crash=None)  # who is not reached is called again
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroup of {len(self.members)} stages, {len(self._dialing)} more called>"
+
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        return iter(list(self.members.values()))
+
+    async def close(self) -> None:
+        """Let go of everybody."""
+        await self._tasks.close()
+        for member in self:
+            member.line.close()
+
+    def enlist(self, peers: Iterable[PeerId]) -> None:
+        """These stages are there: speak to those that are new."""
+        for peer in peers:
+            if peer not in self.members and peer not in self._dialing and not self._strikes.rests(peer):
+                self._dialing.add(peer)
+                self._tasks.spawn(self._call(peer), f"call {peer}")
+
+    async def _call(self, peer: PeerId) -> None:
+        try:
+            line = await self._dial(
+                peer, lambda _frame, body: self._hear(peer, body), lambda error: self._lose(peer, error)
+            )
+        except SwarmnodeError as error:
+            log.info("stage %s cannot be reached: %s", peer, error)
+            self._strikes.strike(peer)
+            return
+        finally:
+            self._dialing.discard(peer)
+        member = self.members[peer] = WorkerHandle(peer, line, self._clock)
+        self._joined(member)
+
+    def _hear(self, peer: PeerId, body: Body) -> None:
+        if isinstance(body, End | Error):
+            self._lose(peer)
+        elif peer in self.members:
+            self._heard(self.members[peer], body)
+
+    def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
+        member = self.members.pop(peer, None)
+        if member is not None:
+            reason = str(error or "it let go")
+            log.info("stage %s is lost: %s", peer, reason)
+            self._strikes.strike(peer)
+            member.line.close()
+            self._lost(peer, reason)
+
+    def dismiss(self, peer: PeerId, reason: str) -> None:
+        """Go on without a stage that does not do its part."""
+        self._lose(peer, PeerLost(reason, peer=peer))
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether there is anybody, and all who were called or asked have said what they hold."""
+        return bool(self.members) and not self._dialing and all(member.status is not None for member in self)
+
+    def usable(self) -> list[WorkerHandle]:
+        """Who can be given work."""
+        return [member for member in self if member.state is WorkerState.USABLE]
+
+    def hearing(self, step: int) -> list[WorkerHandle]:
+        """Who hears the all-reduce of a step."""
+        return [member for member in self if member.hears(step)]
+
+    def answered(self) -> list[WorkerHandle]:
+        """Those that have said what they hold."""
+        return [member for member in self if member.status is not None]
+
+    def can_spare(self, peer: PeerId) -> bool:
+        """Whether others take part who hold all units that this one holds."""
+        held = {unit for member in self.usable() if member.peer != peer for unit in range(*member.span)}
+        return peer in self.members and held.issuperset(range(*self.members[peer].span))
+
+    def uncovered(self, units: int) -> tuple[int, ...]:
+        """Units that nobody holds who takes part or soon will."""
+        able = [member for member in self if member.state in WITHIN_MOMENTS]
+        held = {unit for member in able for unit in range(*member.span)}
+        return tuple(unit for unit in range(units) if unit not in held)

@@ -1,0 +1,308 @@
+"""Spot checks of one stage: it shows others what it did, and computes some of what they did once more.
+
+When a step's gradients are about to be summed everything is counted, and everybody still has the step's parameters: then a stage
+may draw one of its replicas, and one of the microbatches that it has committed to. Who is false is named from now on whenever
+gradients are summed with it (`coordinator/all_reduce_attempt.py` goes by most of the others), and the others hear whom to look at:
+nobody takes somebody else's word for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Collection
+
+from swarmnode.codec.averaging_messages import How, Reduce
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.messages import Hello
+from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
+from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import Forward
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.compute.training.gradient_sketch import ContributionSketch, step_seed
+from swarmnode.errors import NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.questions import ask
+from swarmnode.plan.audits.judgement import CONTRIBUTED, Calibration, Judgement
+from swarmnode.plan.audits.selection import AuditBudget, SessionCost
+from swarmnode.swarm.peers.standing import Standing
+from swarmnode.swarm.records.statement import open_commitment
+from swarmnode.training.spot_checks.examination import Examination, FalseWork, judge_contribution, shapes_of
+from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, StepRecords, check_server
+from swarmnode.training.worker.label_queue import ReceivedLabels
+
+log = logging.getLogger(__name__)
+
+RECOMPUTED = 4 / 3  # passes: forward twice, back once
+CHECK_S = 20.0
+WITHIN = 0.5  # of the time for an all-reduce, at most: who takes longer is not waited for
+TELL_S = 5.0
+RESULTS = ("passed", "false", "void")
+WITHOUT_RESULT = (  # what a peer shows may be unlike anything that torch was made for
+    *(SwarmnodeError, asyncio.TimeoutError),
+    *(ValueError, RuntimeError, LookupError, TypeError, ArithmeticError),
+)
+LOOKS = 3  # that have to pass before an accusation is taken for false: who lies now and then is not seen by each
+MAX_SUSPICIONS = 64
+
+
+class Suspicions:
+    """One of each author at a time, so that nobody turns all looks away from somebody else."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._by_author: dict[PeerId, tuple[PeerId, list[str]]] = {}  # the accused, and what looks at it came to
+
+    def __repr__(self) -> str:
+        return f"<Suspicions of {len(self._by_author)} authors>"
+
+    def __len__(self) -> int:
+        return len(self._by_author)
+
+    def hear(self, author: PeerId, accused: PeerId) -> None:
+        """An accusation; nothing, where its author has accused in vain before, or another one is being looked into."""
+        doubtful = author == accused or author in self._standing.shunned | self._standing.doubted
+        if not doubtful and author not in self._by_author and len(self._by_author) < MAX_SUSPICIONS:
+            self._by_author[author] = (accused, [])
+
+    def next(self, peers: Collection[PeerId]) -> PeerId | None:
+        """Whom to look at: one of these peers that another one of them accuses."""
+        told = ((author, accused) for author, (accused, _) in self._by_author.items())
+        return next((accused for author, accused in told if author in peers and accused in peers), None)
+
+    def looked(self, accused: PeerId, result: str) -> None:
+        """What a look at a peer came to, for whatever reason it was looked at."""
+        for author, (told, results) in list(self._by_author.items()):
+            if told != accused:
+                continue
+            results.append(result)
+            if result == "false" or len(results) == LOOKS:
+                del self._by_author[author]
+            if results == ["passed"] * LOOKS:
+                self._standing.accused_in_vain(author, accused)
+
+
+class SpotChecks:
+    """`memory` says how much a recomputation needs at most; `standing` keeps what is found of whom over restarts."""
+
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        committer: Committer,
+        executor: Executor,
+        standing: Standing,
+        ledger: MemoryLedger,
+        *,
+        budget: AuditBudget | None = None,
+        dice: random.Random | None = None,
+    ) -> None:
+        self.records = StepRecords(link_config.ledger)
+        self.found: set[PeerId] = set()  # false, by what was computed here
+        self.counts: Counter[str] = Counter()
+        self._committer = committer
+        self._executor = executor
+        self._standing = standing
+        self._ledger = ledger
+        self._budget = budget or AuditBudget()
+        self._dice = dice or random.SystemRandom()
+        self._calibration = Calibration()
+        self._suspicions = Suspicions(standing)
+        self._checked = (b"", -1)  # the last run and step
+        self._drawn: PeerId | None = None  # in that step, and not looked at yet
+        self._watched: ContributionSketch | None = None
+        self._board = Switchboard(network, SPOT_CHECK_PROTOCOL, hello, link_config)
+        self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
+        self._server = check_server(
+            network, hello, link_config, committer, self.records, lambda peer: peer in self._members, self._hear
+        )
+        self._telling = Tasks("accusations", on_crash=link_config.supervisor.ends_conversation)
+
+    def __repr__(self) -> str:
+        return f"<SpotChecks {self._budget!r}, {dict(self.counts)}, {self.records!r}>"
+
+    def readings(self) -> Readings:
+        """What came of the checks so far."""
+        for result in RESULTS:
+            yield Reading(table.SPOT_CHECKS, self.counts[result], (result,))
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Forget what was kept."""
+        await self._telling.close()
+        await self._server.close()
+        await self._board.close()
+        self.records.clear()
+
+    def remember(
+        self, learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
+    ) -> KeptMicrobatch | None:
+        """What to keep of a microbatch that is about to be computed; nothing, where it is one that was counted before."""
+        hop = body.route[body.hop]
+        again = learner.has_counted(body.number, hop.start, hop.end)
+        return None if again else self.records.open(body, payload, labels)
+
+    # -- checking
+
+    def watch(self, reduce: Reduce, learner: DeviceLearners) -> ContributionSketch | None:
+        """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, where
+        nothing of them is left for the next step."""
+        self._members = frozenset(member.peer for group in reduce.groups for member in group.members)
+        if (learner.run.id, learner.step) != self._checked:
+            self._drawn = self._draw(reduce, learner)
+        due = contributed_by(self._drawn, reduce)
+        averaging = learner.run.averaging
+        whole = averaging.codec in CONTRIBUTED and not averaging.rank and not averaging.by_line
+        self._watched = None
+        if self._drawn is not None and due and whole and all(block in learner.blocks for block in due):
+            seed = step_seed(learner.run.id, learner.step)
+            self._watched = ContributionSketch(self._drawn, learner.lengths(list(due)), seed)
+        return self._watched
+
+    async def check(self, reduce: Reduce, learner: DeviceLearners) -> PeerId:
+        """After they are: look at whom `watch` chose. Who of those that contribute was found false here, now or before; empty:
+        nobody. Never raises what a peer can bring about."""
+        await self._look(reduce, learner)
+        return min(self.found & contributors(reduce), default="")
+
+    async def _look(self, reduce: Reduce, learner: DeviceLearners) -> None:
+        drawn, self._drawn = self._drawn, None
+        if drawn is None or drawn not in contributors(reduce):
+            return
+        kept = self.records.of(learner.run.id, learner.step).values()
+        usual = {one.place[1]: shapes_of(one.body.values + one.labels_values) for one in kept}
+        examination = Examination(self._board, drawn, self._committer, learner, usual, self._dice)
+        try:
+            within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
+            judgement = await asyncio.wait_for(self._examine(examination, reduce, learner), within_s)
+        except (FalseWork, NotFinite) as error:
+            self._find(examination, reduce, str(error))
+        except WITHOUT_RESULT as error:
+            log.info("a spot check of %s came to nothing: %s", drawn, error or "no answer in time")
+            self._standing.forfeit(drawn)
+            self._note(drawn, "void")
+        else:
+            self._settle(examination, reduce, judgement)
+        await self._standing.keep()
+
+    def _draw(self, reduce: Reduce, learner: DeviceLearners) -> PeerId | None:
+        """Whom to look at in this step: who is suspected, or, now and then, anybody."""
+        step = learner.run.id, learner.step
+        averages = learner.run.averaging.every > 1  # then parameters differ
+        others = contributors(reduce) - self.found - {self._committer.peer}
+        self._checked = step
+        if averages or not others or not learner.segment.is_portable:
+            return None
+        counted = max(map(int.bit_count, learner.counted.values()), default=0)
+        cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)  # in passes
+        peer = self._dice.choice(sorted(others))
+        chance = self._budget.chance(cost, self._standing.trust(peer))
+        suspected = self._suspicions.next(others)
+        if suspected is not None and self._budget.afford(cost):
+            return suspected
+        if self._dice.random() >= chance:
+            return None
+        self._budget.spend(cost)
+        return peer
+
+    async def _examine(self, examination: Examination, reduce: Reduce, learner: DeviceLearners) -> Judgement | None:
+        shown = await examination.fetch()
+        contributed = await self._examine_contribution(examination, reduce, learner)
+        if shown is None or (contributed is not None and contributed.false):
+            return contributed
+        with self._ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
+            return await self._executor.call(
+                Urgency.CONTROL,
+                lambda: examination.compare(shown, self._calibration),
+                kind="spot check",
+                owner=examination.peer,
+            )
+
+    async def _examine_contribution(
+        self, examination: Examination, reduce: Reduce, learner: DeviceLearners
+    ) -> Judgement | None:
+        """Whether what it contributed is the sum of what it committed to."""
+        watched = self._watched
+        if watched is None or not watched.blocks:
+            return None
+        due = contributed_by(examination.peer, reduce)
+        sums = await examination.fetch_sums({block: due[block] for block in watched.blocks})
+        return judge_contribution(watched, sums, Codec(learner.run.averaging.codec))
+
+    def _settle(self, examination: Examination, reduce: Reduce, judgement: Judgement | None) -> None:
+        if judgement is None:
+            self._note(examination.peer, "void")
+        elif judgement.false:
+            beyond = f"{judgement.beyond} of {judgement.compared} rows are beyond what is tolerated"
+            self._find(examination, reduce, f"{beyond}, by up to {judgement.worst:.3g} times")
+        else:
+            self._note(examination.peer, "passed")
+            self._standing.pass_audit(examination.peer, judgement.compared)
+
+    def _find(self, examination: Examination, reduce: Reduce, why: str) -> None:
+        peer = examination.peer
+        log.warning("peer %s computes falsely in the training: %s", peer, why)
+        self._note(peer, "false")
+        self.found.add(peer)
+        self._standing.shun(peer)
+        others = contributors(reduce) - {self._committer.peer, peer}
+        accusation = Accusation(reduce.run, peer, examination.commitment)
+        for other in sorted(others):
+            self._telling.spawn(self._tell(other, accusation), f"tell {other}")
+
+    def _note(self, peer: PeerId, result: str) -> None:
+        self.counts[result] += 1
+        self._suspicions.looked(peer, result)
+
+    # -- telling
+
+    async def _tell(self, other: PeerId, accusation: Accusation) -> None:
+        async def told() -> None:
+            async for _ in ask(self._board, other, accusation):
+                pass
+
+        try:
+            await asyncio.wait_for(told(), TELL_S)
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            log.info("peer %s does not hear of an accusation: %s", other, error or "no answer in time")
+
+    def _hear(self, author: PeerId, accusation: Accusation) -> None:
+        """Somebody found a peer false, and shows what that peer signed: a reason to look there next."""
+        try:
+            commitment = open_commitment(accusation.commitment, self._committer.swarm, self._committer.verify)
+        except ProtocolError as error:
+            log.info("an accusation without a reason: %s", error)
+            return
+        if (commitment.peer, commitment.run) == (accusation.peer, accusation.run):
+            self._suspicions.hear(author, accusation.peer)
+
+
+def contributors(reduce: Reduce) -> set[PeerId]:
+    """Those whose gradients of the receiver's units are summed. What the ends share says nothing: they do different things."""
+    groups = (group for group in reduce.groups if group.how == How.SUM and group.blocks != (SHARED,))
+    return {member.peer for group in groups for member in group.members if member.count}
+
+
+def contributed_by(peer: PeerId | None, reduce: Reduce) -> dict[int, int]:
+    """By block, of how many microbatches a peer's gradients are in the receiver's sums, but for what the ends share."""
+    groups = (group for group in reduce.groups if group.how == How.SUM and SHARED not in group.blocks)
+    return {
+        block: member.count
+        for group in groups
+        for member in group.members
+        if member.peer == peer and member.count
+        for block in group.blocks
+    }

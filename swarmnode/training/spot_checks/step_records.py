@@ -1,0 +1,300 @@
+"""Step records: what this stage did with the microbatches of the step in force, kept for as long as a replica may ask for it.
+
+They are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and training
+goes on: it is the check that is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from torch import Tensor
+
+from swarmnode.codec.frames import MAX_BODY_BYTES
+from swarmnode.codec.messages import End, Error, Hello
+from swarmnode.codec.spot_check_messages import (
+    MAX_RECORDS,
+    SPOT_CHECK_PROTOCOL,
+    Accusation,
+    BlockTiles,
+    CommitmentReply,
+    Crossing,
+    GetCommitment,
+    GetMicrobatch,
+    GetSketches,
+    MicrobatchRecord,
+    MicrobatchReply,
+    SketchesReply,
+)
+from swarmnode.codec.tensors import TensorInfo
+from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compress.codecs import Encoded, decode_values, payload_of
+from swarmnode.compute.serving.sketch import sketch_bytes, sketches
+from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_sketch, step_seed
+from swarmnode.compute.training.learner import Learner
+from swarmnode.errors import ErrorCode
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.peer.questions import Answer, QuestionServer
+from swarmnode.plan.view import Span
+from swarmnode.swarm.records.signed import Sign, Verify
+from swarmnode.swarm.records.statement import Commitment, sign_commitment
+from swarmnode.training.worker.label_queue import ReceivedLabels
+
+Question = GetCommitment | GetMicrobatch | GetSketches | Accusation
+RECORDS_BYTES = MAX_BODY_BYTES // 2  # in one answer
+MAX_KEPT_BYTES = 1 << 30  # of a step
+_PLACE = struct.Struct("<HH")
+
+Place = tuple[int, int]
+
+
+"""Number of a microbatch and first unit: a stage counts it once at each."""
+
+
+@dataclass
+class KeptMicrobatch:
+    """What came and went of one microbatch."""
+
+    body: Forward
+    received: Buffer
+    memory: Reservation
+    labels_values: tuple[TensorInfo, ...] = ()  # at the model's end
+    labels_payload: Buffer = b""
+    sent: Encoded = ((), [])
+    answer: Backward | None = None
+    gradients: Buffer = b""
+    returned: Encoded = ((), [])
+    loss: float = 0.0
+    parameters: bytes = b""  # sketch_S of what it added, float32, little-endian
+    _grown: BlockSketches = field(default_factory=BlockSketches, repr=False)  # of what it added
+    _record: MicrobatchRecord | None = field(default=None, repr=False)
+
+    @property
+    def place(self) -> Place:
+        """Which microbatch, from which unit on."""
+        return self.body.number, self.body.route[self.body.hop].start
+
+    @property
+    def tiles(self) -> dict[int, int]:
+        """How long the sketch of what it added is, by block."""
+        return {block: len(sketch_S) for block, sketch_S in self._grown.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is kept."""
+        payloads = (
+            self.received,
+            self.labels_payload,
+            self.gradients,
+            self.parameters,
+            *self.sent[1],
+            *self.returned[1],
+        )
+        return sum(memoryview(payload).nbytes for payload in payloads)
+
+    def record(self) -> MicrobatchRecord:
+        """As it is told; hashes all payloads the first time."""
+        if self._record is None:
+            body, answer = self.body, self.answer
+            hop = body.route[body.hop]
+            self._record = MicrobatchRecord(
+                body.number,
+                hop.start,
+                hop.end,
+                Crossing(body.values, _digest([self.received])),
+                Crossing(self.labels_values, _digest([self.labels_payload])),
+                Crossing(self.sent[0], _digest(self.sent[1])),
+                () if answer is None else answer.present,
+                Crossing(() if answer is None else answer.values, _digest([self.gradients])),
+                Crossing(self.returned[0], _digest(self.returned[1])),
+                _digest([self.parameters]),
+                self.loss,
+            )
+        return self._record
+
+    @contextmanager
+    def counting(self, learner: Learner, units: Span) -> Iterator[None]:
+        """Around a pass that adds its gradients to the sums of some units; on the executor."""
+        before = self._sketches(learner, units)
+        yield
+        for block, sketch_S in self._sketches(learner, units).items():
+            self._grown.add(block, sketch_S - before[block])
+
+    def finish(self) -> None:
+        """All units have counted it."""
+        self.parameters = sketch_bytes(self._grown.joined())
+
+    def _sketches(self, learner: Learner, units: Span) -> dict[int, Tensor]:
+        """sketch_S of the sums, by block."""
+        seed = step_seed(self.body.run, self.body.step)
+        sums = learner.accumulators(units.start, units.end)
+        return {block: gradient_sketch(sums_N, seed) for block, sums_N in sums.items()}
+
+
+class StepRecords:
+    """Of one stage."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._ledger = ledger
+        self._kept: dict[Place, KeptMicrobatch] = {}
+        self._step: tuple[bytes, int] = (b"", 0)  # run and step
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepRecords of {len(self._kept)} microbatches of step {self._step[1]}, {self.size_bytes / 1e6:.1f} MB>"
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is kept."""
+        return sum(kept.memory.size_bytes for kept in self._kept.values())
+
+    def open(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
+        """A microbatch comes in; None where there is no room to keep what it was."""
+        told = ((), b"") if labels is None else (labels.body.values, labels.payload)
+        size_bytes = len(payload) + len(told[1])
+        if self.size_bytes + size_bytes > MAX_KEPT_BYTES:
+            return None
+        try:
+            return KeptMicrobatch(body, payload, self._ledger.reserve(Account.MESSAGES, size_bytes), *told)
+        except Full:
+            return None
+
+    def close(self, kept: KeptMicrobatch) -> None:
+        """A microbatch is over: keep it, if it was counted and there is room."""
+        if not (kept.parameters and self._keep(kept)):
+            kept.memory.release()
+
+    def _keep(self, kept: KeptMicrobatch) -> bool:
+        step = kept.body.run, kept.body.step
+        if step != self._step:
+            self.clear()
+            self._step = step
+        try:
+            kept.memory.resize(kept.size_bytes)
+        except Full:
+            return False
+        if self.size_bytes + kept.size_bytes > MAX_KEPT_BYTES or kept.place in self._kept:
+            return False
+        self._kept[kept.place] = kept
+        return True
+
+    def of(self, run: bytes, step: int) -> dict[Place, KeptMicrobatch]:
+        """What there is of a step, in the order of places."""
+        return dict(sorted(self._kept.items())) if (run, step) == self._step else {}
+
+    def clear(self) -> None:
+        """The step is over, or counted anew: nobody can check it any more."""
+        for kept in self._kept.values():
+            kept.memory.release()
+        self._kept.clear()
+
+
+def entries_of(records: Iterable[MicrobatchRecord]) -> bytes:
+    """As a commitment binds them."""
+    return b"".join(_PLACE.pack(record.number, record.start) + record.digest for record in records)
+
+
+def read_entries(entries: Buffer, count: int) -> dict[Place, bytes]:
+    """Digests by place. Raises ValueError where they are not so many, or a place is there twice."""
+    size = _PLACE.size + hashlib.sha256().digest_size
+    data = bytes(entries)
+    if len(data) != count * size:
+        raise ValueError(f"{len(data)} bytes of {count} entries")
+    found = {_PLACE.unpack_from(data, at): data[at + _PLACE.size : at + size] for at in range(0, len(data), size)}
+    if len(found) != count:
+        raise ValueError("a microbatch that is there twice")
+    return found
+
+
+def _digest(payloads: Sequence[Buffer]) -> bytes:
+    digest = hashlib.sha256()
+    for payload in payloads:
+        digest.update(payload)
+    return digest.digest()
+
+
+@dataclass(frozen=True)
+class Committer:
+    """Who commits, in which swarm, and how signatures are made and checked."""
+
+    peer: PeerId
+    swarm: bytes
+    sign: Sign
+    verify: Verify
+
+
+def check_server(
+    network: Network,
+    hello: Hello,
+    link_config: LinkConfig,
+    committer: Committer,
+    records: StepRecords,
+    may_ask: Callable[[PeerId], bool],
+    on_accusation: Callable[[PeerId, Accusation], None],
+) -> QuestionServer:
+    """Answers from these records, which hold what a training is fed: to its stages alone."""
+
+    async def answer(asker: Claimant, question: Question) -> Answer:
+        if not may_ask(asker.peer):
+            return Answer(Error(ErrorCode.REFUSED))
+        if isinstance(question, Accusation):
+            on_accusation(asker.peer, question)
+            return Answer(End())
+        kept = list(records.of(question.run, question.step).values())
+        tell: Callable[[list[KeptMicrobatch]], Answer] = _sketches
+        if isinstance(question, GetMicrobatch):
+            kept = [one for one in kept if one.place == (question.number, question.start)]
+            tell = partial(_microbatch, question.seed)
+        elif isinstance(question, GetCommitment):
+            tell = partial(_commit, committer, question)
+        else:
+            kept = kept[question.first :]
+        return await asyncio.to_thread(tell, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
+
+    return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, Question, answer)
+
+
+def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrobatch]) -> Answer:
+    entries = entries_of(one.record() for one in kept)
+    digest = hashlib.sha256(entries).digest()
+    said = Commitment(committer.swarm, committer.peer, question.run, question.step, len(kept), digest)
+    return Answer(CommitmentReply(sign_commitment(said, committer.sign)), (entries,))
+
+
+def _microbatch(seed: bytes, found: list[KeptMicrobatch]) -> Answer:
+    (kept,) = found
+    record = kept.record()
+    edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
+    crossed = [
+        sketch_bytes(sketch_TK)
+        for infos, payload in edges
+        for sketch_TK in sketches(decode_values(infos, payload_of(payload), "cpu"), seed)
+    ]
+    return Answer(
+        MicrobatchReply(record), (kept.received, kept.labels_payload, kept.gradients, kept.parameters, *crossed)
+    )
+
+
+def _sketches(kept: list[KeptMicrobatch]) -> Answer:
+    """Of the first ones, as many as go into one answer."""
+    told: list[KeptMicrobatch] = []
+    size_bytes = 0
+    for one in kept[:MAX_RECORDS]:
+        size_bytes += len(msgspec.msgpack.encode(one.record()))
+        if told and size_bytes > RECORDS_BYTES:
+            break
+        told.append(one)
+    tiles = {block: count for one in told for block, count in one.tiles.items()}
+    blocks = tuple(BlockTiles(*one) for one in sorted(tiles.items()))
+    return Answer(SketchesReply(tuple(one.record() for one in told), blocks), [one.parameters for one in told])

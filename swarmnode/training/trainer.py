@@ -1,0 +1,314 @@
+"""Trainer: feeds a run's microbatches to the swarm and hears how each step went. Any number share the work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame, FrameKind
+from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.training_messages import (
+    Backward,
+    Done,
+    Failed,
+    Forward,
+    Labels,
+    Lease,
+    ProgressReport,
+    Release,
+    StepReport,
+    Stopped,
+    Work,
+)
+from swarmnode.compress.codecs import encode_values
+from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, PeerRefused, SwarmnodeError, UsageError, refusal
+from swarmnode.net.deadlines import Backoff
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.swarm.records.run import Run, encode_run
+from swarmnode.training.coordinator.answer_times import CLEANUP, SILENCE_S, STALLED_S
+from swarmnode.training.coordinator.waits import sentence
+
+log = logging.getLogger(__name__)
+
+WANT = 32  # microbatches at a time
+RETRY_S = 0.3
+TICK_S = 0.5
+EXCUSED = 4  # times as long without work
+
+
+class Trainer:
+    """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done. `on_waiting`
+    hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds. `on_done`
+    hears of each microbatch that came back."""
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        coordinators: Callable[[], list[PeerId]],
+        run: Run,
+        batches: Batches,
+        on_step: Callable[[StepReport], None],
+        on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None,
+        on_done: Callable[[Lease], None] = lambda _lease: None,
+    ) -> None:
+        self.switchboard = switchboard
+        self.run = run
+        self.batches = batches
+        self.next_step = 0
+        self.on_done = on_done
+        self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
+        self._coordinators = coordinators
+        self._on_step = on_step
+        self._on_waiting = on_waiting
+        self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
+
+    def __repr__(self) -> str:
+        return f"<Trainer at step {self.next_step} of {self.run.steps}>"
+
+    async def train(self, stop: asyncio.Event) -> int:
+        """Feed until the run is over or `stop` is set; the steps done. Raises UsageError where the swarm is in another run,
+        NotFinite where the loss is."""
+        named: PeerId | None = None
+        while not stop.is_set():
+            for peer in self._candidates(named):
+                session = _FeedingSession(self, peer)
+                stopped = await session.work(stop)
+                named = session.redirected
+                if stopped is not None:
+                    return self._finish(stopped)
+                if session.failed is not None:
+                    self._backoff.failed(peer)
+                    self._on_waiting(f"no peer coordinates the training: {session.failed}", ())
+                if named is not None or stop.is_set():
+                    break
+            if named is None or self._backoff.pause_s(named):  # nobody, or who just failed
+                await asyncio.sleep(RETRY_S)
+        return self.next_step
+
+    def _candidates(self, named: PeerId | None) -> list[PeerId]:
+        """Who is said to lead, else all who may; those that did not answer lately come last."""
+        if named is not None and not self._backoff.pause_s(named):
+            return [named]
+        return sorted(self._coordinators(), key=lambda peer: self._backoff.pause_s(peer) > 0)
+
+    def _finish(self, stopped: Stopped) -> int:
+        if stopped.code == ErrorCode.NOT_FINITE:
+            where = f"unit {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
+            raise NotFinite(
+                f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
+                "the step before. Lower --lr or --clip, or look at the data",
+                unit=stopped.unit,
+            )
+        return stopped.step
+
+    def hear(self, news: StepReport | ProgressReport) -> None:
+        """Each step is reported once, whichever coordinator tells of it."""
+        if isinstance(news, ProgressReport):
+            self._tell_left_out(news.left_out)
+            if text := sentence(news):
+                self._on_waiting(text, news.missing)
+        elif news.step >= self.next_step:
+            self.next_step = news.step + 1
+            self._on_step(news)
+
+    def _tell_left_out(self, peers: Collection[PeerId]) -> None:
+        """Once of each."""
+        for peer in set(peers) - self.left_out:
+            log.warning("peer %s is left out of the training: what it contributes is not its gradient", peer)
+        self.left_out.update(peers)
+
+
+class _FeedingSession:
+    """Working for one coordinator. `redirected`: who leads instead, if that is what it said; `failed`: why it is not worth
+    asking again soon."""
+
+    def __init__(self, trainer: Trainer, coordinator: PeerId) -> None:
+        self.redirected: PeerId | None = None
+        self.failed: str | None = None
+        self._trainer = trainer
+        self._run = trainer.run
+        self._switchboard = trainer.switchboard
+        self._coordinator = coordinator
+        self._channel: Channel | None = None
+        self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
+        self._feeding = Tasks("trainer", on_crash=self._crashed)
+        self._leases: dict[int, asyncio.Task[None]] = {}
+        self._silent_ticks = self._idle_ticks = 0
+        self._excused = False
+
+    def __repr__(self) -> str:
+        return f"<Shift for {self._coordinator}>"
+
+    async def work(self, stop: asyncio.Event) -> Stopped | None:
+        """Until the coordinator says that the run is over; None where it is lost, silent or does not lead. Raises UsageError."""
+        stopping = asyncio.ensure_future(stop.wait())
+        stopping.add_done_callback(lambda _: self._end(None))
+        try:
+            self._channel = await self._switchboard.call(self._coordinator, self._hear, self._lose)
+            self._channel.send(Work(encode_run(self._run), WANT, self._trainer.next_step))
+            self._feeding.spawn(self._watch_silence(), "silence")
+            return await self._over
+        except PeerRefused as error:
+            if error.code == ErrorCode.WRONG_RUN:
+                raise UsageError(
+                    "the swarm is in the middle of a training with other settings or other data; go on with those, "
+                    "or found another swarm"
+                ) from None
+            return None
+        except SwarmnodeError as error:
+            log.info("coordinator %s: %s", self._coordinator, error)
+            self.failed = str(error)
+            return None
+        finally:
+            stopping.cancel()
+            self._over.cancel()
+            await self._feeding.close()
+            if self._channel is not None:
+                self._channel.close()
+
+    async def _watch_silence(self) -> None:
+        """A coordinator says something each second, and has work now and then. Counts ticks: while this process is suspended
+        nothing can be heard."""
+        fault = None
+        while fault is None:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+            self._idle_ticks = 0 if self._leases else self._idle_ticks + 1
+            fault = self._fault()
+        self._lose(PeerLost(f"peer {self._coordinator} {fault}", peer=self._coordinator))
+
+    def _fault(self) -> str | None:
+        """What the coordinator does not do. That units have nobody, or others are on their way, excuses it for a while: it may be
+        wrong."""
+        if self._silent_ticks * TICK_S >= SILENCE_S:
+            return f"says nothing for {SILENCE_S:.0f} s"
+        idle_s = self._idle_ticks * TICK_S
+        return f"has no work for {idle_s:.0f} s" if idle_s >= STALLED_S * (EXCUSED if self._excused else 1) else None
+
+    def _lose(self, error: PeerError) -> None:
+        self.failed = str(error)
+        self._end(None)
+
+    def _crashed(self, error: BaseException) -> None:
+        """Feeding died of a bug: the user is to see it."""
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    def _end(self, result: Stopped | None) -> None:
+        if not self._over.done():
+            self._over.set_result(result)
+
+    def _hear(self, _frame: Frame, body: Body) -> None:
+        self._silent_ticks = 0
+        if isinstance(body, StepReport | Stopped | Release) and body.run != self._run.id:
+            log.info("coordinator %s tells of another run", self._coordinator)
+        elif (hear := FROM_COORDINATOR.get(type(body))) is not None:
+            hear(self, body)
+
+    def _redirect(self, body: Failed) -> None:
+        self.redirected = body.peer if body.code == ErrorCode.ELSEWHERE else None
+        self._end(None)
+
+    def _refused(self, body: Error) -> None:
+        if not self._over.done():
+            self._over.set_exception(refusal(body.code, peer=self._coordinator))
+
+    def _let_go(self, _body: End) -> None:
+        self._end(None)
+
+    def _note_step(self, news: StepReport) -> None:
+        self._idle_ticks = 0
+        self._trainer.hear(news)
+
+    def _note_progress(self, news: ProgressReport) -> None:
+        self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
+        self._trainer.hear(news)
+
+    def _release(self, body: Release) -> None:
+        for lease in body.leases:
+            if lease in self._leases:
+                self._leases[lease].cancel()
+
+    def _take(self, lease: Lease) -> None:
+        if lease.run != self._run.id:
+            self._tell(Failed(lease.lease, "", ErrorCode.WRONG_RUN, run=self._run.id))
+            return
+        task = self._leases[lease.lease] = self._feeding.spawn(self._feed(lease), f"lease {lease.lease}")
+        task.add_done_callback(lambda _task: self._leases.pop(lease.lease, None))
+
+    async def _feed(self, lease: Lease) -> None:
+        """One microbatch there and back, and word of it to the coordinator."""
+        try:
+            done = await asyncio.wait_for(self._send(lease), CLEANUP * lease.within_s or None)
+            self._tell(Done(lease.lease, done.loss, self._run.id))
+            self._trainer.on_done(lease)
+        except asyncio.TimeoutError:
+            self._tell(Failed(lease.lease, lease.route[0].peer, ErrorCode.PEER_LOST, run=self._run.id))
+        except PeerError as error:
+            code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
+            self._tell(Failed(lease.lease, error.peer or "", code, run=self._run.id))
+
+    def _tell(self, body: Body) -> None:
+        if self._channel is not None and self._channel.open:
+            self._channel.send(body)
+
+    async def _send(self, lease: Lease) -> Backward:
+        """Raises PeerError where some hop is lost or cannot."""
+        answer: asyncio.Future[Backward] = asyncio.get_running_loop().create_future()
+        route = lease.route
+        first, last = route[0], route[-1]
+        answer.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # one hop may fail while another is called
+
+        def fail(error: Exception) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+
+        def hear(_frame: Frame, body: Body) -> None:
+            if isinstance(body, Backward) and body.run != lease.run:
+                fail(refusal(ErrorCode.WRONG_RUN, peer=first.peer))
+            elif isinstance(body, Backward) and not answer.done():
+                answer.set_result(body)
+            elif isinstance(body, Fault):
+                fail(refusal(body.code, peer=route[min(body.index, len(route) - 1)].peer))
+            elif isinstance(body, End | Error):
+                fail(refusal(ErrorCode.PEER_LOST, peer=first.peer))
+
+        def hear_last(_frame: Frame, body: Body) -> None:
+            if isinstance(body, Fault | Error | End):
+                fail(refusal(getattr(body, "code", ErrorCode.PEER_LOST), peer=last.peer))
+
+        inputs, labels = await asyncio.to_thread(self._trainer.batches.microbatch, lease.step, lease.number, self._run)
+        told = {name: getattr(lease, name) for name in FROM_LEASE} | {"feeder": self._switchboard.peer_id}
+        with ExitStack() as channels:
+            for values, peer, heard in ((labels, last.peer, hear_last), (inputs, first.peer, hear)):
+                infos, payload = encode_values(values)
+                channel = await self._switchboard.call(peer, heard, fail)
+                channels.callback(channel.close)
+                frame = Labels(values=infos, **told) if heard is hear_last else Forward(hop=0, values=infos, **told)
+                channel.send(frame, payload=payload)
+            return await answer
+
+
+FROM_LEASE = ("term", "lease", "step", "number", "route", "run", "within_s", "seal")
+"""What FORWARD and LABELS say as the lease does; by the seal the hops know that it is this trainer's"""
+
+FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = {
+    Lease: _FeedingSession._take,
+    Release: _FeedingSession._release,
+    StepReport: _FeedingSession._note_step,
+    ProgressReport: _FeedingSession._note_progress,
+    Stopped: _FeedingSession._end,
+    Failed: _FeedingSession._redirect,
+    Error: _FeedingSession._refused,
+    End: _FeedingSession._let_go,
+}
+"""What the coordinator says to a trainer (`docs/training-step.md`)"""

@@ -1,0 +1,240 @@
+"""Activation compressor: what a stage's values travel as, link by link and direction by direction."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import Encoded, decode, describe_values, encode_values
+from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.errors import UsageError
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import (
+    SPARSE_RULES,
+    Choice,
+    Controller,
+    Look,
+    codec_of,
+    encoded_bytes,
+    is_allowed,
+    topk_ratio,
+)
+from swarmnode.swarm.records.run import AUTO, Compression
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
+
+OnChoice = Callable[[PeerId, str, Choice], None]
+"""(peer, direction, choice): what goes there travels otherwise from now on"""
+
+
+MAX_LINKS = 64  # those used longest ago are forgotten
+
+Link = tuple[PeerId, str]
+"""To whom, and which way through the model"""
+
+Way = tuple[PeerId, str, bool]
+"""With whom, which way through the model, and whether it is sent or comes in"""
+
+
+class LinkDurations:
+    """How long a microbatch's values take over each link of a stage as they are, in both directions; of the step in force and
+    the one before it: peers that are not met any more are forgotten."""
+
+    def __init__(self) -> None:
+        self._now_s: dict[Way, float] = {}
+        self._before_s: dict[Way, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<LinkDurations of {len(self._now_s)} ways, the longest {self.slowest_s:.3g} s>"
+
+    @property
+    def slowest_s(self) -> float:
+        """The longest, in seconds; 0 where none is known."""
+        return max((*self._now_s.values(), *self._before_s.values()), default=0.0)
+
+    def note(self, way: Way, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+        """Values (however they are encoded) cross a link: the seconds that they would take uncompressed, where that is known."""
+        if not bandwidth_bps:
+            return None
+        self._now_s[way] = found_s = encoded_bytes(values, Codec.NONE) * 8 / bandwidth_bps
+        return found_s
+
+    def end_step(self) -> None:
+        """Another step begins."""
+        self._before_s, self._now_s = self._now_s, {}
+
+
+@dataclass(frozen=True)
+class _LeftOver:
+    values: Sequence[Tensor]  # of whole numbers: zeros
+    memory: Reservation
+
+
+class ErrorFeedback:
+    """What top-k left out of the values of a link, which is added to the next ones (Stich et al., arXiv 1809.07599). On the
+    executor; if the ledger has no room, nothing is kept, and top-k goes on without.
+
+    A microbatch's activations are of other samples than the next one's. What was left out of them is the same for all samples
+    where it is a bias, and noise where it is not: which of them prevails is measured in `docs/decisions/compression.md`.
+    """
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._ledger = ledger
+        self._left: OrderedDict[Link, _LeftOver] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<ErrorFeedback of {len(self._left)} links>"
+
+    def encode(self, values: Sequence[Tensor], link: Link, choice: Choice) -> Encoded:
+        """Descriptors and payloads of the values and what was left out before; keeps what is left out now."""
+        wanted = self._with_left_over(values, link)
+        infos, payloads = encode_values(wanted, choice.codec, choice.keep)
+        said = [decode(info, bytes(payload)) for info, payload in zip(infos, payloads, strict=True)]
+        self._keep(link, [value - told.to(value.device) for value, told in zip(wanted, said, strict=True)])
+        return infos, payloads
+
+    def _with_left_over(self, values: Sequence[Tensor], link: Link) -> Sequence[Tensor]:
+        left = self._left.get(link)
+        if left is None or [value.shape for value in left.values] != [value.shape for value in values]:
+            return values
+        return [value + more.to(value.device) for value, more in zip(values, left.values, strict=True)]
+
+    def _keep(self, link: Link, left: Sequence[Tensor]) -> None:
+        self._forget(link)
+        if not is_finite(left):
+            return
+        if len(self._left) >= MAX_LINKS:
+            self._forget(next(iter(self._left)))
+        try:
+            memory = self._ledger.reserve(Account.ACTIVATIONS, sum(value.nbytes for value in left))
+        except Full:
+            return
+        self._left[link] = _LeftOver(left, memory)
+
+    def _forget(self, link: Link) -> None:
+        left = self._left.pop(link, None)
+        if left is not None:
+            left.memory.release()
+
+    def clear(self) -> None:
+        """Forget it all."""
+        for link in list(self._left):
+            self._forget(link)
+
+
+class ActivationCompressor:
+    """`mode` is the node's own word, which counts where the run that it is in leaves it to the nodes: "auto" chooses among the
+    codecs that the swarm allows, one controller for each link and direction; a codec's name fixes it; "topk", "adatopk" and
+    "slowest" are rules of `plan/compression.py`."""
+
+    def __init__(self, mode: str, allowed: Collection[int], ledger: MemoryLedger | None = None) -> None:
+        if not is_allowed(mode, allowed):
+            raise UsageError(f"--compress {mode}: this swarm does not allow it; choose {AUTO}")
+        self.on_choice: OnChoice = lambda _peer, _direction, _choice: None
+        self._lock = threading.Lock()  # each device of the node has a thread
+        self._own = Compression(mode)
+        self._allowed = frozenset(allowed)
+        self._feedback = ErrorFeedback(ledger or MemoryLedger())
+        self._durations = LinkDurations()
+        self._beat_s = 0.0  # how long the slowest stage computes
+        self._slowest_s = 0.0  # how long the swarm's slowest link takes
+        self._asked = self._in_force = self._own
+        self._controllers: dict[Link, Controller] = {}
+        self._choices: dict[Link, Choice] = {}
+
+    def __repr__(self) -> str:
+        return f"<ActivationCompressor {self._in_force.rule}, {len(self._choices)} links, beat {self._beat_s:.3g} s>"
+
+    @property
+    def choices(self) -> Mapping[Link, Choice]:
+        """By peer and direction."""
+        return self._choices.copy()  # at once: the executor adds links meanwhile
+
+    @property
+    def allowed(self) -> Collection[int]:
+        """Codecs of the swarm."""
+        return self._allowed
+
+    @property
+    def slowest_link_s(self) -> float:
+        """Of this stage's own links, the seconds that a microbatch's values take uncompressed; 0: not known. On the executor."""
+        with self._lock:
+            return self._durations.slowest_s
+
+    def hear(self, beat_s: float, slowest_link_s: float) -> None:
+        """Another step begins, with the coordinator's word on the slowest stage and the slowest link; 0: not known."""
+        with self._lock:
+            self._beat_s, self._slowest_s = beat_s, slowest_link_s
+            self._durations.end_step()
+
+    def adopt(self, asked: Compression) -> None:
+        """What the run asks for, on the executor. What the swarm does not allow is not done, whoever asks."""
+        with self._lock:
+            if asked != self._asked:
+                self._adopt(asked)
+
+    def _adopt(self, asked: Compression) -> None:
+        self._asked = asked
+        self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self._allowed) else self._own
+        if asked.rule not in (AUTO, self._in_force.rule):
+            log.warning("the run asks for --compress %s, which this swarm does not allow", asked.rule)
+        self._controllers.clear()
+        self._feedback.clear()
+
+    def arrived(self, values: Sequence[TensorInfo], peer: PeerId, direction: str, bandwidth_bps: float | None) -> None:
+        """Values came in from a peer, whose large frames come in as fast as that; on the executor."""
+        with self._lock:
+            self._durations.note((peer, direction, False), values, bandwidth_bps)
+
+    def encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
+        """Descriptors and payloads for a peer; on the executor."""
+        link = (peer, direction)
+        with self._lock:
+            choice = self._choose(describe_values(values), link, bandwidth_bps)
+            if self._in_force.feedback:
+                return self._feedback.encode(values, link, choice)
+        return encode_values(values, choice.codec, choice.keep)
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._feedback.clear()
+
+    def _choose(self, infos: Sequence[TensorInfo], link: Link, bandwidth_bps: float | None) -> Choice:
+        link_s = self._durations.note((*link, True), infos, bandwidth_bps)
+        before = self._choices.get(link, UNKNOWN)
+        if self._in_force.rule in SPARSE_RULES:
+            choice = self._sparse(link_s)
+        else:
+            controller = self._controllers.setdefault(link, Controller(self._ladder))
+            directions = len({direction for _, direction in self._controllers})
+            choice = controller.look(Look(infos, bandwidth_bps, self._beat_s, directions))
+        self._choices[link] = choice
+        if choice.codec != before.codec:
+            self.on_choice(*link, choice)
+        return choice
+
+    @property
+    def _ladder(self) -> Collection[int]:
+        rule = self._in_force.rule
+        return self._allowed if rule == AUTO else {codec_of(rule)}
+
+    def _sparse(self, link_s: float | None) -> Choice:
+        """Against the slowest link of all, as far as the coordinator has told it; else of this stage's."""
+        if link_s is None:
+            return UNKNOWN
+        rule = self._in_force.rule
+        slowest_s = self._slowest_s or self._durations.slowest_s
+        ratio = topk_ratio(rule, link_s, slowest_s, self._in_force.ratio)
+        if ratio <= 1:
+            return Choice(Codec.NONE, f"{rule}: {link_s:.3g} s, where the slowest link takes {slowest_s:.3g} s")
+        told = f"{rule} keeps 1 / {ratio:.3g} of the elements: {link_s:.3g} s, where the slowest link takes {slowest_s:.3g} s"
+        return Choice(Codec.TOPK, told, 1 / ratio)

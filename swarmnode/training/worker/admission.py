@@ -1,0 +1,30 @@
+"""What a stage lets in: microbatches of its run and step, along routes that pass it, from who holds their lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarmnode.codec.tensors import TensorInfo
+from swarmnode.codec.training_messages import Forward, Labels
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.coordinator.seal import is_sealed
+
+
+def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, key: bytes) -> ErrorCode | None:
+    """Why what is of the term in force is not taken, or None. `key` is the term's."""
+    if body.run != run.id:
+        return ErrorCode.WRONG_RUN
+    if body.number >= run.microbatches or body.route[body.hop].peer != here:
+        return ErrorCode.MALFORMED
+    if sender != body.sender or not is_sealed(key, body):
+        return ErrorCode.REFUSED
+    return None if is_of_its_size(body.values, run) else ErrorCode.MALFORMED
+
+
+def is_of_its_size(values: Sequence[TensorInfo], run: Run) -> bool:
+    """Whether it has as many samples and tokens as the run says: who holds a lease decides nothing about memory. Of modules that
+    are no language models the shapes are known to the graph alone."""
+    sample = (run.microbatch, run.sequence)
+    return not run.sequence or (bool(values) and all(info.shape[:2] == sample for info in values))

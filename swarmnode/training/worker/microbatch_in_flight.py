@@ -1,0 +1,380 @@
+"""Microbatch in flight: one microbatch at one hop. Values come in, are computed, and go on; gradients come back, and so do ours.
+
+One conversation with the sender and one with the next hop carry it; the end of either, in whatever way, is its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compress.codecs import Encoded, decode_values
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
+from swarmnode.compute.training.saved_activations import Gradients
+from swarmnode.compute.training.segment import Values, moved
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.measuring.meters import BACKWARD, FORWARD, TRAIN, StageMeter
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Histogram, Reading, Readings
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.peer.completed_work import CompletedWork
+from swarmnode.plan.view import Span
+from swarmnode.training.coordinator.answer_times import CLEANUP
+from swarmnode.training.spot_checks.spot_checks import SpotChecks
+from swarmnode.training.spot_checks.step_records import KeptMicrobatch
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.training.worker.label_queue import LabelQueue, ReceivedLabels
+from swarmnode.training.worker.stage_state import StageState
+from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LONGEST_S = 3600.0  # whatever a lease says
+URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
+WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
+
+
+class TrainingMeter(StageMeter):
+    """A pass is of one microbatch; its tokens are samples times positions."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span, TRAIN)
+        self.averaging = Histogram()  # seconds
+        self.not_finite = 0
+
+    def readings(self) -> Readings:
+        """See `StageMeter`."""
+        yield from super().readings()
+        yield Reading(table.AVERAGING_SECONDS, self.averaging, (self.label,))
+        yield Reading(table.NOT_FINITE, self.not_finite, (self.label,))
+
+
+class MicrobatchStage(Protocol):
+    """What a microbatch needs of the stage that it is at (`stage.py`)."""
+
+    switchboard: Switchboard
+    compressor: ActivationCompressor
+    meter: TrainingMeter
+    completed: CompletedWork
+    parts: TrainingParts
+    state: StageState
+    labels: LabelQueue
+    spot_checks: SpotChecks | None
+
+    def lost_counts(self) -> None:
+        """A pass back broke off, and with it went what its device had counted."""
+
+    def blame(self, error: NotFinite) -> None:
+        """A unit met NaN."""
+
+    def ended(self, microbatch: MicrobatchInFlight) -> None:
+        """It is over, in whatever way."""
+
+
+def place_of(body: Forward) -> int:
+    """A number for a lease at one hop: a peer may be in a route more than once."""
+    return body.lease * MAX_ROUTE_HOPS + body.hop
+
+
+def patience_s(body: Forward) -> float:
+    """For how long a hop keeps a microbatch, at most."""
+    return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
+
+
+class MicrobatchInFlight:
+    """`run` lives its whole life; `cancel` ends it early. `body` says what and where."""
+
+    def __init__(self, stage: MicrobatchStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        self.body = body
+        self._stage = stage
+        self._passed = stage.parts.passed(body, place_of(body))
+        self._channel = channel
+        self._payload: bytes | bytearray = payload
+        self._labels: ReceivedLabels | None = None  # at the last hop
+        self._returned: Encoded = ((), [])  # what goes back to the sender, of its values those that are `_present`
+        self._present: tuple[bool, ...] = ()
+        self._turned = False  # gradients are on their way back
+        self.kept: KeptMicrobatch | None = None  # for replicas that check
+        self._next: Channel | None = None
+        self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
+        self._ended = False
+        self._timer = asyncio.get_running_loop().call_later(patience_s(body), self._give_up)
+        channel.on_frame = self._hear_sender
+        channel.on_lost = lambda _error: self.end()
+
+    def __repr__(self) -> str:
+        body = self.body
+        return (
+            f"<MicrobatchInFlight of microbatch {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
+        )
+
+    @property
+    def parts(self) -> list[TrainingPart]:
+        """Of the devices that it passes."""
+        return [part for part, _ in self._passed]
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is expected of it any more."""
+        return self._ended
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what came in and is not computed yet."""
+        return len(self._payload)
+
+    async def run(self) -> None:
+        """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
+        try:
+            loss = await self._there_and_back()
+            if not self._ended:
+                infos, payload = self._returned
+                self._finish(Backward(loss, self._present, infos, self.body.run), payload)
+        except SwarmnodeError as error:
+            if isinstance(error, NotFinite):
+                self._stage.blame(error)
+            self._fail(error)
+        except asyncio.CancelledError:
+            self.end()
+            raise
+        except Exception as error:
+            log.exception("%r failed", self)
+            self._fail(ProtocolError("a microbatch failed here", code=ErrorCode.INTERNAL))
+            if self._turned and isinstance(error, RuntimeError):  # out of memory, for one
+                self._stage.lost_counts()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Forget it all; whoever computes for it stops. Safe to call twice."""
+        if self._ended:
+            return
+        self._ended = True
+        self._timer.cancel()
+        self._channel.close()
+        if self._next is not None:
+            self._next.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(PeerLost("the microbatch was given up"))
+        self._stage.ended(self)
+
+    def _give_up(self) -> None:
+        """Long after the lease's deadline: whoever gave it out has not called it back."""
+        self._fail(PeerLost("the microbatch took too long", peer=self.body.route[-1].peer))
+        self.end()
+
+    async def _there_and_back(self) -> float:
+        """Over the devices one after another, and back in reverse; the loss."""
+        *before, (last, span) = self._passed
+        is_end = self.body.hop + 1 == len(self.body.route)
+        if is_end and not self._ended:
+            self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
+        if self._passed[0][0].executor is not last.executor or last.executor is not self._stage.parts.bench:
+            await self._stage.state.updated()  # which is made on the first device's thread
+        values: Values | None = None
+        for part, units in before:
+            values = await self._compute(FORWARD, part, partial(self._outputs, part, units, values))
+        if is_end:
+            loss, gradients = await self._compute(FORWARD, last, partial(self._end, last, span, values))
+        else:
+            encoded = await self._compute(FORWARD, last, partial(self._forward, last, span, values))
+            answer, payload = await self._ask_next(encoded)
+            loss = answer.loss
+            if self.kept is not None:
+                self.kept.answer, self.kept.gradients = answer, payload
+            turning = partial(self._turn, last, span, answer, payload)
+            gradients = await self._compute(BACKWARD, last, turning)
+        for part, units in reversed(before):
+            gradients = await self._compute(BACKWARD, part, partial(self._backward, part, units, gradients))
+        return loss
+
+    async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
+        """Wait for a device, and have it done there. At the last hop's last device the way forward leads back as well."""
+        executor, run = part.executor, self._stage.state.run
+        came_s, size = executor.clock(), 0 if run is None else run.positions
+
+        def compute() -> T:
+            with part.learner.lock:
+                if self._ended:
+                    raise PeerLost("the microbatch was given up")
+                return function()
+
+        owner = f"lease {self.body.lease}"
+        result = await executor.call(URGENCY[phase], compute, kind=phase, owner=owner, size=size)
+        self._stage.meter.note_hop(phase, executor.clock() - came_s)
+        return result
+
+    # -- compute, on the thread of the part's device
+
+    def _forward(self, part: TrainingPart, units: Span, values: Values | None) -> Encoded:
+        """What goes to the next hop."""
+        outputs = self._outputs(part, units, values)
+        peer = self.body.route[self.body.hop + 1].peer
+        bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
+        encoded = self._encode(outputs, peer, FORWARD, bandwidth_bps)
+        if self.kept is not None:
+            self.kept.sent = encoded
+        return encoded
+
+    def _end(self, part: TrainingPart, units: Span, values: Values | None) -> tuple[float, Gradients]:
+        """At the end of the model the loss's gradient is at hand."""
+        (loss,) = self._outputs(part, units, values)
+        gradients = self._backward(part, units, ())
+        self._stage.state.losses[self.body.number] = float(loss)
+        if self.kept is not None:
+            self.kept.loss = float(loss)
+        return float(loss), gradients
+
+    def _turn(self, part: TrainingPart, units: Span, answer: Backward, payload: bytes | bytearray) -> Gradients:
+        """With the gradients that the next hop returned."""
+        peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
+        if next_hop is not None:
+            self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
+        flowing = iter(decode_values(answer.values, payload, part.segment.device))
+        return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
+
+    def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
+        """What a part's units make of what another part made, or of what came in, which is let go."""
+        body, device = self.body, part.segment.device
+        if values is None:
+            if body.hop:  # what a trainer feeds is its own affair
+                compressor, sender = self._stage.compressor, self._channel
+                compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
+            values = decode_values(body.values, self._payload, device)
+            checks, learner = self._stage.spot_checks, self._stage.state.learner
+            self.kept = None if checks is None else checks.remember(learner, body, self._payload, self._labels)
+            self._payload = b""
+        values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
+        with self._passing(FORWARD, part, units):
+            return part.learner.forward(place, body.number, units.start, units.end, values, labels)
+
+    def _labels_on(self, part: TrainingPart) -> Values:
+        """What the loss needs, which is let go; none but at the last device of the last hop."""
+        if self._labels is None or part is not self._passed[-1][0]:
+            return ()
+        came, self._labels = self._labels, None
+        return decode_values(came.body.values, came.payload, part.segment.device)
+
+    def _backward(self, part: TrainingPart, units: Span, gradients: Gradients) -> Gradients:
+        """The gradients of what came into a part; those of what came in here are encoded."""
+        learner, kept, self._turned = part.learner, self.kept, True
+        counting = nullcontext() if kept is None else kept.counting(learner, units)
+        with self._passing(BACKWARD, part, units), counting:
+            inputs = learner.backward(place_of(self.body), gradients)
+        if part is self._passed[0][0]:
+            self._return(inputs)
+        return inputs
+
+    def _return(self, inputs: Gradients) -> None:
+        """To the sender; the trainer has no use for them."""
+        if self.body.hop == 0:
+            inputs = tuple(None for _ in inputs)
+        self._present = tuple(gradient is not None for gradient in inputs)
+        flowing = [gradient for gradient in inputs if gradient is not None]
+        self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
+        if self.kept is not None:
+            self.kept.returned = self._returned
+            self.kept.finish()
+
+    def _passing(self, phase: str, part: TrainingPart, units: Span) -> AbstractContextManager[None]:
+        """Around the pass itself. A microbatch that other devices had before is counted already."""
+        stage, came = self._stage, part is self._passed[0][0]
+        assert stage.state.run is not None
+        tokens = stage.state.run.positions
+
+        def told(pass_s: float) -> None:
+            part.unit_time.note(units.units, pass_s)
+            part.executor.post(
+                partial(
+                    stage.meter.note_pass,
+                    phase,
+                    pass_s,
+                    microbatches=int(came),
+                    tokens=tokens if came else 0,
+                    unit_tokens=units.units * tokens,
+                )
+            )
+
+        return part.stopwatch.timing(told, WORK[phase] * units.units * tokens)
+
+    def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
+        compressor, run = self._stage.compressor, self._stage.state.run
+        assert run is not None
+        compressor.adopt(run.compression)
+        infos, payloads = compressor.encode(values, peer, direction, bandwidth_bps)
+        raw_bytes, encoded_bytes = sum(value.nbytes for value in values), sum(map(len, payloads))
+        codec = compressor.choices[peer, direction].codec
+        self._stage.meter.note_tensors(codec, direction, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes)
+        return infos, payloads
+
+    # -- conversations
+
+    async def _ask_next(self, encoded: Encoded) -> tuple[Backward, bytes | bytearray]:
+        body = self.body
+        hop = body.route[body.hop + 1]
+        channel = await self._stage.switchboard.call(hop.peer, self._hear_next, self._lose_next)
+        if self._ended:
+            channel.close()
+            raise PeerLost("the microbatch was given up")
+        self._next = channel
+        self._answer = asyncio.get_running_loop().create_future()
+        onward = msgspec.structs.replace(body, hop=body.hop + 1, values=encoded[0])
+        channel.send(onward, payload=encoded[1])
+        return await self._answer
+
+    def _hear_sender(self, _frame: Frame, body: Body) -> None:
+        if isinstance(body, End | Error):
+            self.end()
+
+    def _hear_next(self, frame: Frame, body: Body) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if isinstance(body, Backward) and body.run == self.body.run:
+            self._answer.set_result((body, frame.payload))
+        elif isinstance(body, Backward):
+            self._answer.set_exception(refusal(ErrorCode.WRONG_RUN, peer=self.body.route[self.body.hop + 1].peer))
+        elif isinstance(body, Fault):
+            peer = self.body.route[min(body.index, len(self.body.route) - 1)].peer
+            self._answer.set_exception(refusal(body.code, peer=peer))
+        elif isinstance(body, Error):
+            self._answer.set_exception(refusal(body.code, peer=self.body.route[self.body.hop + 1].peer))
+        elif isinstance(body, End):
+            self._lose_next(PeerLost("the next hop ended the microbatch", peer=self.body.route[self.body.hop + 1].peer))
+
+    def _lose_next(self, error: PeerError) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
+        hop, run = self.body.route[self.body.hop], self._stage.state.run
+        if run is not None:
+            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions)
+        if self._channel.open:
+            self._channel.send(answer, payload=payload)
+            self._channel.close()
+
+    def _fail(self, error: SwarmnodeError) -> None:
+        """Tell the sender which hop of the route could not, and why."""
+        log.info("%r: %s", self, error)
+        self._stage.meter.faults[error.code] += 1
+        route = self.body.route
+        index = next(
+            (place for place, hop in enumerate(route) if hop.peer == getattr(error, "peer", None)), self.body.hop
+        )
+        if self._channel.open:
+            self._channel.close(Fault(0, index, error.code))

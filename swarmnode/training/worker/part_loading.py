@@ -1,0 +1,147 @@
+"""Part loading: a span's units onto a node's devices, ready to be trained, served as they are learnt, and measured."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from swarmnode.compute.capacity.speed import Speeds, measure_training
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
+from swarmnode.compute.graph.costs.rates import measure_rates
+from swarmnode.compute.graph.costs.span_estimate import estimate_span
+from swarmnode.compute.graph.segment import load_segment as load_graph_segment
+from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.stopwatch import Stopwatch, synchronize
+from swarmnode.compute.throttle import TRAINING_WORK, Throttle
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
+from swarmnode.compute.training.segment import Segment, Values, moved
+from swarmnode.measuring.capability import Capability, SpeedCache
+from swarmnode.measuring.hardware import Hardware, LentDevice
+from swarmnode.peer.host import Host
+from swarmnode.plan.spans.devices import DevicePart
+from swarmnode.serving.span_part import LoadedSpan
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.worker.memory import TrainingMemory
+from swarmnode.training.worker.pass_estimator import PassEstimator
+from swarmnode.training.worker.training_parts import LoadUnits, TrainingPart
+
+LoadedSegments = Sequence[Sequence[tuple[int, Segment]]]
+BUDGET_S = 1.0  # for all passes, where that is enough for the fewest
+FEWEST_PASSES, MOST_PASSES = 2, 5
+LEASE = -1  # no coordinator's
+SMALL = 1e-3  # gradients that overflow nowhere
+
+
+def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], float]) -> float:
+    """Seconds for a microbatch of the learner's run through units [start, end): the median of some passes; the first one warms up.
+    For a learner that has counted nothing yet.
+
+    Raises CheckpointError where nobody but the data knows what comes into the units, ProtocolError and NotFinite where they cannot
+    work with what is made up.
+    """
+    segment, run = learner.segment, learner.run
+    values, labels = segment.dummies(start, run.microbatch, run.sequence)
+    values, labels = moved(values, segment.device), moved(labels, segment.device)
+    took_s: list[float] = []
+    while len(took_s) < FEWEST_PASSES or (len(took_s) < MOST_PASSES and sum(took_s) < BUDGET_S):
+        began_s = clock()
+        _there_and_back(learner, start, end, values, labels)
+        synchronize(segment.device)
+        took_s.append(max(clock() - began_s, 1e-9))
+    return statistics.median(took_s[1:])
+
+
+def _there_and_back(learner: Learner, start: int, end: int, values: Values, labels: Values) -> None:
+    try:
+        outputs = learner.forward(LEASE, 0, start, end, values, labels)
+        received = outputs if end < learner.segment.units else ()  # of a loss no gradient comes
+        grads = tuple(torch.full_like(one, SMALL) if one.is_floating_point() else None for one in received)
+        learner.backward(LEASE, grads)
+    finally:
+        learner.discard()  # else the next pass would go through what is counted
+
+
+"""Of each replica its parts: the number of the device, and the units that are ready to be trained there"""
+
+
+def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
+    """Of all units for a microbatch. Raises CheckpointError where the work cannot be estimated."""
+    if isinstance(checkpoint, GraphCheckpoint):
+        return estimate_units(checkpoint.graph, run.microbatch)
+    return estimate_span(checkpoint, run.microbatch, run.sequence)
+
+
+def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) -> Speeds:
+    """Before anything is trained, as a device is lent. What a graph's inputs are is known to its data alone: its first real work
+    tells."""
+    if not isinstance(segment, SpanSegment):
+        return Speeds()
+    position_s = 1 / measure_training(segment, clock=clock).training_units_per_s
+    return Speeds(training_units_per_s=1 / throttle.lent_s(position_s, throttle.least_of_work_s(TRAINING_WORK)))
+
+
+async def load_units(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
+    """Units that are ready to be trained, and the number of their device. Raises CheckpointError, LocalError."""
+    load = _loading(checkpoint, str(hardware.lent[part.device].device.torch_device))
+    return part.device, await asyncio.to_thread(load, *part.span)
+
+
+def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
+    """Of units as the swarm was founded with them."""
+    if isinstance(checkpoint, GraphCheckpoint):
+        return functools.partial(load_graph_segment, checkpoint.path, device=device)
+    return functools.partial(load_segment, checkpoint, device=device)
+
+
+async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
+    """What is served of a part, as the training makes it."""
+    assert isinstance(segment, SpanSegment)
+    return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
+
+
+def make_part(
+    host: Host, checkpoint: Checkpoint, hardware: Hardware, executors: Sequence[Executor], device: int, segment: Segment
+) -> TrainingPart:
+    """A device's part of a replica, which estimates its passes and counts its memory."""
+    lent = hardware.lent[device]
+    estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))  # asked twice as a run begins
+    clock = host.clock.compute
+    estimator = PassEstimator(
+        segment.device,
+        estimated,
+        functools.partial(measure_rates, clock=clock),
+        functools.partial(dummy_run_s, clock=clock),
+        lent.ledger,
+        throttle=lent.throttle,
+    )
+    return TrainingPart(
+        segment,
+        executors[device],
+        memory=TrainingMemory(lent.ledger, segment, estimated),
+        stopwatch=Stopwatch(segment.device, clock=clock, throttle=lent.throttle),
+        estimator=estimator,
+        load=_loading(checkpoint, "cpu"),
+    )
+
+
+async def measure_part(
+    host: Host, part: TrainingPart, hardware: Hardware, lent: LentDevice, cache: SpeedCache
+) -> Capability:
+    """On the part's own thread, unless this device is known with any span: what work has shown last says more than a trial."""
+    conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
+    known, clock = cache.newest(conditions), host.clock.monotonic
+    if known.training_units_per_s:
+        return Capability(known, conditions, cache, clock=clock)
+    measuring = functools.partial(measure, part.segment, host.clock.compute, lent.throttle)
+    return await part.call(
+        "measure",
+        lambda: Capability.of(conditions, cache, measuring, clock=clock),
+        owner=f"units {part.span}",
+    )

@@ -1,0 +1,416 @@
+"""TrainingStage: the units that a node trains. It computes microbatches for whoever sends them, and follows the coordinator.
+
+Shared state changes on the loop without an await in between; tensors live on the bench's thread. `state.step` is what the next
+FORWARD must be of; one of the step after it waits for the COMMIT that may still be on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame, FrameKind
+from swarmnode.codec.messages import KIND_OF, End, Error, Fault, Hello
+from swarmnode.codec.training_fields import MAX_RATES
+from swarmnode.codec.training_messages import (
+    Begin,
+    Commit,
+    Condition,
+    Discard,
+    Failed,
+    Forward,
+    Labels,
+    Lead,
+    ProgressReport,
+    Release,
+    Restore,
+    Status,
+    Sync,
+    Work,
+)
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.completed_work import CompletedWork
+from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.training.averaging.all_reduce import AllReducer
+from swarmnode.training.coordinator.answer_times import SAVE_S
+from swarmnode.training.coordinator.worker_group import Line
+from swarmnode.training.spot_checks.spot_checks import SpotChecks
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.training.worker.admission import refusal_of
+from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
+from swarmnode.training.worker.following import Following
+from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
+from swarmnode.training.worker.stage_state import StageState
+from swarmnode.training.worker.training_parts import TrainingParts
+
+log = logging.getLogger(__name__)
+
+TRAIN_PROTOCOL = "/swarmnode/train/1"
+RETRY_S = 0.5
+WAITED_FOR_S = 60.0  # nobody who wants to move stays longer than that for the others' averaging
+
+
+class TrainingStage:
+    """`may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
+
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        parts: TrainingParts,
+        checkpoint_manager: CheckpointManager,
+        *,
+        compressor: ActivationCompressor | None = None,
+        completed: CompletedWork | None = None,
+        spot_checks: SpotChecks | None = None,
+        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
+    ) -> None:
+        self.parts = parts
+        self.segment = parts.segment
+        self._peer = network.peer_id
+        self.meter = TrainingMeter(parts.span)
+        self.compressor = compressor or ActivationCompressor("none", ())
+        self.bench = parts.bench
+        self.switchboard = Switchboard(
+            network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+        )
+        self.gate = link_config.gate
+        self.following = Following(on_crash=link_config.supervisor.ends_peer)
+        self.state = StageState(parts, checkpoint_manager)
+        self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
+        self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
+        self.spot_checks = spot_checks
+        self._checkpoint_manager = checkpoint_manager
+        self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
+        self._admission_queue = AdmissionQueue(parts)
+        self.labels = self._admission_queue.labels
+        self.completed = completed or CompletedWork()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._move: asyncio.Task[None] | None = None  # to another run or step
+        self._all_reduce: asyncio.Task[None] | None = None
+        self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
+        self._in_flight = Tasks("microbatches", on_crash=link_config.supervisor.ends_conversation)
+
+    def __repr__(self) -> str:
+        return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
+
+    @property
+    def term(self) -> int:
+        """The highest that it has heard."""
+        return self.following.term
+
+    @property
+    def coordinator(self) -> PeerId | None:
+        """Whom it follows."""
+        return self.following.coordinator
+
+    @property
+    def run(self) -> Run | None:
+        """The run that it is in."""
+        return self.state.run
+
+    @property
+    def learner(self) -> DeviceLearners:
+        """Raises LocalError before a run has begun."""
+        return self.state.learner
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self.switchboard.start()
+        if self.spot_checks is not None:
+            await self.spot_checks.start()
+
+    async def close(self) -> None:
+        """Keep the step that is reached, and leave."""
+        await self._in_flight.close()
+        await self._tasks.close()
+        await self.following.close()
+        await self.switchboard.close()
+        if self.spot_checks is not None:
+            await self.spot_checks.close()
+        if self.state.condition == Condition.READY and not self.state.is_as_founded:
+            try:
+                await asyncio.wait_for(self.state.save(), SAVE_S)
+            except asyncio.TimeoutError:
+                log.warning("step %d could not be kept within %.0f s", self.state.step, SAVE_S)
+        self.parts.close()
+        self.compressor.close()
+
+    # -- conversations
+
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        take = OPENINGS.get(type(body))
+        if not self._may_say(channel.peer, body):
+            channel.close(Error(ErrorCode.REFUSED))
+        elif take is None:
+            channel.close(Error(ErrorCode.MALFORMED))
+        else:
+            take(self, channel, body, frame.payload)
+
+    def _may_say(self, peer: PeerId, body: Body) -> bool:
+        if isinstance(body, Work):
+            return self.gate.may_feed(peer)
+        return not isinstance(body, Lead) or self.may_lead(peer)
+
+    def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        arrival, refusal = Arrival(channel, body, payload), self._refusal_of(body, channel.peer)
+        if refusal is None and not self._admission_queue.takes(arrival):
+            refusal = ErrorCode.BUSY
+        if refusal is not None:
+            channel.close(Fault(0, body.hop, refusal))
+        elif body.step > self.state.step:
+            self._admission_queue.wait(arrival)
+        else:
+            microbatch = MicrobatchInFlight(self, *arrival)
+            self._admission_queue.begin(microbatch)
+            self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
+
+    def _take_labels(self, channel: Channel, body: Labels, payload: bytes | bytearray) -> None:
+        refusal = self._refusal_of(body, channel.peer) or self.labels.put(body, payload)
+        if refusal is not None:
+            channel.close(Fault(0, body.hop, refusal))
+        else:
+            channel.on_frame = lambda _frame, _body: self.labels.drop([body.lease])
+            channel.on_lost = lambda _error: self.labels.drop([body.lease])
+
+    def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
+        hop, state = body.route[body.hop], self.state
+        able = state.condition == Condition.READY and state.step <= body.step <= state.step + 1
+        if body.term != self.term or not able or state.run is None or self._admission_queue.is_released(body.lease):
+            return ErrorCode.STALE
+        refusal = refusal_of(body, sender, self._peer, state.run, self.following.key)
+        if refusal is not None:
+            return refusal
+        if not self.segment.start <= hop.start < hop.end <= self.segment.end:
+            return ErrorCode.WRONG_SPAN
+        return None
+
+    def ended(self, microbatch: MicrobatchInFlight) -> None:
+        """A microbatch is over, in whatever way: what it kept goes."""
+        self._admission_queue.ended(microbatch)
+        if self.spot_checks is not None and microbatch.kept is not None:
+            self.spot_checks.records.close(microbatch.kept)
+        for part in microbatch.parts:
+            self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
+        if self.state.has_new_speed():
+            self.tell_status()
+
+    def lost_counts(self) -> None:
+        """See `MicrobatchStage`. Other devices may hold a part of it: all begins anew, as if the coordinator had asked for that."""
+        self._discard()
+        if self.following.line is not None:
+            self._answer(self.following.line, FrameKind.DISCARD)
+
+    def _discard(self) -> None:
+        self._admission_queue.give_up_all()
+        self._forget_records()
+        discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
+        self._tasks.spawn(_settle(discarding), "discard")
+
+    def found_false(self) -> set[PeerId]:
+        """By its own spot checks."""
+        return set() if self.spot_checks is None else self.spot_checks.found
+
+    def blame(self, error: NotFinite) -> None:
+        """Let the coordinator know which unit met NaN."""
+        self.meter.not_finite += 1
+        line = self.following.line
+        if line is not None and line.open:
+            line.send(Failed(0, "", error.code, error.unit, self.state.run_id))
+
+    # -- the coordinator's word
+
+    def follow(self, line: Line, first: Lead | None = None) -> None:
+        """Hear a coordinator's commands on this line, of which `first` may have come already."""
+        line.on_frame = lambda _frame, body: self.obey(line, body)
+        line.on_lost = lambda error: self.following.lost(line, error)
+        if first is not None:
+            self.obey(line, first)
+
+    def obey(self, line: Line, body: Body) -> None:
+        """Do what a command says; one of a coordinator that is not in force any more is answered STALE."""
+        if isinstance(body, Lead):
+            self._lead(line, body)
+        elif isinstance(body, End):
+            self.following.lost(line, None)
+        elif self.following.line is not line:
+            line.close(Error(ErrorCode.STALE))
+        else:
+            self.following.heard()
+            if (do := COMMANDS.get(type(body))) is not None:
+                do(self, line, body)
+
+    def _release(self, line: Line, body: Release) -> None:
+        if body.run == self.state.run_id:
+            self._admission_queue.release(body.leases)
+        self._answer(line, FrameKind.RELEASE)
+
+    def _discard_for(self, line: Line, body: Discard) -> None:
+        if body.run == self.state.run_id:
+            self._discard()
+        self._answer(line, FrameKind.DISCARD)
+
+    def _begin_reducing(self, line: Line, body: Reduce) -> None:
+        self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
+
+    def _begin_moving(self, line: Line, body: Begin | Sync | Restore) -> None:
+        self._move = self._instead_of(self._move, self._moving(line, body))
+
+    def _lead(self, line: Line, body: Lead) -> None:
+        """Let go of what is in flight and follow the sender, or tell it which term is in force."""
+        if self.following.accepts(line, body):
+            self._admission_queue.new_term()
+        self._answer(line, FrameKind.LEAD)
+
+    def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a command that takes its time; the earlier one of its kind is given up."""
+        if earlier is not None:
+            earlier.cancel()
+        return self._tasks.spawn(work, "command")
+
+    def _answer(self, line: Line, kind: FrameKind) -> None:
+        """STATUS as of when everything that came before is done."""
+        self._tasks.spawn(self._tell(line, kind), "status")
+
+    async def _tell(self, line: Line, kind: int = 0) -> None:
+        def tell() -> Status:
+            return self.state.status(self.term, kind, self.compressor.slowest_link_s)
+
+        status = await self.bench.call(Urgency.CONTROL, tell, kind="status", owner=line.peer)
+        if line.open:
+            line.send(status)
+
+    def tell_status(self) -> None:
+        """Let the coordinator know what it was not told, or what is not so any more."""
+        if self.following.line is not None:
+            self._tasks.spawn(self._tell(self.following.line, 0), "status")
+
+    async def _moving(self, line: Line, body: Begin | Sync | Restore) -> None:
+        """Go to another run or step, and say where that led; what goes wrong leaves the stage where it can be asked again."""
+        try:
+            run = decode_run(body.run)
+            if isinstance(body, Begin):
+                await self.state.begin(run)
+            elif isinstance(body, Restore):
+                await self.state.restore(run, body.step)
+            else:
+                self._admission_queue.give_up_all()
+                await self.state.sync(run, body.step, body.peers)
+        except SwarmnodeError as error:
+            log.warning("%s failed: %s", type(body).__name__.upper(), error)
+            if isinstance(body, Sync):
+                await asyncio.sleep(RETRY_S)
+        await self._tell(line, KIND_OF[type(body)])
+
+    async def _reduce(self, line: Line, body: Reduce) -> None:
+        state = self.state
+        listening = state.condition == Condition.LISTENING
+        state.agreed = None
+        self._settled.clear()
+        if state.run is not None and any(len(group.members) > 1 for group in body.groups):
+            self.parts.average(state.run)
+        answer: Body
+        try:
+            if body.run != self.state.run_id:
+                raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
+            if await state.counts_less(body, self._peer):
+                await self._tell(line, FrameKind.DISCARD)  # first, or the same would be asked for again
+                raise ProtocolError("a REDUCE counts on microbatches that are not counted here", code=ErrorCode.STALE)
+            with self.meter.averaging.timing():
+                watched = None if self._checking is None else self._checking.watch(body, self.learner)
+                reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening, watched=watched)
+                agreed = await asyncio.wait_for(reducing, body.within_s or None)
+                state.agree(agreed, body.groups)
+            suspect = agreed.suspect
+            if self._checking is not None:
+                suspect = await self._checking.check(body, self.learner) or suspect
+            rates = [PathRate(peer, bps) for peer, bps in agreed.rates_bps.items()]
+            answer = Reduced(
+                body.step, body.attempt, tuple(agreed.squares), body.run, suspect, tuple(rates[:MAX_RATES])
+            )
+        except asyncio.TimeoutError:
+            answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=body.run)
+        except SwarmnodeError as error:
+            log.warning("step %d, attempt %d to reduce: %s", body.step, body.attempt, error)
+            unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
+            answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit, body.run)
+        if isinstance(answer, Failed):
+            self._settled.set()
+        if line.open:
+            line.send(answer)
+
+    async def settled(self) -> None:
+        """Wait, for a while at most, until what replicas are agreeing on, or have agreed on, is committed: else it may be lost with
+        this stage, and all begin the step anew."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), WAITED_FOR_S)
+
+    @property
+    def _checking(self) -> SpotChecks | None:
+        """Who has the step's parameters may look at others."""
+        return self.spot_checks if self.state.condition == Condition.READY else None
+
+    def _commit(self, line: Line, body: Commit) -> None:
+        if self.state.misses(body):
+            return
+        done = self.state.commit(body)
+        if done is None:
+            self._answer(line, FrameKind.COMMIT)
+            return
+        self._settled.set()
+        self._forget_records()
+        self.compressor.hear(body.beat_s, body.slowest_link_s)
+        self._tasks.spawn(self._after_commit(line, done), "commit")
+        for arrival in self._admission_queue.next_step(self.state.step):
+            self._forward(*arrival)
+
+    def _forget_records(self) -> None:
+        """Nobody can check the step any more."""
+        if self.spot_checks is not None:
+            self.spot_checks.records.clear()
+
+    async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
+        await asyncio.shield(done)  # the update is made, whatever becomes of us
+        if self.state.is_due:
+            await self.state.save()
+        await self._tell(line)
+
+
+OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]] = {
+    Forward: TrainingStage._forward,
+    Labels: TrainingStage._take_labels,
+    Pull: lambda stage, channel, body, _payload: stage._all_reducer.hear(channel, body),
+    Lead: lambda stage, channel, body, _payload: stage.follow(channel, body),
+    Work: lambda stage, channel, body, _payload: stage.on_work(channel, body),
+}
+"""What a conversation may begin with (`docs/training-step.md`)"""
+
+COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
+    Begin: TrainingStage._begin_moving,
+    Restore: TrainingStage._begin_moving,
+    Sync: TrainingStage._begin_moving,
+    Release: TrainingStage._release,
+    Discard: TrainingStage._discard_for,
+    Reduce: TrainingStage._begin_reducing,
+    Commit: TrainingStage._commit,
+    ProgressReport: lambda _stage, _line, _body: None,  # the coordinator lives, which was noted
+}
+"""What the coordinator in force may say, besides LEAD, which makes it that"""
+
+
+async def _settle(future: asyncio.Future[Any]) -> None:
+    await future

@@ -1,0 +1,88 @@
+"""The adapters of a swarm as this machine needs them: from the founder's own folder where it is at hand, else from peers, by their
+hashes, and only what its units need. What was fetched is given to others from then on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.plan.view import Span
+from swarmnode.swarm.records.manifest import AdapterInfo
+from swarmnode.swarm.storage.content import FileContent, matching_hashes
+from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.weights.fetcher import Fetcher
+from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.sources import Source
+from swarmnode.weights.weights import Weights, chunks_of, header_chunks
+
+if TYPE_CHECKING:
+    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # for a peer that has what is missing
+
+
+class AdapterFiles:
+    """Those of a swarm, whose checkpoint comes by `weights`; a founder has a folder with all of them."""
+
+    def __init__(self, swarm: Swarm, weights: Weights, seeder: Seeder) -> None:
+        assert swarm.manifest is not None
+        self._known = {adapter.name: adapter for adapter in swarm.manifest.adapters or ()}
+        self._units = swarm.manifest.model.units
+        self._own = swarm.adapters
+        self._weights = weights
+        self._seeder = seeder
+        self._fetcher: Fetcher | None = None
+
+    def __repr__(self) -> str:
+        return f"<AdapterFiles of {len(self._known)} adapters>"
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the swarm has an adapter of this name."""
+        return name in self._known
+
+    async def bring(self, name: str, span: Span) -> AdapterFile:
+        """The adapter of this name, with its matrices for these units here and verified. Raises PeerRefused (NOT_FOUND) where
+        nobody gives them in time, CheckpointError, LocalError."""
+        adapter = self._known[name]
+        if self._own is not None and await asyncio.to_thread(_is_whole, adapter, self._own):
+            return await asyncio.to_thread(_open, self._own, adapter)
+        cache, family = self._weights.open_cache(), (await self._weights.outline()).family
+        first = {adapter.config: range(adapter.config.chunks()), adapter.weights: range(1)}
+        await self._fetch(first)
+        await self._fetch({adapter.weights: header_chunks(cache.path(adapter.weights), adapter.weights)})
+        file = await asyncio.to_thread(_open, cache.folder, adapter)
+        await self._fetch({adapter.weights: chunks_of(file.tensors_of(family, span.start, span.end))})
+        self._seeder.add_files(adapter.files, cache)
+        return file
+
+    async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]]) -> None:
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self._weights.open_cache(), self._sources, self._weights.drop)
+        await self._fetcher.fetch(wanted, news=self._weights.news, patience_s=PATIENCE_S)
+
+    def _sources(self) -> list[Source]:
+        """First those who have the whole checkpoint: one of them founded the swarm, or stands in for who did."""
+        return self._weights.seeders([Span(0, self._units)])
+
+
+def _open(folder: Path, adapter: AdapterInfo) -> AdapterFile:
+    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
+
+    return AdapterFile(folder / adapter.config.name, folder / adapter.weights.name)
+
+
+def _is_whole(adapter: AdapterInfo, folder: Path) -> bool:
+    """Whether both files are in the founder's folder, as the swarm was founded on them."""
+    try:
+        whole = all(matching_hashes(folder / file.name, file) is not None for file in adapter.files)
+    except OSError as error:
+        log.warning("the adapter %s cannot be read: %s; asking the peers instead", adapter.name, error)
+        return False
+    if not whole:
+        log.warning("the adapter %s is not what the swarm was founded on; asking the peers instead", adapter.name)
+    return whole

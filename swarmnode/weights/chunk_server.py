@@ -1,0 +1,182 @@
+"""Answers questions for chunks of files: one after the other for each peer, as many peers at once as there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Chunk, Error, GetChunks, Hello
+from swarmnode.errors import ErrorCode, PeerError, ProtocolError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder
+from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, matching_hashes
+
+log = logging.getLogger(__name__)
+
+REQUESTS_PER_PEER = 16  # open at once; answered one after the other, so that a peer costs one chunk of memory
+PEERS_AT_ONCE = 64  # with open requests; more are told to come back
+BUSY_RETRY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A file that can be given: a whole one, or the chunks of it that a folder holds."""
+
+    file: FileContent
+    path: Path
+    cache: ChunkFolder | None = None
+
+
+@dataclass
+class _Asker:
+    """A peer with open requests."""
+
+    open: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ChunkServer:
+    """Gives files by their roots. Chunks are offered as they are: who asks checks them.
+
+    A subclass says which other `questions` it knows, and answers them in `_send`.
+    """
+
+    questions: tuple[type[Body], ...] = ()
+
+    def __init__(self, network: Network, protocols: Sequence[str], hello: Hello, link_config: LinkConfig) -> None:
+        self._offers: dict[bytes, Offer] = {}  # by root
+        self._hashes: dict[bytes, bytes] = {}  # chunk hashes of whole files, by root
+        self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
+        self._askers: dict[PeerId, _Asker] = {}
+        self._tasks = Tasks(type(self).__name__, on_crash=link_config.supervisor.ends_conversation)
+        patient = weights_link(link_config, 0)  # questions carry no payload
+        self._boards = [Switchboard(network, protocol, hello, patient, accept=self._accept) for protocol in protocols]
+
+    async def serve(self) -> None:
+        """Answer from now on."""
+        for board in self._boards:
+            await board.start()
+
+    async def close(self) -> None:
+        """Stop answering."""
+        await self._tasks.close()
+        for board in self._boards:
+            await board.close()
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        if not isinstance(body, (GetChunks, *self.questions)):
+            channel.close(Error(ErrorCode.MALFORMED))
+            return
+        asker = self._askers.get(channel.peer)
+        if asker is None:
+            if len(self._askers) >= PEERS_AT_ONCE:
+                channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
+                return
+            asker = self._askers[channel.peer] = _Asker()
+        if asker.open >= REQUESTS_PER_PEER:
+            raise ProtocolError("a peer asks for more at once than the protocol allows", code=ErrorCode.TOO_LARGE)
+        asker.open += 1
+        self._tasks.spawn(self._answer(channel, body, asker), f"answer {channel.peer}")
+
+    async def _answer(self, channel: Channel, body: Body, asker: _Asker) -> None:
+        try:
+            async with asker.turn:
+                refused = await self._send(channel, body)
+                channel.close(None if refused is None else Error(refused))
+                await channel.drain()
+        except PeerError as error:
+            log.debug("%s", error)
+        finally:
+            asker.open -= 1
+            if not asker.open:
+                self._askers.pop(channel.peer, None)
+
+    async def _send(self, channel: Channel, body: Body) -> ErrorCode | None:
+        """Send what was asked for; the code of the refusal where it cannot be had here."""
+        assert isinstance(body, GetChunks)
+        offer = self._offers.get(body.root)
+        if offer is None:
+            return ErrorCode.NOT_FOUND
+        if body.first + body.count > offer.file.chunks():
+            return ErrorCode.MALFORMED
+        try:
+            if body.count == 0:
+                return await self._send_hashes(channel, offer)
+            return await self._send_chunks(channel, offer, range(body.first, body.first + body.count))
+        except OSError as error:
+            self._withdraw(offer, str(error))
+            return ErrorCode.NOT_FOUND
+
+    async def _send_hashes(self, channel: Channel, offer: Offer) -> ErrorCode | None:
+        hashes = offer.cache.hashes(offer.file) if offer.cache else await self._hash(offer)
+        if hashes is None:
+            return ErrorCode.NOT_FOUND
+        channel.send(Chunk(hashes=True), payload=[hashes])
+        return None
+
+    async def _send_chunks(self, channel: Channel, offer: Offer, numbers: range) -> ErrorCode | None:
+        have = offer.cache.have(offer.file) if offer.cache else HAVE * offer.file.chunks()
+        for number in numbers:
+            if not channel.open:
+                return None  # who asked gave up
+            if have[number : number + 1] != HAVE:
+                return ErrorCode.NOT_FOUND
+            channel.send(Chunk(), seq=number, payload=[await asyncio.to_thread(self._read, offer, number)])
+            await channel.drain()
+        return None
+
+    def _read(self, offer: Offer, number: int) -> bytes:
+        with offer.path.open("rb") as stream:
+            stream.seek(number * CHUNK_BYTES)
+            data = stream.read(CHUNK_BYTES)
+        if len(data) != offer.file.chunk_size(number):
+            raise OSError(f"{offer.path} was cut short")
+        return data
+
+    async def _hash_all(self) -> None:
+        """Work out the hash lists of all whole files, one after the other."""
+        for offer in list(self._offers.values()):
+            if offer.cache is None:
+                await self._hash(offer)
+
+    async def _hash(self, offer: Offer) -> bytes | None:
+        """The hash list of a whole file, worked out once; None where the file is not the same any more."""
+        root = offer.file.root
+        if root in self._hashes:
+            return self._hashes[root]
+        if root not in self._hashing:
+            self._hashing[root] = self._tasks.spawn(self._hash_file(offer), f"hash {offer.file.name}")
+        return await asyncio.shield(self._hashing[root])
+
+    async def _hash_file(self, offer: Offer) -> bytes | None:
+        try:
+            hashes = await asyncio.to_thread(matching_hashes, offer.path, offer.file)
+        except OSError as error:
+            self._withdraw(offer, str(error))
+            return None
+        finally:
+            self._hashing.pop(offer.file.root, None)
+        if hashes is None:
+            self._withdraw(offer, f"{offer.path} was changed or damaged since its hashes were taken")
+        else:
+            self._hashes[offer.file.root] = hashes
+        return hashes
+
+    def _withdraw(self, offer: Offer, reason: str) -> None:
+        if self._offers.get(offer.file.root) is offer:
+            del self._offers[offer.file.root]
+            self._hashes.pop(offer.file.root, None)
+            log.warning("%s is not given to others any more: %s", offer.file.name, reason)
+
+
+def weights_link(config: LinkConfig, max_payload_bytes: int) -> LinkConfig:
+    """The link's configuration where weights travel: bounded answers."""
+    return replace(config, max_payload_bytes=max_payload_bytes)

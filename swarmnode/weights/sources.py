@@ -1,0 +1,100 @@
+"""Where chunks of a checkpoint come from: other peers, or the hub that the manifest names."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+
+from swarmnode.codec.messages import Chunk, GetChunks
+from swarmnode.errors import ProtocolError
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.questions import ask
+from swarmnode.swarm.records import manifest as manifests
+from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent
+
+HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
+
+
+class Source(ABC):
+    """Somebody who may have chunks. What it gives is not believed before it is checked."""
+
+    name: str
+    last_resort = False  # dear to ask: only while no other source works
+
+    @abstractmethod
+    async def hashes(self, file: FileContent) -> Buffer:
+        """The file's list of chunk hashes. Raises PeerError or CheckpointError."""
+
+    @abstractmethod
+    def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        """Chunks with their numbers, in order. Raises PeerError or CheckpointError."""
+
+
+def largest_answer_bytes(manifest: manifests.Manifest) -> int:
+    """The largest payload that a source may send: a chunk, or the hash list of the largest file."""
+    adapters = (adapter.weights for adapter in manifest.adapters or ())
+    longest = max(file.chunks() for file in (*manifest.files, *adapters))
+    return max(CHUNK_BYTES, longest * HASH_BYTES)
+
+
+class PeerSource(Source):
+    """A peer of the swarm that says it has weights."""
+
+    def __init__(self, board: Switchboard, peer: PeerId) -> None:
+        self.name = peer
+        self._board = board
+
+    def __repr__(self) -> str:
+        return f"<PeerSource {self.name}>"
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        question = GetChunks(file.root, 0, 0)
+        async for frame, body in ask(self._board, self.name, question, silence_s=HASHING_S):
+            if isinstance(body, Chunk) and body.hashes:
+                return frame.payload
+        raise ProtocolError("a peer ended a conversation without an answer", peer=self.name)
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        number = first
+        async for frame, body in ask(self._board, self.name, GetChunks(file.root, first, count)):
+            if not isinstance(body, Chunk) or frame.seq != number or number == first + count:
+                raise ProtocolError("a peer sent another chunk than the one asked for", peer=self.name)
+            yield number, frame.payload
+            number += 1
+        if number != first + count:
+            raise ProtocolError("a peer sent fewer chunks than asked for", peer=self.name)
+
+
+class HubSource(Source):
+    """The hub that the manifest names, at the revision founded on. Only bytes that are wanted are read, and none is kept here: what
+    the disk may hold is for the cache of weights to say."""
+
+    last_resort = True
+
+    def __init__(self, model: manifests.ModelInfo) -> None:
+        assert model.hub_id is not None
+        self.name = model.hub_id
+        self._revision = model.revision
+
+    def __repr__(self) -> str:
+        return f"<HubSource {self.name}>"
+
+    async def _read(self, file: FileContent, number: int) -> bytes:
+        from swarmnode.compute.model.hub import read_range
+
+        first, size = number * CHUNK_BYTES, file.chunk_size(number)
+        return await asyncio.to_thread(read_range, self.name, file.name, first, size, revision=self._revision)
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        """The hub knows no hashes of chunks: the whole file passes by once."""
+        hashes = bytearray()
+        for number in range(file.chunks()):
+            hashes += hashlib.sha256(await self._read(file, number)).digest()
+        return hashes
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        for number in range(first, first + count):
+            yield number, await self._read(file, number)

@@ -1,0 +1,247 @@
+"""The checkpoint of a swarm as this machine needs it: from the founder's own folder where it is at hand, else from peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.errors import CheckpointError, PeerRefused
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.host import Host
+from swarmnode.plan.view import Span
+from swarmnode.swarm.records.announcement import Announcement, peer_digest
+from swarmnode.swarm.records.manifest import CAUSAL_LM
+from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, Progress, is_weights, matching_hashes
+from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
+from swarmnode.weights.chunk_server import weights_link
+from swarmnode.weights.fetcher import Fetcher
+from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
+from swarmnode.weights.sources import HubSource, PeerSource, Source, largest_answer_bytes
+
+if TYPE_CHECKING:
+    from swarmnode.compute.model.checkpoint import Checkpoint, TensorEntry
+
+log = logging.getLogger(__name__)
+
+DAMAGED_PATIENCE_S = 5.0  # for peers to turn up where the founder's own folder cannot be used
+HEADER_LENGTH_BYTES = 8
+
+
+def header_chunks(path: Path, file: FileContent) -> range:
+    """Those of its header; its first 8 bytes, which are here, say how long that is."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
+    return range(min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // CHUNK_BYTES)))
+
+
+def chunks_of(tensors: Iterable[TensorEntry]) -> set[int]:
+    """Those in which these tensors of a file lie."""
+    return {
+        number
+        for tensor in tensors
+        if tensor.end > tensor.begin
+        for number in range(tensor.begin // CHUNK_BYTES, (tensor.end - 1) // CHUNK_BYTES + 1)
+    }
+
+
+class Weights:
+    """Gets what is asked for, verified against the manifest. `close` when the files are not needed any more."""
+
+    def __init__(self, host: Host) -> None:
+        assert host.swarm.manifest is not None
+        self._host = host
+        self._manifest = host.swarm.manifest
+        self._hint = host.swarm.checkpoint
+        if self._hint is not None and not self._hint.is_dir():
+            log.info("%s is not on this machine; the weights come from peers", self._hint)
+            self._hint = None
+        self._outline: Checkpoint | None = None
+        self._damaged = False  # the founder's folder is here and cannot be used
+        bounded = weights_link(host.link_config, largest_answer_bytes(self._manifest))
+        self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
+        self._cache: WeightCache | None = None
+        self._fetcher: Fetcher | None = None
+        self.verified: dict[bytes, bytes] = {}  # by root: the chunk hashes of the founder's files that were read whole
+        self._units: Sequence[Span] = ()  # whose tensors are being fetched
+
+    def __repr__(self) -> str:
+        return f"<Weights of {self._manifest.name} from {self._hint or self._fetcher or 'peers'}>"
+
+    @property
+    def cache(self) -> WeightCache | None:
+        """What was fetched of the checkpoint; None while the founder's own folder serves."""
+        return None if self._hint is not None else self._cache
+
+    async def small_files(self) -> Path:
+        """The folder with config and tokenizer. Raises CheckpointError, LocalError, as all methods here do."""
+        return await self._bring(
+            {file: range(file.chunks()) for file in self._manifest.files if not is_weights(file.name)}
+        )
+
+    async def everything(self) -> Path:
+        """The folder with all files, whole."""
+        return await self._bring({file: range(file.chunks()) for file in self._manifest.files})
+
+    async def outline(self) -> Checkpoint:
+        """Config, index and headers: enough to know every tensor's place and size. Read once."""
+        if self._outline is None:
+            self._outline = await self._read_outline()
+        return self._outline
+
+    async def _read_outline(self) -> Checkpoint:
+        hint = self._hint
+        await self.small_files()
+        weights = [file for file in self._manifest.files if is_weights(file.name)]
+        await self._bring({file: range(min(1, file.chunks())) for file in weights}, verify=False)
+        if self._hint is None and hint is not None:
+            # The folder was given up in the middle: what it gave before does not count.
+            return await self._read_outline()
+        headers = {file: header_chunks(self._folder() / file.name, file) for file in weights}
+        folder = await self._bring(headers, verify=False)
+        try:
+            return await asyncio.to_thread(self._open, folder)
+        except CheckpointError as error:
+            if self._hint is None:
+                raise
+            self._give_up_hint(str(error))
+            return await self._read_outline()
+
+    async def span(self, units: Span, progress: Progress | None = None) -> Checkpoint:
+        """The checkpoint with the tensors of these units present and verified."""
+        return await self._with_units([units], progress)
+
+    async def ends(self) -> Checkpoint:
+        """The checkpoint with the tensors of embedding and head."""
+        units = self._manifest.model.units
+        return await self._with_units([Span(0, 1), Span(units - 1, units)], None)
+
+    async def close(self) -> None:
+        """End the links to the sources, and let the cache go."""
+        await self._board.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    async def _with_units(self, spans: Sequence[Span], progress: Progress | None) -> Checkpoint:
+        checkpoint = await self.outline()
+        names = {name for span in spans for name in checkpoint.tensors_of(span.start, span.end)}
+        by_file: dict[str, list[TensorEntry]] = {}
+        for entry in map(checkpoint.entries.__getitem__, sorted(names)):
+            by_file.setdefault(entry.file.name, []).append(entry)
+        files = {file: by_file[file.name] for file in self._manifest.files if file.name in by_file}
+        wanted = {file: chunks_of(entries) for file, entries in files.items()}
+        self._units = spans
+        try:
+            folder = await self._bring(wanted, progress)
+        finally:
+            self._units = ()
+        return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
+
+    def _open(self, folder: Path) -> Checkpoint:
+        """Imports torch, which a client that wants config and tokenizer alone goes without."""
+        from swarmnode.compute.graph.serialise import GraphCheckpoint
+        from swarmnode.compute.model.checkpoint import Checkpoint
+
+        return (Checkpoint if self._manifest.kind == CAUSAL_LM else GraphCheckpoint)(folder)
+
+    def _folder(self) -> Path:
+        if self._hint is not None:
+            return self._hint
+        assert self._cache is not None
+        return self._cache.folder
+
+    # -- bringing chunks
+
+    async def _bring(
+        self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None = None, *, verify: bool = True
+    ) -> Path:
+        """The folder in which these chunks are, after fetching those that were not there.
+
+        Chunks from peers are always verified; `verify` is for the founder's folder, whose headers are read as they are.
+        """
+        if self._hint is not None:
+            fault = await self._fault_of_hint(wanted, verify)
+            if fault is not None:
+                self._give_up_hint(fault)
+        if self._hint is None:
+            await self._fetch(wanted, progress)
+        return self._folder()
+
+    async def _fault_of_hint(self, wanted: Iterable[FileContent], verify: bool) -> str | None:
+        """What is wrong with these files in the founder's folder; with `verify` each is read whole, once."""
+        assert self._hint is not None
+        for file in wanted:
+            path = self._hint / file.name
+            try:
+                if path.stat().st_size != file.size:
+                    return f"{path} has another size than the swarm was founded on"
+                if verify and file.root not in self.verified:
+                    hashes = await asyncio.to_thread(matching_hashes, path, file)
+                    if hashes is None:
+                        return f"{path} is not what the swarm was founded on"
+                    self.verified[file.root] = hashes
+            except OSError as error:
+                return f"{path} cannot be read: {error.strerror or error}"
+        return None
+
+    def _give_up_hint(self, fault: str) -> None:
+        log.warning("%s (changed or damaged); asking the peers instead", fault)
+        self._hint, self._damaged, self._outline = None, True, None
+
+    async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self.open_cache(), self._sources, self.drop)
+        patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # who has an invite alone has time
+        try:
+            await self._fetcher.fetch(wanted, news=self.news, progress=progress, patience_s=patience_s)
+        except PeerRefused as error:
+            raise CheckpointError(
+                f"{self._host.swarm.checkpoint} is not what the swarm was founded on: it was changed or damaged, "
+                "and no peer has the weights; restore it"
+            ) from error
+
+    def open_cache(self) -> WeightCache:
+        """Where what is fetched is kept, this swarm's alone, until `close`."""
+        if self._cache is None:
+            config = self._host.config
+            self._cache = WeightCache(config.home / FOLDER, self._host.swarm.id, config.max_cache_bytes)
+        return self._cache
+
+    async def news(self) -> None:
+        """Wait until other peers may have what is wanted."""
+        directory = self._host.directory
+        await directory.changed(directory.revision)
+
+    def seeders(self, units: Sequence[Span]) -> list[Source]:
+        """Peers that say they have these units, those with most of them and the least busy first.
+
+        Among equals each asker has an order of its own, so that not all ask the same one.
+        """
+        own = self._host.peer_id
+        others = (peer for peer in self._host.directory.peers().values() if peer.peer != own)
+        able = [(covered, peer) for peer in others if (covered := _covered(peer, units)) > 0]
+        able.sort(key=lambda one: (-one[0], one[1].sessions, peer_digest(own + one[1].peer)))
+        names = [peer.peer for _, peer in able] or self._host.bootstraps()
+        return [PeerSource(self._board, name) for name in names]
+
+    def _sources(self) -> list[Source]:
+        """Peers first; the hub last."""
+        sources = self.seeders(self._units)
+        if self._manifest.model.hub_id is not None:
+            sources.append(HubSource(self._manifest.model))
+        return sources
+
+    def drop(self, source: Source, reason: str) -> None:
+        """A source has failed, or given something false."""
+        if isinstance(source, PeerSource):
+            self._host.directory.suspect(source.name, reason)
+
+
+def _covered(peer: Announcement, units: Sequence[Span]) -> int:
+    """How many of these units a peer can give. Config and headers, for which none are named, are wherever any units are."""
+    start, end = peer.seeds
+    if not units:
+        return min(1, end - start)
+    return sum(max(0, min(end, span.end) - max(start, span.start)) for span in units)

@@ -1,0 +1,119 @@
+"""What neighbours of a route and replicas say, side by side."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import torch
+
+from swarmnode.audits.audit_case import TextRun, compare
+from swarmnode.audits.hop_account import HopAccount
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.tensors import Codec
+from swarmnode.compute.serving.sketch import sketch
+from swarmnode.plan.audits.judgement import Calibration
+from swarmnode.serving.session.transcript import ids_digest
+from swarmnode.swarm.records.statement import Edge, Statement
+
+SEED = bytes(16)
+IDS = list(range(64))
+FED = Edge(ids_digest(torch.tensor(IDS)), 0, 64)
+
+
+def states(layer: int, noise: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(layer)
+    return torch.randn(64, 96, generator=generator) + noise * torch.randn(64, 96, generator=generator)
+
+
+def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str = "", base: int = 0) -> TextRun:
+    """Three hops; `first` and `second` are what went over the edges between them. The last one held `base` positions when the
+    route began."""
+    digests = (hashlib.sha256(sent.numpy()).digest() for sent in (first, second))
+    edges = [FED, *(Edge(digest, held, 64) for digest, held in zip(digests, (0, base), strict=True))]
+    edges.append(Edge(ids_digest(torch.tensor(drawn)), 0, 64))  # to the client
+    sketches = [None, sketch(first, SEED), sketch(second, SEED), None]
+    route = [HopSpec(f"{name}{unit}", unit, unit + 2) for unit in (0, 2, 4)]
+    accounts = [
+        HopAccount(
+            Statement(
+                *(bytes(32), hop.peer, bytes(16), hop.start, hop.end, "float32", Codec.NONE, SEED, 0, 64),
+                *(edges[index], edges[index + 1], bytes(32)),
+            ),
+            b"",
+            sketches[index],
+            sketches[index + 1],
+        )
+        for index, hop in enumerate(route)
+    ]
+    return TextRun(route, accounts, dict(enumerate(drawn)), moved=base > 0)
+
+
+HONEST = run(states(1), states(2), IDS)
+
+
+def false_hop(other: TextRun) -> int | None:
+    assert other.contradiction(IDS) is None
+    return compare(HONEST, other, lambda _unit: Codec.NONE, Calibration()).false_hop
+
+
+def test_the_first_hop_that_differs_is_named_and_nothing_is_said_behind_it() -> None:
+    assert false_hop(run(states(1, 1e-7), states(2, 1e-7), IDS)) is None
+    assert false_hop(run(states(1, 1e-3), states(2, 1e-3), IDS)) == 0
+    assert false_hop(run(states(1), states(3), [9] * 64)) == 1
+    assert false_hop(run(states(1), states(2), [9] * 64)) == 2
+
+
+def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> None:
+    honest, lied = run(states(1), states(2), IDS), run(states(1, 1e-2), states(2), IDS)
+    keeps_its_digest = HopAccount(
+        honest.accounts[0].statement, b"", None, lied.accounts[0].sent_TK
+    )  # of what was sent, beside a sketch of what was not
+    changes_both = lied.accounts[0]
+    for account in (keeps_its_digest, changes_both):
+        assert TextRun(honest.route, [account, *honest.accounts[1:]], {}).contradiction(IDS) == 1
+    assert honest.contradiction([*IDS[:-1], 7]) == 0, "it was fed other tokens"
+
+
+def test_a_last_hop_signs_for_the_tokens_that_it_told() -> None:
+    told, signed = run(states(1), states(2), IDS), run(states(1), states(2), [*IDS[:-1], 9]).accounts[-1]
+    assert told.contradiction(IDS) is None
+    nothing = HopAccount(msgspec.structs.replace(signed.statement, sent=Edge()), b"", signed.received_TK, None)
+    beyond = Edge(told.accounts[-1].statement.sent.digest, 0, 65)
+    more = HopAccount(msgspec.structs.replace(signed.statement, sent=beyond), b"", signed.received_TK, None)
+    for account in (signed, nothing, more):
+        assert TextRun(told.route, [*told.accounts[:-1], account], told.drawn).contradiction(IDS) == 3
+
+
+def test_nobody_answers_for_what_a_hop_had_from_one_that_has_left() -> None:
+    """The last hop got its first 32 positions from a liar who was then replaced: they part there, and nobody here is false."""
+    lied = states(2)
+    lied[:32] = states(3)[:32]
+    took_over = run(states(1), lied, [9] * 64, base=32)
+    found = compare(took_over, HONEST, lambda _unit: Codec.NONE, Calibration())
+    assert found.unclear
+    assert found.false_hop is None
+    assert found.agree_at(0) is True
+    assert found.agree_at(1) is None
+    lied[40:] = states(4)[40:]
+    assert compare(took_over, HONEST, lambda _unit: Codec.NONE, Calibration()).false_hop is None, (
+        "sketches are of what was sent"
+    )
+    assert compare(run(states(1), lied, IDS, base=32), HONEST, lambda _unit: Codec.NONE, Calibration()).false_hop == 1
+
+
+def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
+    """Who takes over computes all positions anew, in another format of rounding: the next hop holds those of the one before."""
+    moved = run(states(1), states(2), IDS, base=32)
+    sender = moved.accounts[1]
+    assert sender.sent_TK is not None
+    anew_TK = sender.sent_TK.clone()
+    anew_TK[:32] *= 1.01
+    accounts = [moved.accounts[0], HopAccount(sender.statement, b"", sender.received_TK, anew_TK), moved.accounts[2]]
+    assert TextRun(moved.route, accounts, {}, moved=True).contradiction(IDS) is None
+    assert TextRun(moved.route, accounts, {}).contradiction(IDS) == 2, "the session's first route has no such edge"
+
+
+def test_of_two_runs_that_part_earlier_nothing_can_be_said() -> None:
+    found = compare(HONEST, run(states(5), states(2), IDS), lambda _unit: Codec.NONE, Calibration())
+    assert (found.agree_at(0), found.agree_at(1), found.agree_at(2)) == (False, None, None)

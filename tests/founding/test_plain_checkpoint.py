@@ -1,0 +1,77 @@
+"""A swarm is founded on plain weights: GGUF is dequantised once, and nothing stays of what fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmnode.errors import CheckpointError, LocalError, UsageError
+from swarmnode.founding import model_source
+from swarmnode.founding.bootstraps import Bootstraps
+from swarmnode.founding.model_source import from_checkpoint, from_model, outline
+from swarmnode.founding.swarm_creation import create_swarm
+from swarmnode.swarm.storage.swarmfile import load_swarm, save_swarm
+from tests.compute.model.llama_gguf import save_llama_gguf
+
+pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    save_llama_gguf(path)
+    return path
+
+
+def test_a_swarm_is_founded_on_a_gguf_file(file: Path, tmp_path: Path) -> None:
+    source = from_model(str(file), tmp_path / "weights")
+    assert (source.folder, source.original, source.model.hub_id) == (tmp_path / "weights", str(file), None)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in source.files}
+    swarm = create_swarm("tiny", source, Bootstraps())
+    save_swarm(swarm, tmp_path / "tiny.swarm")
+    assert load_swarm(tmp_path / "tiny.swarm").original == str(file)
+    plain = from_checkpoint(str(tmp_path / "weights"), tmp_path / "unused")
+    assert not plain.original and not (tmp_path / "unused").exists()
+
+
+def test_nothing_stays_of_what_is_interrupted_or_finds_no_place(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        from_checkpoint(str(file), tmp_path / "weights", progress=interrupted)
+    assert sorted(tmp_path.iterdir()) == before
+    usage = model_source.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(model_source.shutil, "disk_usage", lambda _folder: usage._replace(free=1000))
+    with pytest.raises(LocalError, match="GB left"):
+        from_checkpoint(str(file), tmp_path / "weights")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_there_is_not_overwritten(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "mine.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(UsageError, match=r"there already|mine\.txt"):
+            from_checkpoint(str(file), tmp_path / "weights", force=force)
+
+
+@pytest.mark.parametrize("model", ["nowhere/there.gguf", "./there.gguf", "there.gguf"])
+def test_a_file_that_is_not_there_is_no_hub_id(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder or GGUF file"):
+        from_checkpoint(model, tmp_path / "weights")
+
+
+def test_what_is_only_looked_at_is_told_who_makes_it_plain(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="`create` and `host`"):
+        outline(str(file))
+    with pytest.raises(CheckpointError, match=r"GGUF.*`create`, `host`"):
+        outline(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}')
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"quantised \(awq\).*NAME-weights"):
+        outline(str(tmp_path))

@@ -1,0 +1,172 @@
+"""What sessions want computed, on the device's executor: nobody waits for what will never come."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.serving.runner import StepInput
+from swarmnode.compute.serving.runner import StepOutput as Output
+from swarmnode.errors import ErrorCode
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.serving.job import ForwardHidden, Job, JobResult
+from swarmnode.serving.worker import Worker
+
+PATIENCE_S = 120.0
+
+
+class EchoRunner:
+    """Stands in for `StageRunner`: hidden states are the ids. `act` comes before each pass."""
+
+    def __init__(self) -> None:
+        self.span: Any = SimpleNamespace(
+            start=0, end=2, vocab_size=100, device=torch.device("cpu"), dtype=torch.float32
+        )
+        self.act: Callable[[Sequence[StepInput]], object] = lambda _works: None
+        self.opened: set[object] = set(range(10))
+        self.fails: dict[object, Exception] = {}
+
+    def open(self, session: object, **_reservation: object) -> None:
+        self.opened.add(session)
+
+    def close(self, session: object) -> None:
+        self.opened.discard(session)
+
+    def units(self, _session: object) -> int:
+        return 2
+
+    def __contains__(self, session: object) -> bool:
+        return session in self.opened
+
+    def run_each(self, works: Sequence[StepInput]) -> list[Output | Exception]:
+        self.act(works)
+        return [self._run(work) for work in works]
+
+    def _run(self, work: StepInput) -> Output | Exception:
+        return self.fails.get(work.session_id) or Output(work.session_id, 0, work.x[..., None].float())
+
+
+class Desk:
+    """A worker on an executor, and what came of its jobs."""
+
+    def __init__(self) -> None:
+        self.executor = Executor()
+        self.runner = EchoRunner()
+        self.worker = Worker(self.runner, self.executor, longest_chunk_tokens=128)  # type: ignore[arg-type]
+        self.results: asyncio.Queue[tuple[int, JobResult]] = asyncio.Queue()
+
+    async def start(self) -> Desk:
+        await self.worker.start()
+        return self
+
+    def submit(self, session: int, *ids: int) -> None:
+        info = TensorInfo(Codec.NONE, DType.INT64, (1, len(ids)))
+        payload = struct.pack(f"<{len(ids)}q", *ids)
+        then, now_s = ForwardHidden(CodecSchedule(Codec.NONE)), self.worker.clock()
+        self.worker.submit(Job(session, 0, len(ids), ((info, payload),), then, self._done, now_s))
+
+    def _done(self, job: Job, result: JobResult, _run: object) -> None:
+        self.results.put_nowait((job.session, result))
+
+    async def next(self, count: int) -> dict[int, JobResult]:
+        return dict([await asyncio.wait_for(self.results.get(), PATIENCE_S) for _ in range(count)])
+
+
+@pytest.fixture
+async def desk() -> Any:
+    desk = await Desk().start()
+    yield desk
+    await desk.worker.close()
+    await desk.executor.close()
+
+
+async def test_steps_that_wait_go_together_and_prompts_alone(desk: Desk) -> None:
+    go, passes = threading.Event(), []
+    desk.runner.act = lambda works: passes.append([work.session_id for work in works])
+    held = desk.worker.call("wait", go.wait)
+    for session in range(3):
+        desk.submit(session, session, session)
+    desk.submit(7, *range(20))
+    go.set()
+    await held
+    assert {session: result.error for session, result in (await desk.next(4)).items()} == dict.fromkeys((0, 1, 2, 7))
+    assert passes[0] == [0, 1, 2] and all(others == [7] for others in passes[1:])
+
+
+async def test_a_long_prompt_goes_in_chunks_and_comes_out_whole(desk: Desk) -> None:
+    lengths: list[int] = []
+    desk.runner.act = lambda works: lengths.extend(work.count for work in works)
+    desk.submit(0, *(number % 100 for number in range(300)))
+    values: list[float] = []
+    while len(values) < 300:
+        result = (await desk.next(1))[0]
+        ((info, payload),) = result.tensors
+        values += struct.unpack(f"<{info.shape[1]}f", payload)
+    assert values == [number % 100 for number in range(300)]
+    assert lengths == [128, 128, 44]
+
+
+async def test_a_bad_id_fails_alone(desk: Desk) -> None:
+    go = threading.Event()
+    held = desk.worker.call("wait", go.wait)
+    desk.submit(0, 5)
+    desk.submit(1, 100)
+    go.set()
+    await held
+    results = await desk.next(2)
+    assert results[0].error is None
+    assert results[1].error == ErrorCode.INVALID_REQUEST and results[1].bad_input
+
+
+async def test_who_fails_in_a_pass_fails_alone(desk: Desk) -> None:
+    go = threading.Event()
+    desk.runner.fails = {1: IndexError("beyond the table")}
+    desk.runner.opened.remove(2)
+    held = desk.worker.call("wait", go.wait)
+    for session in range(4):
+        desk.submit(session, session)
+    go.set()
+    await held
+    errors = {session: result.error for session, result in (await desk.next(4)).items()}
+    assert errors == {0: None, 1: ErrorCode.INTERNAL, 2: ErrorCode.INTERNAL, 3: None}
+    assert not desk.executor.died.done()
+
+
+def fault() -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def leave() -> None:
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize("how", [fault, leave])
+async def test_sessions_hear_at_once_of_a_device_that_is_lost(desk: Desk, how: Callable[[], None]) -> None:
+    go = threading.Event()
+    held = desk.worker.call("wait", go.wait)
+    desk.runner.act = lambda _works: how()
+    for session in range(3):
+        desk.submit(session, session)
+    desk.submit(3, 1, 2)
+    go.set()
+    await held
+    assert {result.error for result in (await desk.next(4)).values()} == {ErrorCode.INTERNAL}
+    assert await asyncio.wait_for(desk.executor.died, PATIENCE_S)
+    desk.submit(9, 1)
+    assert (await desk.next(1))[9].error == ErrorCode.INTERNAL
+
+
+async def test_what_can_not_be_opened_costs_nobody_else(desk: Desk) -> None:
+    desk.runner.open = lambda *_, **__: 1 // 0  # type: ignore[method-assign, assignment]
+    desk.worker.open(1, rows=1)
+    desk.submit(0, 5)
+    assert (await desk.next(1))[0].error is None

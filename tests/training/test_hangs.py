@@ -1,0 +1,174 @@
+"""Nothing in a training waits without end: a peer that does not do its part, while its links live, is left out. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from swarmnode.codec.frames import Frame, FrameKind
+from swarmnode.codec.training_messages import StepReport
+from swarmnode.compute.training.datasets.batches import Batches, Microbatch
+from swarmnode.net.memory.virtual_time import run_virtual
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from tests.peer.training_swarm import StallingExecutor, TrainingSwarm, local_losses, toy_batches, toy_run, until
+from tests.training.sabotage import Ill, Saboteur, wrapping
+
+STEPS = 4
+LONGEST_S = 300.0  # of virtual time, for the whole training
+
+
+class Scenario:
+    """Three units with two replicas each, and a trainer; the peers of `ill`, by number, are sabotaged."""
+
+    def __init__(self, folder: Path, ill: dict[int, Saboteur] | None = None) -> None:
+        self.swarm = TrainingSwarm(folder, wrap=wrapping(lambda: self.swarm.world, ill or {}, TRAIN_PROTOCOL))
+        self.batches = toy_batches()
+        self.run = toy_run(self.batches, STEPS)
+        self.losses: dict[int, float] = {}
+        self.waits: list[str] = []
+        self.on_step: Callable[[int], object] = lambda _step: None
+
+    async def join(self, *units: int) -> None:
+        for unit in units:
+            await self.swarm.join(unit, unit + 1)
+
+    async def train(self, batches: Batches | None = None) -> None:
+        """One trainer, until all steps are done; its losses are those of one process."""
+        _, trainer = await self.swarm.trainer(self.run, batches or self.batches, self._step, self._wait)
+        assert await asyncio.wait_for(trainer.train(asyncio.Event()), LONGEST_S) == STEPS
+        found = [self.losses[step] for step in sorted(self.losses)]
+        assert found == pytest.approx(local_losses(self.run, self.batches), rel=1e-5)
+
+    def _step(self, report: StepReport) -> None:
+        self.losses[report.step] = report.loss
+        self.on_step(report.step)
+
+    def _wait(self, why: str, _missing: tuple[int, ...]) -> None:
+        self.waits.append(why)
+
+
+def in_scenario(folder: Path, test: Callable[[Scenario], Awaitable[None]], **ill: Saboteur) -> None:
+    async def scenario() -> None:
+        scene = Scenario(folder, {int(name.removeprefix("peer_")): saboteur for name, saboteur in ill.items()})
+        try:
+            await test(scene)
+        finally:
+            await scene.swarm.close()
+
+    run_virtual(scenario())
+
+
+def executor_of(scene: Scenario, number: int) -> StallingExecutor:
+    executor = scene.swarm.volunteers[number].executor
+    assert isinstance(executor, StallingExecutor)
+    return executor
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3, 5])
+def test_a_compute_thread_that_stands_still(tmp_path: Path, victim: int) -> None:
+    """Its loop answers PING; the first one also coordinates."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 1, 2, 2)
+        scene.on_step = lambda step: executor_of(scene, victim).stall() if step == 1 else None
+        await scene.train()
+        ill = scene.swarm.volunteers[victim].peer
+        assert any(ill in text for text in scene.waits), "the user hears who it is"
+
+    in_scenario(tmp_path, test)
+
+
+def test_a_replica_that_fails_is_not_asked_again_at_once(tmp_path: Path) -> None:
+    saboteur = Saboteur(Ill.FAILS, 1)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 1, 1, 2)
+        await scene.train()
+        assert saboteur.count < 200, "it was left alone"
+
+    in_scenario(tmp_path, test, peer_2=saboteur)
+
+
+def test_a_coordinator_that_says_nothing_but_pong(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 1, 2, 2)
+        await scene.train()
+        assert scene.swarm.volunteers[1].stage.coordinator != scene.swarm.volunteers[0].peer
+
+    in_scenario(tmp_path, test, peer_0=Saboteur(Ill.PINGS, 60))
+
+
+class Withheld(Batches):
+    """Data that never comes."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.fingerprint = batches.fingerprint
+        self._batches = batches
+
+    def samples(self, run: Run) -> int:
+        return self._batches.samples(run)
+
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
+        return self._batches.rows(numbers, run)
+
+
+def test_a_feeder_that_takes_leases_and_never_feeds(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 1, 2, 2)
+        _, idle = await scene.swarm.trainer(scene.run, scene.batches, lambda _report: None)
+        feeding = asyncio.ensure_future(idle.train(asyncio.Event()))
+        await until(lambda: saboteur.tripped, "it takes leases")
+        await scene.train()
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+
+    saboteur = Saboteur(Ill.PINGS, 4)
+    in_scenario(tmp_path, test, peer_6=saboteur)
+
+
+@pytest.mark.parametrize("after", [4, 12, 30])
+def test_a_hop_that_never_returns_gradients(tmp_path: Path, after: int) -> None:
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 1, 2, 2)
+        await scene.train()
+
+    in_scenario(tmp_path, test, peer_3=Saboteur(Ill.PINGS, after))
+
+
+def test_the_only_one_that_holds_a_unit_is_named(tmp_path: Path) -> None:
+    """Nothing can go on; the user hears for whom the swarm waits."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 1, 2)
+        scene.on_step = lambda step: executor_of(scene, 1).stall() if step == 1 else None
+        training = asyncio.ensure_future(scene.train())
+        ill = scene.swarm.volunteers[1].peer
+        await asyncio.wait({training, asyncio.ensure_future(asyncio.sleep(120))}, return_when="FIRST_COMPLETED")
+        assert any(ill in text for text in scene.waits[-3:]), scene.waits[-3:]
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+
+    in_scenario(tmp_path, test)
+
+
+class Withholds(Saboteur):
+    """Leads and talks, and gives out no work from its message `after` on."""
+
+    def instead_of(self, frame: Frame) -> Frame | None:
+        return None if self.tripped and frame.kind == FrameKind.LEASE else frame
+
+
+@pytest.mark.parametrize("after", [1, 60])
+def test_a_coordinator_that_gives_out_no_work(tmp_path: Path, after: int) -> None:
+    """It is not followed any more, and cannot come back at once."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 1, 2, 2)
+        await scene.train()
+        assert scene.swarm.volunteers[1].stage.coordinator != scene.swarm.volunteers[0].peer
+
+    in_scenario(tmp_path, test, peer_0=Withholds(Ill.PINGS, after))

@@ -1,0 +1,117 @@
+"""What one volunteer says decides nothing for all: whatever it claims, the others' training goes on. In virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from swarmnode.codec.averaging_messages import Reduced
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import KIND_OF, decode_body, encode_body
+from swarmnode.codec.training_fields import MAX_TERM
+from swarmnode.codec.training_messages import Backward, Done, Failed, Status
+from swarmnode.errors import ErrorCode
+from tests.training.sabotage import Ill, Saboteur
+from tests.training.test_hangs import STEPS, Scenario, in_scenario
+
+PAIRS = (0, 0, 1, 1, 2, 2)
+LATE = 20  # frames: it has shown that it can do better
+
+Lie = Callable[[Body], Body]
+
+
+class Liar(Saboteur):
+    """Says something else than it should, from its message LATE on."""
+
+    def __init__(self, lie: Lie, after: int = LATE) -> None:
+        super().__init__(Ill.PINGS, after)
+        self._lie = lie
+        self.lies = 0
+
+    def instead_of(self, frame: Frame) -> Frame | None:
+        if not self.tripped or not frame.channel:
+            return frame
+        said = decode_body(frame.kind, frame.body)
+        told = self._lie(said)
+        if told is said:
+            return frame
+        self.lies += 1
+        return Frame(KIND_OF[type(told)], frame.channel, frame.seq, encode_body(told), frame.payload)
+
+
+def squares(value: float) -> Lie:
+    return lambda said: (
+        msgspec.structs.replace(said, squares=(value,) * len(said.squares)) if isinstance(said, Reduced) else said
+    )
+
+
+def term(value: int) -> Lie:
+    return lambda said: msgspec.structs.replace(said, term=value) if isinstance(said, Status) else said
+
+
+def not_finite(said: Body) -> Body:
+    if not isinstance(said, Status) or not said.run:
+        return said
+    return Failed(0, "", ErrorCode.NOT_FINITE, said.start)
+
+
+def loss(value: float) -> Lie:
+    def lie(said: Body) -> Body:
+        return msgspec.structs.replace(said, loss=value) if isinstance(said, Backward | Done) else said
+
+    return lie
+
+
+def newest(said: Body) -> Body:
+    """As if it were far ahead of all."""
+    return msgspec.structs.replace(said, step=1 << 40, kept=(1 << 40,)) if isinstance(said, Status) else said
+
+
+LIES: dict[str, Lie] = {
+    **{f"a square of {value}": squares(value) for value in (-1.0, math.nan, math.inf, 1e300, 1e190)},
+    "the last term": term(MAX_TERM),
+    "a term out of all reason": term(1 << 36),
+    "a term that may be": term(1 << 30),
+    "steps that nobody has made": newest,
+    "NaN in no run": not_finite,
+    "a loss that is NaN": loss(math.nan),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_the_losses_are_those_of_one_process(tmp_path: Path, lie: Lie) -> None:
+    saboteur = Liar(lie)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*PAIRS)
+        await scene.train()
+
+    in_scenario(tmp_path, test, peer_4=saboteur)
+    assert saboteur.lies, "it had its chance"
+
+
+@pytest.mark.parametrize("value", [1e60, 1e190])
+def test_the_only_holder_of_a_unit_takes_nobodys_updates_away(tmp_path: Path, value: float) -> None:
+    """By a norm of 1e30 the others would have learnt nothing any more; by an impossible one it is left alone, and named."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 1, 2)
+        weight = scene.swarm.volunteers[0].segment.parameters()[0][
+            "weight"
+        ]  # a bias of few values may come back to where it was
+        before = weight.detach().clone()
+        with contextlib.suppress(AssertionError, TimeoutError):  # other losses than those of one process, or none
+            await scene.train()
+        if value < 1e90:
+            assert len(scene.losses) == STEPS
+            assert float((weight.detach() - before).abs().max()) > 1e-3, "the others go on learning"
+        else:
+            assert any(scene.swarm.volunteers[1].peer in text for text in scene.waits), "the user hears who it is"
+
+    in_scenario(tmp_path, test, peer_1=Liar(squares(value), 1))

@@ -1,0 +1,44 @@
+"""Who holds a lease sends what the run says, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.training_messages import Forward
+from swarmnode.errors import ErrorCode
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.coordinator.seal import seal_lease
+from swarmnode.training.worker.admission import refusal_of
+
+RUN = Run(data=bytes(32), steps=9, batch=8, microbatch=4, sequence=32)
+KEY = bytes(range(32))
+ROUTE = (HopSpec("here", 0, 3),)
+
+
+def refused(*values: TensorInfo, run: Run = RUN) -> ErrorCode | None:
+    seal = seal_lease(KEY, run.id, 1, 2, 3, 0, ROUTE, "trainer")
+    body = Forward(1, 2, 3, 0, ROUTE, 0, values, run.id, "trainer", 0.0, seal)
+    return refusal_of(body, "trainer", "here", run, KEY)
+
+
+def ids(rows: int, tokens: int) -> TensorInfo:
+    return TensorInfo(Codec.NONE, DType.INT64, (rows, tokens))
+
+
+def test_the_runs_samples_and_tokens_are_taken() -> None:
+    assert refused(ids(4, 32)) is None
+    assert refused(TensorInfo(Codec.NONE, DType.FLOAT32, (4, 32, 64)), ids(4, 32)) is None
+
+
+@pytest.mark.parametrize(
+    "values", [(), (ids(1 << 14, 32),), (ids(4, 1 << 14),), (ids(4, 33),), (ids(4, 32), ids(5, 32))]
+)
+def test_more_or_other_ones_are_refused(values: tuple[TensorInfo, ...]) -> None:
+    assert refused(*values) == ErrorCode.MALFORMED
+
+
+def test_of_modules_the_graph_knows_the_shapes() -> None:
+    run = Run(data=bytes(32), steps=9, batch=8, microbatch=4)
+    assert refused(TensorInfo(Codec.NONE, DType.FLOAT32, (7, 3)), run=run) is None
