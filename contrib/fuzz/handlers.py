@@ -189,7 +189,7 @@ async def fuzz(frames: int, seed: int, folder: Path) -> dict[str, Any]:
             before_bytes, sent, refused, honest = peak_bytes(), 0, 0, UNITS * (len(PROMPT) + TOKENS - 1)
             while sent < frames:
                 network = swarm.world.join(host=f"198.51.{chance.randrange(256)}.{chance.randrange(256)}")
-                await network.connect(await door.addresses(), timeout_s=1)
+                await network.connect(await door.host.network.addresses(), timeout_s=1)
                 stranger = Stranger(network, node.peer, hello, chance)
                 while stranger.sent < min(ROUND, frames - sent) and stranger.refused < ROUND // BURST:
                     await stranger.burst()

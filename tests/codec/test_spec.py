@@ -30,9 +30,6 @@ from swarmnode.codec import (
     training_fields,
     training_messages,
 )
-from swarmnode.codec import (
-    measuring_messages as trace_messages,
-)
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
@@ -45,15 +42,6 @@ from swarmnode.swarm.records import (
     report,
     revocation,
     run,
-)
-from swarmnode.swarm.records import (
-    certificate as grant,
-)
-from swarmnode.swarm.records import (
-    manifest as adapter_info,
-)
-from swarmnode.swarm.records import (
-    receipt as voucher,
 )
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
@@ -69,25 +57,21 @@ MODULES = (
         measuring_messages,
         sampling,
         spot_check_messages,
-        trace_messages,
         state_messages,
         training_fields,
         tensors,
     ),
     *(
-        adapter_info,
         announcement,
         content,
         invite,
         manifest,
         run,
         shards,
-        grant,
         certificate,
         receipt,
         report,
         revocation,
-        voucher,
     ),
 )
 Row = dict[str, str]
@@ -132,7 +116,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("training", "Conditions", training_messages.Condition),
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
-        ("membership", "Roles", grant.Role),
+        ("membership", "Roles", certificate.Role),
         ("records", "States", announcement.State),
         ("records", "Reachabilities", reachability.Reachability),
         ("errors", "Codes", ErrorCode),
@@ -221,20 +205,16 @@ def test_limits_are_the_ones_of_the_code() -> None:
             "messages",
             "sampling",
             "state_messages",
-            "trace_messages",
             "training_fields",
         )
         for name in constants(body)
     }
     imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "UNITS", "VALUES")}
-    imported |= {"adapter_info.MAX_ADAPTER_CHARS", "manifest.MAX_ADAPTERS"}
+    imported |= {"manifest.MAX_ADAPTER_CHARS"}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
-    imported |= {
-        f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
-    }
+    imported |= {f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "PROOF_BYTES")}
     imported |= {f"report.MAX_{name}" for name in ("PEER_CHARS", "STATEMENT_BYTES", "TOKEN_ID")}
     imported |= {f"receipt.MAX_{name}" for name in ("PEER_CHARS", "RECEIPT_BYTES")}
-    imported |= {f"voucher.MAX_{name}" for name in ("PEER_CHARS", "RECEIPT_BYTES")}
     assert written == {name: value for name, value in defined.items() if name not in imported}
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from swarmnode.errors import LocalError
 from swarmnode.lending import control_client, control_server
-from swarmnode.lending import control_server as command_socket
 from swarmnode.lending.control_client import NODES, is_listening, running_nodes, tell_node
 from swarmnode.lending.control_server import ControlServer
 from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
@@ -63,9 +62,9 @@ async def test_what_is_no_command_is_told_so_and_changes_nothing(tmp_path: Path,
 
 
 async def test_who_sends_no_end_of_line_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_socket, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control_server, "REQUEST_TIMEOUT_S", 0.05)
     async with server_of(Lending()).listening(tmp_path, "a") as path:
-        for sent in (b"", b"x" * 3 * command_socket.MAX_LINE_BYTES):
+        for sent in (b"", b"x" * 3 * control_server.MAX_LINE_BYTES):
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(sent)
             assert await reader.read() == b""
@@ -78,7 +77,7 @@ async def test_two_nodes_of_one_name_and_one_that_was_killed(tmp_path: Path) -> 
     killed.bind(str(tmp_path / "control" / "a.sock"))
     killed.close()
     async with server_of(Lending()).listening(tmp_path, "a") as first:
-        path = await asyncio.to_thread(command_socket._free_path, tmp_path / NODES, "a")
+        path = await asyncio.to_thread(control_server._free_path, tmp_path / NODES, "a")
         assert first == tmp_path / "control" / "a.sock" and path == tmp_path / "control" / "a-2.sock"
 
 

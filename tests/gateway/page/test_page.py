@@ -16,7 +16,6 @@ from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.page import feed
-from swarmnode.gateway.page import feed as history
 from swarmnode.gateway.page.page import FILE, HEADER, OwnerAccess, Page
 from swarmnode.lending.lending import Lending, LendingEvent
 from tests.gateway.conftest import MODEL, Served, serving
@@ -120,12 +119,12 @@ async def test_who_has_a_key_hears_of_no_others_texts(founded: Founded, tmp_path
 
 @in_virtual_time
 async def test_the_last_hour_is_sampled(founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "KEPT", 5)
+    monkeypatch.setattr(feed, "KEPT", 5)
     async with serving(founded, tmp_path) as served, served.page.watching():
         await served.openai.completions.create(**LONG)
-        await asyncio.sleep(history.PERIOD_S)
+        await asyncio.sleep(feed.PERIOD_S)
         samples = (await served.http.get(f"{SWARM}/history")).json()["samples"]
-        assert samples[0]["tokens_per_s"] == pytest.approx(LONG["max_tokens"] / history.PERIOD_S)
+        assert samples[0]["tokens_per_s"] == pytest.approx(LONG["max_tokens"] / feed.PERIOD_S)
         await asyncio.sleep(100)
         samples = (await served.http.get(f"{SWARM}/history")).json()["samples"]
         assert len(samples) == 5

@@ -12,7 +12,6 @@ import pytest_asyncio
 from swarmnode.errors import PeerLost
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.direct import direct_connections
-from swarmnode.net.direct import direct_connections as listener
 from swarmnode.net.direct.direct_connections import (
     MOST_NOT_SHOWN,
     OFFER,
@@ -67,7 +66,7 @@ async def peers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Peer, Pe
         monkeypatch.setattr(direct_connections, name, LONG)
     for name in ("ASK_TIMEOUT_S", "OFFER_TIMEOUT_S"):
         monkeypatch.setattr(direct_connections, name, LONG.floor_s)
-    monkeypatch.setattr(listener, "SHOW_TIMEOUT_S", LONG.floor_s)
+    monkeypatch.setattr(direct_connections, "SHOW_TIMEOUT_S", LONG.floor_s)
     world = FakeWorld(seed=1)
     alice, bob = Peer(world.join()), Peer(world.join())
     assert await alice.network.connect(await bob.network.addresses(), timeout_s=TIMEOUT_S)
@@ -280,7 +279,7 @@ async def test_strangers_are_closed_as_soon_as_they_have_shown_that_they_are(
 
 
 async def test_who_shows_nothing_goes_after_a_while(peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "SHOW_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(direct_connections, "SHOW_TIMEOUT_S", 0.02)
     _, bob = peers
     reader, writer = await dial(bob)
     writer.write(b"slow")

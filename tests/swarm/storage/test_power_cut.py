@@ -11,7 +11,7 @@ import pytest
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.files import sync, write_private
 from swarmnode.net.identity import Identity
-from swarmnode.swarm.storage import small_files as new_folder_module
+from swarmnode.swarm.storage import small_files
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, chunk_hashes, describe_files
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites
@@ -144,6 +144,6 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
         sync(path)
 
     monkeypatch.setattr("swarmnode.files.sync", note)
-    with new_folder_module.new_folder(tmp_path / "out") as partial:
+    with small_files.new_folder(tmp_path / "out") as partial:
         (partial / "model.safetensors").write_bytes(b"weights")
     assert synced == ["model.safetensors", ".out.partial", tmp_path.name]
