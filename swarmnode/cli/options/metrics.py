@@ -63,7 +63,8 @@ class Watch:
         if self.port is None:
             yield
             return
-        from swarmnode.metrics.exposition import Sources, machine, serving
+        from swarmnode.metrics.exposition import Sources, serving
+        from swarmnode.metrics.machine import machine
 
         sources = Sources(swarm, live, await asyncio.to_thread(machine, self.home))
         async with serving(sources, self.host, self.port) as port:

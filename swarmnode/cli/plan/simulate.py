@@ -207,5 +207,10 @@ def _table(figures: dict[str, Any]) -> Table:
     for name, value in figures["totals"].items():
         table.add_row(name, f"{value:,.0f}")
     for name, spread in figures["latencies"].items():
-        table.add_row(name, f"{spread['count']:,}", *(f"{spread[key]:,.4g}" for key in ("mean", "p50", "p90", "p99")))
+        table.add_row(name, f"{spread['count']:,}", *(_figure(spread[key]) for key in ("mean", "p50", "p90", "p99")))
     return table
+
+
+def _figure(value: float) -> str:
+    """Return a figure in at most eight characters unless it is a million or more: small ones with two digits that count."""
+    return f"{value:.2g}" if 0 < abs(value) < 0.01 else f"{value:,.4g}"
