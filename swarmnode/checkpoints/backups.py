@@ -123,10 +123,10 @@ class BackupServer:
         self.kept_bytes = 0  # that came, since the start
         self._host = host
         self._folder = folder
-        self._board = state_board(host.network, host.hello, host.link_config)
+        self._board = state_board(host)
         self._places = BackupPlaces(host.clock.monotonic)
         self._tasks = Tasks("backups of others", on_crash=None)
-        self._server = QuestionServer(host.network, BACKUP_PROTOCOL, host.hello, host.link_config, BackUp, self._answer)
+        self._server = QuestionServer(host, BACKUP_PROTOCOL, BackUp, self._answer)
 
     def __repr__(self) -> str:
         return f"<BackupServer {self._folder!r}, {self._places!r}>"

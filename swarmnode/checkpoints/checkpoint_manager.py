@@ -12,13 +12,12 @@ from torch import Tensor
 from swarmnode.checkpoints.export import find_whole_step
 from swarmnode.checkpoints.state_server import Fresh, StateServer
 from swarmnode.checkpoints.states import fetch_states, state_board
-from swarmnode.codec.messages import Hello
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, Full
-from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
@@ -32,9 +31,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
+        peer: LocalPeer,
         root: Path,
         server: StateServer,
         backups: BackupFolder | None = None,
@@ -42,9 +39,9 @@ class CheckpointManager:
         blocks: Collection[int] = (),
     ) -> None:
         self._blocks = frozenset(blocks)
-        self._link_config = link_config
+        self._ledger = peer.link_config.ledger
         self._root = root
-        self._board = state_board(network, hello, link_config)
+        self._board = state_board(peer)
         self._fetching = asyncio.Lock()  # two who fetch into one store would be in each other's way
         self._server = server
         self._backups = backups
@@ -94,7 +91,7 @@ class CheckpointManager:
         """
         assert self._store is not None
         try:
-            memory = self._link_config.ledger.reserve(Account.CHECKPOINTS, learner.state_bytes)
+            memory = self._ledger.reserve(Account.CHECKPOINTS, learner.state_bytes)
         except Full:
             return await executor.call(Urgency.CONTROL, partial(_write_now, self._store, learner), kind="write states")
         with memory:

@@ -112,7 +112,7 @@ async def export(
     all units after `patience_s`, LocalError.
     """
     check_free(out, force=force)
-    board = state_board(host.network, host.hello, host.link_config)
+    board = state_board(host)
     try:
         found = await _look(host, board, patience_s)
         root = host.config.home / "exports" / host.swarm.id.hex()[:16]

@@ -33,7 +33,7 @@ class SharedStates:
         """Give and take states from now on; `share` of the disk space that is lent is for those of others."""
         backups = await asyncio.to_thread(_open, host, share)
         backup_server = None if backups is None else BackupServer(host, backups)
-        state_server = StateServer(host.network, host.hello, host.link_config, backups)
+        state_server = StateServer(host, backups)
         await state_server.serve()
         if backup_server is not None:
             await backup_server.start()

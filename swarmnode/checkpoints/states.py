@@ -11,7 +11,6 @@ from pathlib import Path
 
 from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
 from swarmnode.checkpoints.votes import ChosenStep, SecondVoice, Version, Votes, named
-from swarmnode.codec.messages import Hello
 from swarmnode.codec.state_messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
 from swarmnode.errors import (
     CheckpointError,
@@ -23,9 +22,9 @@ from swarmnode.errors import (
     ProtocolError,
     refusal,
 )
-from swarmnode.net.interfaces import Buffer, Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
@@ -105,10 +104,10 @@ class Listing:
         return frozenset(entry.root for entry in self.entries)
 
 
-def state_board(network: Network, hello: Hello, config: LinkConfig) -> Switchboard:
+def state_board(peer: LocalPeer) -> Switchboard:
     """The links for asking peers for states; the caller closes it."""
     longest = max(CHUNK_BYTES, MAX_STATE_BYTES // CHUNK_BYTES * HASH_BYTES)
-    return Switchboard(network, STATE_PROTOCOL, hello, weights_link(config, longest))
+    return Switchboard(peer.network, STATE_PROTOCOL, peer.hello, weights_link(peer.link_config, longest))
 
 
 async def list_states(

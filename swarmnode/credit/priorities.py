@@ -91,9 +91,7 @@ class Priorities:
         self._swarm = host.swarm.id
         self._now = host.clock.unix
         self._lent: dict[PeerId, _Lent] = {}
-        self._server = QuestionServer(
-            host.network, CLAIM_PROTOCOL, host.hello, host.link_config, CreditClaim, self._answer
-        )
+        self._server = QuestionServer(host, CLAIM_PROTOCOL, CreditClaim, self._answer)
 
     def __repr__(self) -> str:
         return f"<Priorities of {len(self._lent)} workers>"

@@ -44,9 +44,7 @@ class ReceiptKeeper:
         self._completed: CompletedWork = host.completed
         folder = receipts_of(host.config.home, host.swarm.id)
         self._folder = ReceiptFolder(folder, host.swarm.id, host.peer_id, verify, host.clock.unix)
-        self._server = QuestionServer(
-            host.network, CREDIT_PROTOCOL, host.hello, host.link_config, SignedReceipt, self._answer
-        )
+        self._server = QuestionServer(host, CREDIT_PROTOCOL, SignedReceipt, self._answer)
         self._priorities: Priorities | None = None
         if host.swarm.manifest is not None and host.swarm.manifest.priority == CREDIT:
             self._priorities = Priorities(host)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import End, Error, Hello
+from swarmnode.codec.messages import End, Error
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +40,17 @@ class QuestionServer:
 
     def __init__(
         self,
-        network: Network,
+        peer: LocalPeer,
         protocol: str,
-        hello: Hello,
-        link_config: LinkConfig,
         question: type[Body] | UnionType,
         answer: Callable[[Claimant, Any], Awaitable[Answer]],
     ) -> None:
         self._question = question
         self._answer = answer
         self._answering: set[PeerId] = set()
-        self._tasks = Tasks(f"answers of {protocol}", on_crash=link_config.supervisor.ends_conversation)
-        config = replace(link_config, max_payload_bytes=0)
-        self._board = Switchboard(network, protocol, hello, config, accept=self._accept)
+        self._tasks = Tasks(f"answers of {protocol}", on_crash=peer.link_config.supervisor.ends_conversation)
+        config = replace(peer.link_config, max_payload_bytes=0)
+        self._board = Switchboard(peer.network, protocol, peer.hello, config, accept=self._accept)
 
     def __repr__(self) -> str:
         return f"<QuestionServer {self._board!r}>"

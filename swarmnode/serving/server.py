@@ -78,7 +78,7 @@ class StageServer:
             on_peer_lost=peer.lost_neighbour,
         )
         self._traces = TraceLog()  # of sessions that are over
-        self._trace_server = trace_server(peer.network, peer.hello, links, self.trace)
+        self._trace_server = trace_server(peer, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"

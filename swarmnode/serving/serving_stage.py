@@ -121,7 +121,7 @@ class ServingStage(Stage):
             undo.push_async_callback(server.close)
             await server.start()
             author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
-            statements = audit_server(host.network, host.hello, host.link_config, author, server.session)
+            statements = audit_server(host, author, server.session)
             undo.push_async_callback(statements.close)
             await statements.start()
             undo.pop_all()

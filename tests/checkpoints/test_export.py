@@ -27,6 +27,7 @@ from swarmnode.swarm.storage.states import StateStore
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
 from tests.compute.training.conftest import build, learners, make_run, train
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 
 UNITS = 5
 RUN = make_run(checkpoint_steps=1)
@@ -64,7 +65,7 @@ class World:
             return self.stages[stage].step
 
         self.stores.append(store)
-        server = StateServer(network, self.hello, LinkConfig())
+        server = StateServer(ToyPeer(network, LinkConfig(), self.hello))
         server.give(store, fresh)
         await server.serve()
         self.servers.append(server)

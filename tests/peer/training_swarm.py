@@ -48,6 +48,7 @@ from swarmnode.training.worker.memory import TrainingMemory
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
+from tests.peer.toy_peer import ToyPeer
 
 HELLO = Hello(VERSION, bytes(32), "toy")
 PATIENCE_S = 3600.0  # of what comes, however slow the machine is: the suite's own timeout ends what does not
@@ -208,8 +209,9 @@ class Volunteer:
         self.network = network
         self.segment = segment
         self.folder = folder
-        self.states = StateServer(network, HELLO, config)
-        self.checkpoint_manager = CheckpointManager(network, HELLO, config, folder, self.states)
+        peer = ToyPeer(network, config, HELLO)
+        self.states = StateServer(peer)
+        self.checkpoint_manager = CheckpointManager(peer, folder, self.states)
         self.executor = executor
         self.ledger = MemoryLedger()
         parts = one_part(
@@ -218,22 +220,13 @@ class Volunteer:
             memory=TrainingMemory(self.ledger, segment, toy_estimates),
             stopwatch=Stopwatch(segment.device, clock=config.clock),
         )
-        config = replace(config, ledger=self.ledger)
+        peer = replace(peer, link_config=replace(config, ledger=self.ledger))
         loop = asyncio.get_running_loop()
         self.standing = Standing(folder / "standing.json", loop.time)
         committer = Committer(network.peer_id, HELLO.swarm, sign_as(network.peer_id), is_signed_by)
         dice = random.Random(network.peer_id)
-        self.spot_checks = SpotChecks(
-            network, HELLO, config, committer, executor, self.standing, self.ledger, dice=dice
-        )
-        self.stage = TrainingStage(
-            network,
-            HELLO,
-            config,
-            parts,
-            self.checkpoint_manager,
-            spot_checks=self.spot_checks,
-        )
+        self.spot_checks = SpotChecks(peer, committer, executor, self.standing, self.ledger, dice=dice)
+        self.stage = TrainingStage(peer, parts, self.checkpoint_manager, spot_checks=self.spot_checks)
         links = cast("LinkTimes", NoLinkTimes())
         self.election = CoordinatorElection(
             cast("Directory", directory), self.stage, ToySegment.units, links, clock=loop.time

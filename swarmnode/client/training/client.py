@@ -113,7 +113,7 @@ class TrainingClient(SwarmObserver):
     async def _differences(self, own: Run) -> list[str]:
         """How the run that the peers keep states of differs from ours; nothing where none of them tells."""
         host = self._host
-        board = state_board(host.network, host.hello, host.link_config)
+        board = state_board(host)
         try:
             for listing in (await survey(board, host.directory.peers())).values():
                 try:

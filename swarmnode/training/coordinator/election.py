@@ -61,7 +61,7 @@ class CoordinatorElection:
             Strikes(clock),
             link_times,
             check_run=partial(check_positions, stage.segment),
-            found_false=stage.found_false,
+            found_false=stage.spot_checks.found,
             codecs=stage.compressor.allowed,
             clock=clock,
             decisions=decisions or DecisionLog(),

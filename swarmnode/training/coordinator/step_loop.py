@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Office:
     strikes: Strikes
     link_times: LinkTimes
     check_run: Callable[[Run], None]
-    found_false: Callable[[], set[PeerId]]
+    found_false: Set[PeerId]
     codecs: Collection[int]
     clock: Callable[[], float]
     decisions: DecisionLog
@@ -323,7 +323,7 @@ class StepLoop:
 
     def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
         """By most of the others that contribute with it; or by this node's own stage, which has seen it itself."""
-        return all_reduce.convicted or min(self._office.found_false() & all_reduce.contributors, default=None)
+        return all_reduce.convicted or min(self._office.found_false & all_reduce.contributors, default=None)
 
     def _leave_out(self, peer: PeerId) -> None:
         """For as long as this node leads: others compute what it had counted, and nothing of what it contributed is committed."""

@@ -16,7 +16,6 @@ from collections.abc import Collection
 
 from swarmnode.codec.averaging_messages import How, Reduce
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.messages import Hello
 from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Forward
@@ -27,10 +26,10 @@ from swarmnode.errors import NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.interfaces import Buffer, Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import ask
 from swarmnode.plan.audits.judgement import CONTRIBUTED, Calibration, Judgement
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost
@@ -96,9 +95,7 @@ class SpotChecks:
 
     def __init__(
         self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
+        peer: LocalPeer,
         committer: Committer,
         executor: Executor,
         standing: Standing,
@@ -107,7 +104,7 @@ class SpotChecks:
         budget: AuditBudget | None = None,
         dice: random.Random | None = None,
     ) -> None:
-        self.records = StepRecords(link_config.ledger)
+        self.records = StepRecords(peer.link_config.ledger)
         self.found: set[PeerId] = set()  # false, by what was computed here
         self.counts: Counter[str] = Counter()
         self._committer = committer
@@ -121,12 +118,10 @@ class SpotChecks:
         self._checked = (b"", -1)  # the last run and step
         self._drawn: PeerId | None = None  # in that step, and not looked at yet
         self._watched: ContributionSketch | None = None
-        self._board = Switchboard(network, SPOT_CHECK_PROTOCOL, hello, link_config)
+        self._board = Switchboard(peer.network, SPOT_CHECK_PROTOCOL, peer.hello, peer.link_config)
         self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
-        self._server = check_server(
-            network, hello, link_config, committer, self.records, lambda peer: peer in self._members, self._hear
-        )
-        self._telling = Tasks("accusations", on_crash=link_config.supervisor.ends_conversation)
+        self._server = check_server(peer, committer, self.records, lambda asker: asker in self._members, self._hear)
+        self._telling = Tasks("accusations", on_crash=peer.link_config.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
         return f"<SpotChecks {self._budget!r}, {dict(self.counts)}, {self.records!r}>"

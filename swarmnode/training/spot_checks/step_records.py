@@ -18,7 +18,7 @@ import msgspec
 from torch import Tensor
 
 from swarmnode.codec.frames import MAX_BODY_BYTES
-from swarmnode.codec.messages import End, Error, Hello
+from swarmnode.codec.messages import End, Error
 from swarmnode.codec.spot_check_messages import (
     MAX_RECORDS,
     SPOT_CHECK_PROTOCOL,
@@ -41,9 +41,9 @@ from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_s
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import Answer, QuestionServer
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.signed import Sign, Verify
@@ -235,9 +235,7 @@ class Committer:
 
 
 def check_server(
-    network: Network,
-    hello: Hello,
-    link_config: LinkConfig,
+    peer: LocalPeer,
     committer: Committer,
     records: StepRecords,
     may_ask: Callable[[PeerId], bool],
@@ -262,7 +260,7 @@ def check_server(
             kept = kept[question.first :]
         return await asyncio.to_thread(tell, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
 
-    return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, Question, answer)
+    return QuestionServer(peer, SPOT_CHECK_PROTOCOL, Question, answer)
 
 
 def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrobatch]) -> Answer:

@@ -74,7 +74,7 @@ class MicrobatchStage(Protocol):
     parts: TrainingParts
     state: StageState
     labels: LabelQueue
-    spot_checks: SpotChecks | None
+    spot_checks: SpotChecks
 
     def lost_counts(self) -> None:
         """A pass back broke off, and with it went what its device had counted."""
@@ -257,7 +257,7 @@ class MicrobatchInFlight:
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = decode_values(body.values, self._payload, device)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
-            self.kept = None if checks is None else checks.remember(learner, body, self._payload, self._labels)
+            self.kept = checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
         values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
         with self._passing(FORWARD, part, units):

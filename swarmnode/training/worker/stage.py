@@ -16,7 +16,7 @@ from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.codec.messages import KIND_OF, End, Error, Fault, Hello
+from swarmnode.codec.messages import KIND_OF, End, Error, Fault
 from swarmnode.codec.training_fields import MAX_RATES
 from swarmnode.codec.training_messages import (
     Begin,
@@ -36,12 +36,11 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
-from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.completed_work import CompletedWork
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.run import Run, decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
 from swarmnode.training.coordinator.answer_times import SAVE_S
@@ -67,43 +66,40 @@ class TrainingStage:
 
     def __init__(
         self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
+        peer: LocalPeer,
         parts: TrainingParts,
         checkpoint_manager: CheckpointManager,
         *,
         compressor: ActivationCompressor | None = None,
-        completed: CompletedWork | None = None,
-        spot_checks: SpotChecks | None = None,
-        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
+        spot_checks: SpotChecks,
     ) -> None:
         self.parts = parts
         self.segment = parts.segment
-        self._peer = network.peer_id
+        self._peer = peer.network.peer_id
         self.meter = TrainingMeter(parts.span)
         self.compressor = compressor or ActivationCompressor("none", ())
         self.bench = parts.bench
+        links = peer.link_config
         self.switchboard = Switchboard(
-            network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+            peer.network, TRAIN_PROTOCOL, peer.hello, links, accept=self._accept, on_peer_lost=peer.lost_neighbour
         )
-        self.gate = link_config.gate
-        self.following = Following(on_crash=link_config.supervisor.ends_peer)
+        self.gate = links.gate
+        self.following = Following(on_crash=links.supervisor.ends_peer)
         self.state = StageState(parts, checkpoint_manager)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
         self.spot_checks = spot_checks
         self._checkpoint_manager = checkpoint_manager
-        self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
+        self._all_reducer = AllReducer(self._peer, self.switchboard, self.bench, self.compressor.allowed)
         self._admission_queue = AdmissionQueue(parts)
         self.labels = self._admission_queue.labels
-        self.completed = completed or CompletedWork()
+        self.completed = peer.completed
         self._settled = asyncio.Event()
         self._settled.set()
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
-        self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
-        self._in_flight = Tasks("microbatches", on_crash=link_config.supervisor.ends_conversation)
+        self._tasks = Tasks("training stage", on_crash=links.supervisor.ends_peer)
+        self._in_flight = Tasks("microbatches", on_crash=links.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
         return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
@@ -131,8 +127,7 @@ class TrainingStage:
     async def start(self) -> None:
         """Answer from now on."""
         await self.switchboard.start()
-        if self.spot_checks is not None:
-            await self.spot_checks.start()
+        await self.spot_checks.start()
 
     async def close(self) -> None:
         """Keep the step that is reached, and leave."""
@@ -140,8 +135,7 @@ class TrainingStage:
         await self._tasks.close()
         await self.following.close()
         await self.switchboard.close()
-        if self.spot_checks is not None:
-            await self.spot_checks.close()
+        await self.spot_checks.close()
         if self.state.condition == Condition.READY and not self.state.is_as_founded:
             try:
                 await asyncio.wait_for(self.state.save(), SAVE_S)
@@ -202,7 +196,7 @@ class TrainingStage:
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A microbatch is over, in whatever way: what it kept goes."""
         self._admission_queue.ended(microbatch)
-        if self.spot_checks is not None and microbatch.kept is not None:
+        if microbatch.kept is not None:
             self.spot_checks.records.close(microbatch.kept)
         for part in microbatch.parts:
             self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
@@ -217,13 +211,9 @@ class TrainingStage:
 
     def _discard(self) -> None:
         self._admission_queue.give_up_all()
-        self._forget_records()
+        self.spot_checks.records.clear()
         discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
-
-    def found_false(self) -> set[PeerId]:
-        """By its own spot checks."""
-        return set() if self.spot_checks is None else self.spot_checks.found
 
     def blame(self, error: NotFinite) -> None:
         """Let the coordinator know which unit met NaN."""
@@ -372,16 +362,11 @@ class TrainingStage:
             self._answer(line, FrameKind.COMMIT)
             return
         self._settled.set()
-        self._forget_records()
+        self.spot_checks.records.clear()
         self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step(self.state.step):
             self._forward(*arrival)
-
-    def _forget_records(self) -> None:
-        """Nobody can check the step any more."""
-        if self.spot_checks is not None:
-            self.spot_checks.records.clear()
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
         await asyncio.shield(done)  # the update is made, whatever becomes of us

@@ -220,8 +220,7 @@ class TrainingWorker(Stage):
             yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
         yield Reading(table.QUEUE, training.bench.queued, (span, TRAIN))
         yield from training.meter.readings()
-        if training.spot_checks is not None:
-            yield from training.spot_checks.readings()
+        yield from training.spot_checks.readings()
         if self._serving is not None:
             yield from self._serving.readings()
 
@@ -282,9 +281,7 @@ async def _serve(
 
 def _checkpoint_manager(host: Host, states: SharedStates, parts: TrainingParts) -> CheckpointManager:
     return CheckpointManager(
-        host.network,
-        host.hello,
-        host.link_config,
+        host,
         host.config.home / "training" / host.swarm.id.hex()[:16],
         states.state_server,
         states.backups,
@@ -297,9 +294,7 @@ def _stage(
 ) -> TrainingStage:
     assert host.swarm.manifest is not None
     spot_checks = SpotChecks(
-        host.network,
-        host.hello,
-        host.link_config,
+        host,
         Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
         parts.bench,
         host.standing,
@@ -307,13 +302,9 @@ def _stage(
         budget=AuditBudget(hardware.config.audit_share),
     )
     return TrainingStage(
-        host.network,
-        host.hello,
-        host.link_config,
+        host,
         parts,
         checkpoint_manager,
         compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
-        completed=host.completed,
         spot_checks=spot_checks,
-        on_neighbour_lost=host.lost_neighbour,
     )
