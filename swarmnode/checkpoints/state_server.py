@@ -1,4 +1,4 @@
-"""Gives the training states that this node has on its disk to whoever asks (`protocol/frames.md`, "A state's way")."""
+"""State server: the training states on this disk, for whoever asks (`protocol/frames.md`, "A state's way")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches training states from peers into the store of this machine."""
+"""Training states of peers: their listings, and the sources from which states are fetched into the store of this machine."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def fetch_states(
     are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
     `backups` is what this machine keeps for others, and counts as a peer's. What counts is what more than half of a block's
     holders have (`votes.py`). A lost peer's part comes from others; what came
-    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`second_voice.py`). Raises
+    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`votes.py`). Raises
     PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the disk is full.
     """
     fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole, backups)

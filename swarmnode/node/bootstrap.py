@@ -1,4 +1,4 @@
-"""The bootstrap peer: where newcomers find the swarm."""
+"""Bootstrap peer: the place where newcomers find the swarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A volunteer's node, from joining to leaving.
+"""Node: a volunteer's machine in a swarm, from joining to leaving.
 
 join -> choose a span -> get the weights -> load -> serve -> drain -> leave
              ^----------------- move, when units have nobody ------'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,23 +34,21 @@ class Answer(NamedTuple):
     payload: Sequence[Buffer] = ()
 
 
+@dataclass(eq=False)
 class QuestionServer:
     """Answers questions of the type `question` (or of several) with what `answer` makes of (who asks, question). They carry no
     payload."""
 
-    def __init__(
-        self,
-        peer: LocalPeer,
-        protocol: str,
-        question: type[Body] | UnionType,
-        answer: Callable[[Claimant, Any], Awaitable[Answer]],
-    ) -> None:
-        self._question = question
-        self._answer = answer
+    peer: LocalPeer
+    protocol: str
+    question: type[Body] | UnionType
+    answer: Callable[[Claimant, Any], Awaitable[Answer]]
+
+    def __post_init__(self) -> None:
         self._answering: set[PeerId] = set()
-        self._tasks = Tasks(f"answers of {protocol}", on_crash=peer.link_config.supervisor.ends_conversation)
-        config = replace(peer.link_config, max_payload_bytes=0)
-        self._board = Switchboard(peer.network, protocol, peer.hello, config, accept=self._accept)
+        self._tasks = Tasks(f"answers of {self.protocol}", on_crash=self.peer.link_config.supervisor.ends_conversation)
+        config = replace(self.peer.link_config, max_payload_bytes=0)
+        self._board = Switchboard(self.peer.network, self.protocol, self.peer.hello, config, accept=self._accept)
 
     def __repr__(self) -> str:
         return f"<QuestionServer {self._board!r}>"
@@ -65,7 +63,7 @@ class QuestionServer:
         await self._tasks.close()
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
-        if not isinstance(body, self._question):
+        if not isinstance(body, self.question):
             channel.close(Error(ErrorCode.MALFORMED))
         elif channel.peer in self._answering:
             channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
@@ -75,7 +73,7 @@ class QuestionServer:
 
     async def _tell(self, channel: Channel, question: Body) -> None:
         try:
-            answer = await self._answer(channel.claimant, question)
+            answer = await self.answer(channel.claimant, question)
             if isinstance(answer.body, Error | End):
                 channel.close(answer.body)
                 return

@@ -1,4 +1,4 @@
-"""A hop's statements, for whoever knows a session's id."""
+"""Audit server: a hop's signed statements on its sessions, for peers that know a session's id."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class Stage:
         await self.executor.call(Urgency.CONTROL, add_one, kind="try")
 
     def kept(self, step: int) -> Any:
-        assert self.manager._store is not None
-        return read_step(self.manager._store, step, self.learner.blocks)
+        assert self.manager.store is not None
+        return read_step(self.manager.store, step, self.learner.blocks)
 
     async def close(self) -> None:
         await self.executor.close()

@@ -166,7 +166,7 @@ async def test_log_lines_of_a_session_carry_its_trace_and_not_its_id() -> None:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    session = stream._session.id
+    session = stream.session.id
     told = [
         record.name.rsplit(".", 1)[-1] for record in lines if getattr(record, "trace", None) == trace_id(session).hex()
     ]

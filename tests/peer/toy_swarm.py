@@ -33,9 +33,11 @@ from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.serving.pass_cost import PassCost
 from swarmnode.plan.view import Span
+from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.router import Route, Router
+from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer
@@ -167,6 +169,13 @@ class ToyWorker:
         return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 
+def stage_server(peer: ToyPeer, pipelines: Sequence[Pipeline], config: ServerConfig) -> StageServer:
+    """A server that has neither grammars nor adapters."""
+    links = peer.link_config
+    adapters = StageAdapters(None, (), config, on_crash=links.supervisor.ends_conversation)
+    return StageServer(peer, pipelines, config, grammars=Grammars(None, links.ledger, config), adapters=adapters)
+
+
 class Volunteer:
     """A peer that serves some units."""
 
@@ -178,7 +187,7 @@ class Volunteer:
         self.ledger = MemoryLedger()
         link = replace(link_config(), ledger=self.ledger)
         pipeline = Pipeline([self.worker], self.ledger)  # type: ignore[list-item]
-        self.server = StageServer(ToyPeer(self.network, link), [pipeline], config)
+        self.server = stage_server(ToyPeer(self.network, link), [pipeline], config)
 
 
 class ToyRouter(Router):

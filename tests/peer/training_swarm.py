@@ -44,6 +44,7 @@ from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.trainer import Trainer
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.memory import TrainingMemory
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
@@ -191,7 +192,8 @@ def is_signed_by(peer: PeerId, data: bytes, signature: bytes) -> bool:
 
 def one_part(segment: ToySegment, executor: Executor, **own: Any) -> TrainingParts:
     """Of a node with one device."""
-    return TrainingParts([[TrainingPart(segment, executor, **own)]])
+    given = {"memory": TrainingMemory(MemoryLedger(), segment), "stopwatch": Stopwatch(segment.device), **own}
+    return TrainingParts([[TrainingPart(segment, executor, **given)]])
 
 
 class Volunteer:
@@ -226,7 +228,13 @@ class Volunteer:
         committer = Committer(network.peer_id, HELLO.swarm, sign_as(network.peer_id), is_signed_by)
         dice = random.Random(network.peer_id)
         self.spot_checks = SpotChecks(peer, committer, executor, self.standing, self.ledger, dice=dice)
-        self.stage = TrainingStage(peer, parts, self.checkpoint_manager, spot_checks=self.spot_checks)
+        self.stage = TrainingStage(
+            peer,
+            parts,
+            self.checkpoint_manager,
+            compressor=ActivationCompressor("none", ()),
+            spot_checks=self.spot_checks,
+        )
         links = cast("LinkTimes", NoLinkTimes())
         self.election = CoordinatorElection(
             cast("Directory", directory), self.stage, ToySegment.units, links, clock=loop.time
@@ -246,7 +254,7 @@ class Volunteer:
 
     @property
     def leads(self) -> bool:
-        return self.alive and self.stage.coordinator == self.peer
+        return self.alive and self.stage.following.coordinator == self.peer
 
     async def close(self) -> None:
         await self.election.close()

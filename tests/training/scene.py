@@ -25,6 +25,7 @@ from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.net.virtual import in_virtual_time_with
@@ -80,7 +81,9 @@ class Scene:
         standing = Standing(folder / "standing.json", asyncio.get_running_loop().time)
         checks = SpotChecks(peer, committer, self.executor, standing, MemoryLedger(), budget=AuditBudget(0))
         parts = one_part(ToySegment(), self.executor)
-        self.stage = TrainingStage(peer, parts, checkpoint_manager, spot_checks=checks)
+        self.stage = TrainingStage(
+            peer, parts, checkpoint_manager, compressor=ActivationCompressor("none", ()), spot_checks=checks
+        )
         self.stage.state.has_new_speed = lambda: False  # type: ignore[method-assign]  # what is told unasked comes between
         self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
         self.peer = self.networks[0].peer_id

@@ -1,9 +1,11 @@
-"""What a session is, over all its epochs: what the client asks for, and so what may come out of it."""
+"""Session spec: what a client asks of a session over all its epochs, which outputs fit it, and the work that its hops are
+credited for."""
 
 from __future__ import annotations
 
 import array
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,10 +45,9 @@ class ServedWork:
 
     def by_peer_and_session(self) -> Iterator[tuple[tuple[PeerId, bytes], int]]:
         """Who did how much under which id, in units times tokens."""
-        totals: dict[tuple[PeerId, bytes], int] = {}
+        totals = Counter[tuple[PeerId, bytes]]()
         for (session, hop), tokens in self._tokens.items():
-            place = hop.peer, session
-            totals[place] = totals.get(place, 0) + (hop.end - hop.start) * tokens
+            totals[hop.peer, session] += (hop.end - hop.start) * tokens
         yield from totals.items()
 
     def taken(self) -> ServedWork:

@@ -1,7 +1,8 @@
-"""Step records: what this stage did with the microbatches of the step in force, kept for as long as a replica may ask for it.
+"""Step records: a stage's records of the microbatches of the step in force, its commitment to them, and the server that shows both
+to replicas.
 
-They are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and training
-goes on: it is the check that is given up.
+Records are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and
+training goes on: it is the check that is given up.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ MAX_KEPT_BYTES = 1 << 30  # of a step
 _PLACE = struct.Struct("<HH")
 
 Place = tuple[int, int]
-
-
 """Number of a microbatch and first unit: a stage counts it once at each."""
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
@@ -35,13 +36,12 @@ from swarmnode.codec.training_messages import (
     Work,
 )
 from swarmnode.compute.executor import Urgency
-from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer
-from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
 from swarmnode.training.coordinator.answer_times import SAVE_S
 from swarmnode.training.coordinator.worker_group import Line
@@ -61,39 +61,35 @@ RETRY_S = 0.5
 WAITED_FOR_S = 60.0  # nobody who wants to move stays longer than that for the others' averaging
 
 
+@dataclass(eq=False)
 class TrainingStage:
     """`may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
 
-    def __init__(
-        self,
-        peer: LocalPeer,
-        parts: TrainingParts,
-        checkpoint_manager: CheckpointManager,
-        *,
-        compressor: ActivationCompressor | None = None,
-        spot_checks: SpotChecks,
-    ) -> None:
-        self.parts = parts
-        self.segment = parts.segment
-        self._peer = peer.network.peer_id
-        self.meter = TrainingMeter(parts.span)
-        self.compressor = compressor or ActivationCompressor("none", ())
-        self.bench = parts.bench
-        links = peer.link_config
-        self.switchboard = Switchboard(
-            peer.network, TRAIN_PROTOCOL, peer.hello, links, accept=self._accept, on_peer_lost=peer.lost_neighbour
+    peer: LocalPeer
+    parts: TrainingParts
+    checkpoint_manager: CheckpointManager
+    _: KW_ONLY
+    compressor: ActivationCompressor
+    spot_checks: SpotChecks
+
+    def __post_init__(self) -> None:
+        self.segment = self.parts.segment
+        self._peer_id = self.peer.network.peer_id
+        self.meter = TrainingMeter(self.parts.span)
+        self.bench = self.parts.bench
+        links = self.peer.link_config
+        self.switchboard = board_of(
+            self.peer, TRAIN_PROTOCOL, accept=self._accept, on_peer_lost=self.peer.lost_neighbour
         )
         self.gate = links.gate
         self.following = Following(on_crash=links.supervisor.ends_peer)
-        self.state = StageState(parts, checkpoint_manager)
+        self.state = StageState(self.parts, self.checkpoint_manager)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
-        self.spot_checks = spot_checks
-        self._checkpoint_manager = checkpoint_manager
-        self._all_reducer = AllReducer(self._peer, self.switchboard, self.bench, self.compressor.allowed)
-        self._admission_queue = AdmissionQueue(parts)
+        self._all_reducer = AllReducer(self._peer_id, self.switchboard, self.bench, self.compressor.allowed)
+        self._admission_queue = AdmissionQueue(self.parts)
         self.labels = self._admission_queue.labels
-        self.completed = peer.completed
+        self.completed = self.peer.completed
         self._settled = asyncio.Event()
         self._settled.set()
         self._move: asyncio.Task[None] | None = None  # to another run or step
@@ -103,26 +99,6 @@ class TrainingStage:
 
     def __repr__(self) -> str:
         return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
-
-    @property
-    def term(self) -> int:
-        """The highest that it has heard."""
-        return self.following.term
-
-    @property
-    def coordinator(self) -> PeerId | None:
-        """Whom it follows."""
-        return self.following.coordinator
-
-    @property
-    def run(self) -> Run | None:
-        """The run that it is in."""
-        return self.state.run
-
-    @property
-    def learner(self) -> DeviceLearners:
-        """Raises LocalError before a run has begun."""
-        return self.state.learner
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -184,9 +160,14 @@ class TrainingStage:
     def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
         hop, state = body.route[body.hop], self.state
         able = state.condition == Condition.READY and state.step <= body.step <= state.step + 1
-        if body.term != self.term or not able or state.run is None or self._admission_queue.is_released(body.lease):
+        if (
+            body.term != self.following.term
+            or not able
+            or state.run is None
+            or self._admission_queue.is_released(body.lease)
+        ):
             return ErrorCode.STALE
-        refusal = refusal_of(body, sender, self._peer, state.run, self.following.key)
+        refusal = refusal_of(body, sender, self._peer_id, state.run, self.following.key)
         if refusal is not None:
             return refusal
         if not self.segment.start <= hop.start < hop.end <= self.segment.end:
@@ -212,7 +193,7 @@ class TrainingStage:
     def _discard(self) -> None:
         self._admission_queue.give_up_all()
         self.spot_checks.records.clear()
-        discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
+        discarding = self.bench.call(Urgency.CONTROL, self.state.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
 
     def blame(self, error: NotFinite) -> None:
@@ -278,7 +259,7 @@ class TrainingStage:
 
     async def _tell(self, line: Line, kind: int = 0) -> None:
         def tell() -> Status:
-            return self.state.status(self.term, kind, self.compressor.slowest_link_s)
+            return self.state.status(self.following.term, kind, self.compressor.slowest_link_s)
 
         status = await self.bench.call(Urgency.CONTROL, tell, kind="status", owner=line.peer)
         if line.open:
@@ -317,17 +298,18 @@ class TrainingStage:
         try:
             if body.run != self.state.run_id:
                 raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
-            if await state.counts_less(body, self._peer):
+            if await state.counts_less(body, self._peer_id):
                 await self._tell(line, FrameKind.DISCARD)  # first, or the same would be asked for again
                 raise ProtocolError("a REDUCE counts on microbatches that are not counted here", code=ErrorCode.STALE)
             with self.meter.averaging.timing():
-                watched = None if self._checking is None else self._checking.watch(body, self.learner)
-                reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening, watched=watched)
+                term, learner = self.following.term, state.learner
+                watched = None if self._checking is None else self._checking.watch(body, learner)
+                reducing = self._all_reducer.reduce(term, body, learner, listening=listening, watched=watched)
                 agreed = await asyncio.wait_for(reducing, body.within_s or None)
                 state.agree(agreed, body.groups)
             suspect = agreed.suspect
             if self._checking is not None:
-                suspect = await self._checking.check(body, self.learner) or suspect
+                suspect = await self._checking.check(body, self.state.learner) or suspect
             rates = [PathRate(peer, bps) for peer, bps in agreed.rates_bps.items()]
             answer = Reduced(
                 body.step, body.attempt, tuple(agreed.squares), body.run, suspect, tuple(rates[:MAX_RATES])
