@@ -28,8 +28,8 @@ MAX_TOLD = 16
 
 @dataclass(eq=False)
 class CheckpointManager:
-    """One store at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are the stage's own;
-    what the node held before may be on the disk, too."""
+    """Store of a stage's states, one at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are
+    the stage's own; what the node held before may be on the disk, too."""
 
     peer: LocalPeer
     root: Path

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SharedStates:
-    """Of one peer, whatever it computes. Where its disk cannot be used it keeps nothing for others."""
+    """State server and backups of one peer, whatever the peer computes. Without a usable disk it keeps nothing for others."""
 
     state_server: StateServer
     backups: BackupFolder | None

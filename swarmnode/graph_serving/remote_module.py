@@ -67,8 +67,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RemoteModule:
-    """Leads passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers have
-    done, `audit_share` of it is computed again by others. Passes may run at once. Ended by `close`."""
+    """Leader of passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers
+    have done, `audit_share` of it is computed again by others. Passes may run at once. Ended by `close`."""
 
     host: Host
     layout: Layout

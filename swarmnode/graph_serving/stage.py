@@ -28,7 +28,7 @@ from swarmnode.swarm.records.sections import Section, ServingLoad
 
 @dataclass(eq=False)
 class InferenceStage(Stage):
-    """Made by `load`, ended by `close`."""
+    """Stage of a graph's units, served to others. Made by `load`, ended by `close`."""
 
     hardware: Hardware
     server: InferenceServer

@@ -61,8 +61,8 @@ ANSWERS = {
 
 @dataclass(eq=False)
 class AccessControl(Gate):
-    """Made before the network, whose table it guards; `start` gives it that. `on_look` is called when somebody may
-    have to go."""
+    """Gate of a swarm that has an owner. Made before the network, whose table it guards; `start` hands the network over. `on_look`
+    is called when somebody may have to go."""
 
     membership: Membership
     file: MembershipFile

@@ -36,8 +36,8 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class QuestionServer:
-    """Answers questions of the type `question` (or of several) with what `answer` makes of (who asks, question). They carry no
-    payload."""
+    """Server for questions of the type `question` (or of several): `answer` makes the answer of (asker, question). Questions carry
+    no payload."""
 
     peer: LocalPeer
     protocol: str

@@ -41,7 +41,7 @@ class _Held:
 
 @dataclass(eq=False)
 class StageAdapters:
-    """Of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
+    """Adapters of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
 
     files: AdapterFiles | None
     places: Sequence[Place]

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StageServer:
-    """Serves one span of units to the sessions of others. `pipelines` are its replicas.
+    """Server of one span of units for the sessions of others. `pipelines` are the span's replicas.
 
     Shared state changes without an await in between, so a frame is always handled against a whole picture.
     """

@@ -63,7 +63,7 @@ class LoadedSpan:
 
 @dataclass(eq=False)
 class SpanPart:
-    """Made by `start`, ended by `close`."""
+    """Units of a served span on one device. Made by `start`, ended by `close`."""
 
     loaded: LoadedSpan
     runner: StageRunner

@@ -153,7 +153,7 @@ class _Batch(WorkItem):
 
 @dataclass(eq=False)
 class Worker:
-    """What sessions want computed on one span: a source of work for the device's executor."""
+    """Source of work for a device's executor: the positions that sessions want computed on one span."""
 
     runner: StageRunner
     executor: Executor

@@ -46,9 +46,9 @@ EXCUSED = 4  # times as long without work
 
 @dataclass(eq=False)
 class Trainer:
-    """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done. `on_waiting`
-    hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds. `on_done`
-    hears of each microbatch that came back."""
+    """Feeder of a run. `coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done.
+    `on_waiting` hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds.
+    `on_done` hears of each microbatch that came back."""
 
     switchboard: Switchboard
     coordinators: Callable[[], list[PeerId]]

@@ -126,7 +126,8 @@ def _best_move(length: FloatArray, path: Path, size: int) -> tuple[float, Path]:
 
 @dataclass(eq=False)
 class Search:
-    """One search. `expired` is asked often, and ends it; `progress(done, cost_s)` is told the share done and the best cost."""
+    """Search for a grid. `expired` is asked often, and ends it; `progress(done, cost_s)` is told the share done and the best
+    cost."""
 
     problem: Problem
     _: KW_ONLY

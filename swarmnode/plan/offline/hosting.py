@@ -167,7 +167,7 @@ class Hosting:
 
 @dataclass(eq=False)
 class Planner:
-    """Plans one workload on one network."""
+    """Planner of one workload on one network. `expired` is asked often, and ends the search."""
 
     network: Scenario
     hardware: DeviceRates

@@ -46,8 +46,8 @@ NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 
 @dataclass(eq=False)
 class StepOutlook:
-    """What steps will take. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same. Layouts
-    are looked for again as `clock` (seconds) allows."""
+    """Forecast of steps, and layouts by it. `load_of`: the load of a step as far as it is known; the same object while it is the
+    same. Layouts are looked for again as `clock` (seconds) allows."""
 
     load_of: Callable[[], TrainingLoad]
     network_of: NetworkOf
@@ -120,9 +120,9 @@ class FirstPlaces:
 
 @dataclass(eq=False)
 class TrainingRule:
-    """Of one swarm. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the memory of another peer.
-    `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first step is done, which waits
-    for `first_places`, as long as these are awaited; `clock`: seconds."""
+    """Rule of placement in one swarm that trains. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the
+    memory of another peer. `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first
+    step is done, which waits for `first_places`, as long as these are awaited; `clock`: seconds."""
 
     outlook: StepOutlook
     capacity_of: Callable[[PeerView], int]

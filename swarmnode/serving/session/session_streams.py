@@ -20,7 +20,7 @@ ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 @dataclass(eq=False)
 class Ring:
-    """Of one session at its first hop: for each epoch a channel to the last one. `on_frame` hears all frames of it; `in_force`
+    """Channel of a session from its first hop to the last one, in each epoch another. `on_frame` hears all frames of it; `in_force`
     tells whether the session goes on by an OPEN."""
 
     switchboard: Switchboard

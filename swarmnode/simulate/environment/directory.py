@@ -101,7 +101,7 @@ def _place(peer: PeerView | None) -> tuple[State, Span] | None:
 
 @dataclass(eq=False)
 class Outlook:
-    """Of the picture that the directory has now."""
+    """Wishes of peers to move, by the picture that the directory has now: peers of the same kind are asked once."""
 
     directory: SimulatedDirectory
     measures: Measures

@@ -80,7 +80,8 @@ class Agreed:
 
 @dataclass(eq=False)
 class AllReducer:
-    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`: that the swarm allows."""
+    """All-reduces of one stage, one attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`:
+    that the swarm allows."""
 
     peer: PeerId
     switchboard: Switchboard

@@ -129,7 +129,8 @@ class OutgoingSums:
 
 @dataclass(eq=False)
 class Attempt:
-    """`circles`: all those with more than one member that `peer` is in. Used as a context, in which the vectors are summed."""
+    """Attempt at an all-reduce, used as a context in which vectors are summed. `circles`: all that `peer` is in with other
+    members."""
 
     peer: PeerId
     attempt: AttemptId

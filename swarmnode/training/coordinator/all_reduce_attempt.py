@@ -22,8 +22,8 @@ LARGEST_RATIO = 1e4  # of what one peer alone tells to what all others tell: a h
 
 @dataclass(eq=False)
 class AllReduceAttempt:
-    """`peers` are asked, each for the groups that it is in; it is over when all have answered. `run` is the run's id, `within_s`
-    the seconds that they have for it, and `clock` in seconds, too."""
+    """Attempt at an all-reduce. `peers` are asked, each for the groups that it is in; the attempt is over when all have answered.
+    `run` is the run's id, `within_s` the seconds that they have for it, and `clock` in seconds, too."""
 
     step: int
     attempt: int

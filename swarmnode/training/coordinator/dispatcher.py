@@ -39,8 +39,8 @@ MAX_PROVEN = 1024
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Gives out the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's own,
-    read whenever something is to be decided."""
+    """Dispatcher of the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's
+    own, read whenever something is to be decided."""
 
     units: int
     members: Mapping[PeerId, WorkerHandle]

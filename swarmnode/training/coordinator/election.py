@@ -40,7 +40,7 @@ LET_GO_S = 60.0  # the same, if a coordinator let this stage go: it leads the ot
 
 @dataclass(eq=False)
 class CoordinatorElection:
-    """Owns the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
+    """Owner of the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
 
     directory: Directory
     stage: TrainingStage

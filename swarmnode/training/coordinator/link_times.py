@@ -26,8 +26,8 @@ from swarmnode.swarm.records.run import Averaging
 
 @dataclass(eq=False)
 class LinkTimes:
-    """Of one swarm. `width`: values of a position between stages, or of a module's sample; 0 where nothing passes between units,
-    so that delays alone count. `parameters`: of each unit, as far as they are known. `clock`: seconds."""
+    """Times of the links of one swarm. `width`: values of a position between stages, or of a module's sample; 0 where nothing
+    passes between units, so that delays alone count. `parameters`: of each unit, as far as they are known. `clock`: seconds."""
 
     directory: Directory
     units: int

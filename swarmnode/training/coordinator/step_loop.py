@@ -72,7 +72,7 @@ class Office:
 
 @dataclass(eq=False)
 class StepLoop:
-    """`run` from `step` on. `puts_off` says whether a first step waits for others."""
+    """Steps of a `run`, from `step` on. `puts_off` says whether a first step waits for others."""
 
     run: Run
     step: int

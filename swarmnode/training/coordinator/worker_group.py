@@ -213,8 +213,9 @@ class WorkerHandle:
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """`dial` opens a conversation with a stage. `joined` is called for each that answers the call, `heard` for what it says,
-    `lost` once it is gone, with the reason. Who failed lately (`strikes`) is called again after a pause that grows."""
+    """Stages of a training, as the coordinator follows them. `dial` opens a conversation with a stage. `joined` is called for each
+    that answers the call, `heard` for what it says, `lost` once it is gone, with the reason. Who failed lately (`strikes`) is
+    called again after a pause that grows."""
 
     dial: Dial
     strikes: Strikes

@@ -75,8 +75,8 @@ class ShownMicrobatch:
 
 @dataclass(eq=False)
 class Examination:
-    """Of what `peer` did in the step that the learner is at. `usual`: what comes in at each first unit here; `dice` draws what the
-    peer must not foresee."""
+    """Examination of the work of `peer` in the step that the learner is at. `usual`: what comes in at each first unit here; `dice`
+    draws what the peer must not foresee."""
 
     board: Switchboard
     peer: PeerId

@@ -92,7 +92,7 @@ class Suspicions:
 
 @dataclass(eq=False)
 class SpotChecks:
-    """`memory` says how much a recomputation needs at most; `standing` keeps what is found of whom over restarts."""
+    """Spot checks of one stage. A recomputation takes its memory from `ledger`; `standing` keeps the results over restarts."""
 
     peer: LocalPeer
     committer: Committer

@@ -84,7 +84,7 @@ class UnitTime:
 
 @dataclass(eq=False)
 class PassEstimator:
-    """Of one device as a `throttle` lends it. Used on its thread: rates are measured when first asked for."""
+    """Estimates for one device as a `throttle` lends it. Used on its thread: rates are measured when first asked for."""
 
     device: torch.device
     estimates: Estimates

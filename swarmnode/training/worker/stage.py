@@ -63,7 +63,7 @@ WAITED_FOR_S = 60.0  # nobody who wants to move stays longer than that for the o
 
 @dataclass(eq=False)
 class TrainingStage:
-    """`may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
+    """Stage of a training. `may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
 
     peer: LocalPeer
     parts: TrainingParts

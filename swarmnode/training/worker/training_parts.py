@@ -32,7 +32,7 @@ LoadUnits = Callable[[int, int], Segment]
 
 @dataclass(eq=False)
 class TrainingPart:
-    """What one device holds of the units that a node trains: its thread, its memory, and the learner of the run in force. Used
+    """Part of a node's units on one device: its thread, its memory, and the learner of the run in force. Used
     on the loop, but for the learner."""
 
     segment: Segment

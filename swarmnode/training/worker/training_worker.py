@@ -75,7 +75,7 @@ class StepTime:
 
 @dataclass(eq=False)
 class TrainingWorker(Stage):
-    """The training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
+    """Training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
 
     host: Host
     hardware: Hardware
