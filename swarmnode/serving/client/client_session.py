@@ -30,6 +30,7 @@ from swarmnode.codec.messages import (
     KeepCache,
     LinkCodec,
     Mode,
+    Open,
     Output,
     Truncate,
     Want,
@@ -415,7 +416,24 @@ class ClientSession:
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
         branch, self._branch = self._branch, None
-        opened = spec.opening(self.id, self.epoch, self.route, self.known, self._truncate, self._codecs.told, branch)
+        opened = Open(
+            session=self.id,
+            epoch=self.epoch,
+            route=self.route,
+            index=0,
+            mode=spec.mode,
+            rows=spec.rows,
+            max_length=spec.max_length,
+            codec=spec.codec,
+            sampling=spec.sampling,
+            padding=spec.padding,
+            known=self.known,
+            truncate=self._truncate,
+            codecs=self._codecs.told,
+            adapts=spec.adapts,
+            adapter=spec.adapter,
+            branch=branch,
+        )
         if self._last is not None:
             self._last.close()
             self._last = None

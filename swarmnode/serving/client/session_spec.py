@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.messages import Branch, Input, LinkCodec, Mode, Open, Output, Truncate, Want
+from swarmnode.codec.messages import Input, LinkCodec, Mode, Output, Want
 from swarmnode.codec.sampling import Sampling, pack_text, unpack_logprobs
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ProtocolError
@@ -100,36 +100,6 @@ class SessionSpec:
     def size(self) -> SessionSize:
         """What routing knows of it."""
         return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
-
-    def opening(
-        self,
-        session: bytes,
-        epoch: int,
-        route: tuple[HopSpec, ...],
-        known: int,
-        truncate: Truncate | None,
-        codecs: tuple[LinkCodec, ...],
-        branch: Branch | None = None,
-    ) -> Open:
-        """The OPEN of an epoch, for the first hop of a route."""
-        return Open(
-            session=session,
-            epoch=epoch,
-            route=route,
-            index=0,
-            mode=self.mode,
-            rows=self.rows,
-            max_length=self.max_length,
-            codec=self.codec,
-            sampling=self.sampling,
-            padding=self.padding,
-            known=known,
-            truncate=truncate,
-            codecs=codecs,
-            adapts=self.adapts,
-            adapter=self.adapter,
-            branch=branch,
-        )
 
     @property
     def follows_grammar(self) -> bool:
