@@ -26,7 +26,7 @@ async def attack() -> Outcome:
             stream = await liar.stream(PROMPT, max_new_tokens=TOKENS)
             tokens = aiter(stream)
             ids = [*range(PROMPT_TOKENS), *[(await anext(tokens)).id for _ in range(8)]]
-            session = stream._ring._session
+            session = stream._ring.session
             asked = session.id, bytes(SEED_BYTES), len(PROMPT), liar._host.swarm.id
             for hop in session.route:
                 said = await fetch_account(liar.auditor.replays.statements, hop.peer, *asked)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from attack import Outcome, main
 
@@ -14,6 +16,7 @@ from swarmnode.checkpoints.states import list_states, state_board
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError
+from swarmnode.net.interfaces import Network
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import Run
@@ -32,6 +35,9 @@ async def attack() -> Outcome:
     await client.connect(await victim.addresses(), timeout_s=1)
     config, snapshots = LinkConfig(clock=loop.time), 0
 
+    def peer(network: Network) -> Any:
+        return SimpleNamespace(network=network, hello=HELLO, link_config=config)
+
     async def snapshot(_at_least: int) -> int:
         nonlocal snapshots
         snapshots += 1
@@ -40,10 +46,10 @@ async def attack() -> Outcome:
 
     with tempfile.TemporaryDirectory() as folder:
         store = StateStore(Path(folder), RUN)
-        server = StateServer(victim, HELLO, config)
+        server = StateServer(peer(victim))
         server.give(store, snapshot)
         await server.serve()
-        board = state_board(client, HELLO, config)
+        board = state_board(peer(client))
         asked = 0
         while loop.time() < ATTACKED_S:
             asked += 1

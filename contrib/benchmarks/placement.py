@@ -17,8 +17,9 @@ import statistics
 import time
 from collections.abc import Callable
 
+from placement_rules import BEST_RESPONSE, Rule, Settling, petals, swarm
+
 from swarmnode.plan.offline.gpus import known_gpus
-from swarmnode.plan.spans.baselines import BEST_RESPONSE, Rule, Settling, petals, swarm
 from swarmnode.plan.spans.placement import Joiner
 
 UNITS = (12, 16, 24, 32, 40)

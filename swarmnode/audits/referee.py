@@ -22,6 +22,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.audits.judgement import Calibration
 from swarmnode.plan.audits.selection import second_route
@@ -65,7 +66,7 @@ class Replays:
     def __init__(
         self, host: Host, sessions: Switchboard, config: ClientConfig, on_over: Callable[[ServedWork], None]
     ) -> None:
-        self.statements = Switchboard(host.network, AUDIT_PROTOCOL, host.hello, host.link_config)
+        self.statements = board_of(host, AUDIT_PROTOCOL)
         self.calibration = Calibration()
         self._host = host
         self._sessions = sessions

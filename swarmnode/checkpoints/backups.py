@@ -1,4 +1,4 @@
-"""Keeps training states of other peers on this disk (`protocol/frames.md`, "Backups").
+"""Backups: training states of other peers on this disk, and this node's states on others' (`protocol/frames.md`, "Backups").
 
 A writer offers a state that it alone holds, or that too few hold. It is got from the writer itself, chunk by chunk, each checked,
 and told to be here once it is on the disk. What the writer says of itself in the directory must fit: it holds the unit.
@@ -30,9 +30,9 @@ from swarmnode.errors import (
 )
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.peer.questions import Answer, QuestionServer, ask
 from swarmnode.plan.training import backups
 from swarmnode.plan.training.backups import LEAST_BPS, holds
@@ -123,10 +123,10 @@ class BackupServer:
         self.kept_bytes = 0  # that came, since the start
         self._host = host
         self._folder = folder
-        self._board = state_board(host.network, host.hello, host.link_config)
+        self._board = state_board(host)
         self._places = BackupPlaces(host.clock.monotonic)
         self._tasks = Tasks("backups of others", on_crash=None)
-        self._server = QuestionServer(host.network, BACKUP_PROTOCOL, host.hello, host.link_config, BackUp, self._answer)
+        self._server = QuestionServer(host, BACKUP_PROTOCOL, BackUp, self._answer)
 
     def __repr__(self) -> str:
         return f"<BackupServer {self._folder!r}, {self._places!r}>"
@@ -239,7 +239,7 @@ class BackupSender:
         self._units = host.swarm.manifest.model.units
         self._store = store
         self._wanted = wanted
-        self._board = Switchboard(host.network, BACKUP_PROTOCOL, host.hello, host.link_config)
+        self._board = board_of(host, BACKUP_PROTOCOL)
         self._there: dict[tuple[bytes, int, PeerId], int] = {}  # by run, block and disk: the newest step that is there
         self._first: tuple[bytes, float, int] | None = None  # run, time and newest step at the first look
         self._away = (b"", -1)  # run and step that were brought away last

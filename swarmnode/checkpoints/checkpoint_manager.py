@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,12 @@ from torch import Tensor
 from swarmnode.checkpoints.export import find_whole_step
 from swarmnode.checkpoints.state_server import Fresh, StateServer
 from swarmnode.checkpoints.states import fetch_states, state_board
-from swarmnode.codec.messages import Hello
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, Full
-from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
@@ -26,120 +26,107 @@ from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_r
 MAX_TOLD = 16
 
 
+@dataclass(eq=False)
 class CheckpointManager:
-    """One store at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are the stage's own;
-    what the node held before may be on the disk, too."""
+    """Store of a stage's states, one at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are
+    the stage's own; what the node held before may be on the disk, too."""
 
-    def __init__(
-        self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
-        root: Path,
-        server: StateServer,
-        backups: BackupFolder | None = None,
-        *,
-        blocks: Collection[int] = (),
-    ) -> None:
-        self._blocks = frozenset(blocks)
-        self._link_config = link_config
-        self._root = root
-        self._board = state_board(network, hello, link_config)
+    peer: LocalPeer
+    root: Path
+    server: StateServer
+    backups: BackupFolder | None = None
+    _: KW_ONLY
+    blocks: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._ledger = self.peer.link_config.ledger
+        self._board = state_board(self.peer)
         self._fetching = asyncio.Lock()  # two who fetch into one store would be in each other's way
-        self._server = server
-        self._backups = backups
-        self._store: StateStore | None = None
-        runs = stored_runs(root)
+        self.store: StateStore | None = None  # where the run's states are kept; None before any run
+        runs = stored_runs(self.root)
         if runs:
             self.open(runs[0])
 
     def __repr__(self) -> str:
-        return f"<CheckpointManager of {self._store!r}>"
-
-    @property
-    def store(self) -> StateStore | None:
-        """Where the run's states are kept; None before any run."""
-        return self._store
+        return f"<CheckpointManager of {self.store!r}>"
 
     @property
     def run(self) -> Run | None:
         """The run whose states are kept."""
-        return None if self._store is None else self._store.run
+        return None if self.store is None else self.store.run
 
     def open(self, run: Run) -> None:
         """Keep the states of this run from now on."""
-        if self._store is None or self._store.run != run:
-            if self._store is not None:
-                self._store.close()
-            self._store = StateStore(self._root, run)
-            self._server.give(self._store)  # others may need what is here before this stage is in a run again
-            remove_old_runs(self._root, run)
+        if self.store is None or self.store.run != run:
+            if self.store is not None:
+                self.store.close()
+            self.store = StateStore(self.root, run)
+            self.server.give(self.store)  # others may need what is here before this stage is in a run again
+            remove_old_runs(self.root, run)
 
     def kept(self) -> tuple[int, ...]:
         """Steps on the disk of which all blocks are there, newest first."""
-        if self._store is None:
+        if self.store is None:
             return ()
-        whole = (step for step, blocks in self._store.steps().items() if self._blocks.issubset(blocks))
+        whole = (step for step, blocks in self.store.steps().items() if self.blocks.issubset(blocks))
         return tuple(sorted(whole, reverse=True)[:MAX_TOLD])
 
     def give(self, fresh: Fresh) -> None:
         """Give states to peers; `fresh` writes down the step that the stage is at, or is about to come to."""
-        assert self._store is not None
-        self._server.give(self._store, fresh)
+        assert self.store is not None
+        self.server.give(self.store, fresh)
 
     async def save(self, learner: DeviceLearners, executor: Executor) -> int:
         """Write down the learner's step, unless it is there; which one it is. Raises LocalError where the disk is full.
 
         The executor goes on as soon as the state is copied; where memory has no room for a copy, it waits for the disk.
         """
-        assert self._store is not None
+        assert self.store is not None
         try:
-            memory = self._link_config.ledger.reserve(Account.CHECKPOINTS, learner.state_bytes)
+            memory = self._ledger.reserve(Account.CHECKPOINTS, learner.state_bytes)
         except Full:
-            return await executor.call(Urgency.CONTROL, partial(_write_now, self._store, learner), kind="write states")
+            return await executor.call(Urgency.CONTROL, partial(_write_now, self.store, learner), kind="write states")
         with memory:
-            copying = executor.call(Urgency.CONTROL, partial(_copy, self._store, learner), kind="copy states")
+            copying = executor.call(Urgency.CONTROL, partial(_copy, self.store, learner), kind="copy states")
             step, states = await copying
             if states:
-                await asyncio.to_thread(write_step, self._store, step, states)
+                await asyncio.to_thread(write_step, self.store, step, states)
         return step
 
     def load(self, learner: DeviceLearners, step: int) -> None:
         """Put the learner back to a step on the disk; on the executor. Raises CheckpointError."""
-        assert self._store is not None
-        for block, tensors in read_step(self._store, step, learner.blocks).items():
+        assert self.store is not None
+        for block, tensors in read_step(self.store, step, learner.blocks).items():
             learner.load(block, tensors)
         learner.discard()
         learner.step = step
 
     async def fetch(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], *, at_least: int) -> int:
         """Bring a step of these blocks from the peers; which one it is."""
-        assert self._store is not None
+        assert self.store is not None
         async with self._fetching:
-            return await fetch_states(self._board, peers, blocks, into=self._store, at_least=at_least)
+            return await fetch_states(self._board, peers, blocks, into=self.store, at_least=at_least)
 
     async def restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
         """Bring these blocks of the newest step of which all `units` are there, as backups if need be, and keep its run's
         states from now on; which step it is. None where there is none, or it is here. Raises PeerRefused, LocalError."""
         async with self._fetching:
-            return await self._restore(peers, blocks, units)
-
-    async def _restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
-        found = await find_whole_step(self._board, peers, blocks, units, self._backups)
-        if found is None:
-            return None
-        self.open(found.run)
-        assert self._store is not None
-        if set(blocks) <= set(self._store.files(found.step)):
-            return None
-        return await fetch_states(self._board, peers, blocks, into=self._store, step=found.step, backups=self._backups)
+            found = await find_whole_step(self._board, peers, blocks, units, self.backups)
+            if found is None:
+                return None
+            self.open(found.run)
+            assert self.store is not None
+            if set(blocks) <= set(self.store.files(found.step)):
+                return None
+            step, backups = found.step, self.backups
+            return await fetch_states(self._board, peers, blocks, into=self.store, step=step, backups=backups)
 
     async def close(self) -> None:
         """Stop giving and fetching."""
-        self._server.give(None)
+        self.server.give(None)
         await self._board.close()
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()
 
 
 def _copy(store: StateStore, learner: DeviceLearners) -> tuple[int, dict[int, dict[str, Tensor]]]:

@@ -1,4 +1,4 @@
-"""Exports a training: the newest step that the swarm's peers have together, written as a checkpoint."""
+"""Export: the newest step that the swarm's peers have together, found in their listings, and written as a checkpoint."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def export(
     all units after `patience_s`, LocalError.
     """
     check_free(out, force=force)
-    board = state_board(host.network, host.hello, host.link_config)
+    board = state_board(host)
     try:
         found = await _look(host, board, patience_s)
         root = host.config.home / "exports" / host.swarm.id.hex()[:16]
@@ -129,7 +129,7 @@ async def export(
             )
             files = [
                 store.path(step, block, verify=False) for block in found.blocks
-            ]  # each chunk was checked on its way
+            ]  # chunks were checked on their way
             await _write(host, files, out, force)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from swarmnode.checkpoints.backups import BackupServer
 from swarmnode.checkpoints.state_server import StateServer
@@ -15,15 +16,13 @@ from swarmnode.swarm.storage.chunk_folder import disk_error
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SharedStates:
-    """Of one peer, whatever it computes. Where its disk cannot be used it keeps nothing for others."""
+    """State server and backups of one peer, whatever the peer computes. Without a usable disk it keeps nothing for others."""
 
-    def __init__(
-        self, state_server: StateServer, backups: BackupFolder | None, backup_server: BackupServer | None
-    ) -> None:
-        self.state_server = state_server
-        self.backups = backups
-        self._backup_server = backup_server
+    state_server: StateServer
+    backups: BackupFolder | None
+    backup_server: BackupServer | None
 
     def __repr__(self) -> str:
         return f"<SharedStates {self.state_server!r}>"
@@ -33,7 +32,7 @@ class SharedStates:
         """Give and take states from now on; `share` of the disk space that is lent is for those of others."""
         backups = await asyncio.to_thread(_open, host, share)
         backup_server = None if backups is None else BackupServer(host, backups)
-        state_server = StateServer(host.network, host.hello, host.link_config, backups)
+        state_server = StateServer(host, backups)
         await state_server.serve()
         if backup_server is not None:
             await backup_server.start()
@@ -41,8 +40,8 @@ class SharedStates:
 
     async def close(self) -> None:
         """Neither give nor take any more."""
-        if self._backup_server is not None:
-            await self._backup_server.close()
+        if self.backup_server is not None:
+            await self.backup_server.close()
         await self.state_server.close()
         if self.backups is not None:
             self.backups.close()

@@ -1,4 +1,4 @@
-"""Gives the training states that this node has on its disk to whoever asks (`protocol/frames.md`, "A state's way")."""
+"""State server: the training states on this disk, for whoever asks (`protocol/frames.md`, "A state's way")."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 from swarmnode.codec.body import Body
-from swarmnode.codec.messages import GetChunks, Hello
+from swarmnode.codec.messages import GetChunks
 from swarmnode.codec.state_messages import MAX_ENTRIES, MAX_LISTED, ListStates, StateEntry, States
 from swarmnode.errors import ErrorCode, SwarmnodeError
-from swarmnode.net.interfaces import Network
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import FileContent
@@ -37,14 +36,8 @@ class StateServer(ChunkServer):
 
     questions = (ListStates,)
 
-    def __init__(
-        self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
-        backups: BackupFolder | None = None,
-    ) -> None:
-        super().__init__(network, (STATE_PROTOCOL,), hello, link_config)
+    def __init__(self, peer: LocalPeer, backups: BackupFolder | None = None) -> None:
+        super().__init__(peer, (STATE_PROTOCOL,))
         self._backups = backups
         self._store: StateStore | None = None
         self._fresh: Fresh | None = None

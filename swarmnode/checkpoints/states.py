@@ -1,4 +1,4 @@
-"""Fetches training states from peers into the store of this machine."""
+"""Training states of peers: their listings, and the sources from which states are fetched into the store of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
 from swarmnode.checkpoints.votes import ChosenStep, SecondVoice, Version, Votes, named
-from swarmnode.codec.messages import Hello
 from swarmnode.codec.state_messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
 from swarmnode.errors import (
     CheckpointError,
@@ -23,9 +22,9 @@ from swarmnode.errors import (
     ProtocolError,
     refusal,
 )
-from swarmnode.net.interfaces import Buffer, Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
@@ -105,10 +104,10 @@ class Listing:
         return frozenset(entry.root for entry in self.entries)
 
 
-def state_board(network: Network, hello: Hello, config: LinkConfig) -> Switchboard:
+def state_board(peer: LocalPeer) -> Switchboard:
     """The links for asking peers for states; the caller closes it."""
     longest = max(CHUNK_BYTES, MAX_STATE_BYTES // CHUNK_BYTES * HASH_BYTES)
-    return Switchboard(network, STATE_PROTOCOL, hello, weights_link(config, longest))
+    return Switchboard(peer.network, STATE_PROTOCOL, peer.hello, weights_link(peer.link_config, longest))
 
 
 async def list_states(
@@ -192,7 +191,7 @@ async def fetch_states(
     are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
     `backups` is what this machine keeps for others, and counts as a peer's. What counts is what more than half of a block's
     holders have (`votes.py`). A lost peer's part comes from others; what came
-    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`second_voice.py`). Raises
+    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`votes.py`). Raises
     PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the disk is full.
     """
     fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole, backups)

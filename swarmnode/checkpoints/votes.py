@@ -1,8 +1,8 @@
-"""Votes on states: of what peers say that they have, what one of them alone cannot have made up.
+"""Votes on states: the step, and the version of each block, that more than one peer's word stands for.
 
 A peer is a holder of a block where it lists any state of it that is its own. A step counts where more than half of each block's
 holders list it (both, where there are two), and so does a version; what a version lacks in votes may be made up for by holders
-whose own versions are alike, for devices round differently (`second_voice.py`). A backup of a step makes its keeper a holder as
+whose own versions are alike, for devices round differently (`SecondVoice`). A backup of a step makes its keeper a holder as
 far as this step goes: that it has others, or not this one, says nothing.
 """
 
@@ -25,6 +25,8 @@ from swarmnode.swarm.storage.content import FileContent
 from swarmnode.weights.sources import Source
 
 Version = tuple[int, bytes]
+"""Size and root of a block's state"""
+
 SAMPLES = 4  # chunks
 RELATIVE, ABSOLUTE = 1e-3, 1e-6  # between devices: rounding, over many updates
 STRAYS = 1e-3  # share of the values that may differ by more
@@ -76,9 +78,6 @@ def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
     with np.errstate(all="ignore"):
         close_N = np.abs(left_N - right_N) <= ABSOLUTE + RELATIVE * np.abs(right_N)
     return bool(np.count_nonzero(~(same_N | close_N)) <= strays * count)
-
-
-"""Size and root of a block's state."""
 
 
 @dataclass(frozen=True)

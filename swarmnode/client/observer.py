@@ -82,8 +82,7 @@ class SwarmObserver:
     async def bandwidth(self, most_peers: int = 3) -> Bandwidth:
         """What this machine can send and receive, tested with up to so many peers that hold units: half a megabyte each way and
         peer at most, and less on a slow line. Raises NetworkDown."""
-        host = self._host
-        prober = Prober(host.network, host.hello, host.link_config, busy=lambda: False)
+        prober = Prober(self._host, busy=lambda: False)
         try:
             return await prober.look_around(self._holders(), most_peers)
         finally:
@@ -97,8 +96,7 @@ class SwarmObserver:
     async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
         """What the peers that hold units remember of the session with this trace id, also one that is over; without those
         that know nothing."""
-        host = self._host
-        return await fetch_traces(host.network, self._holders(), host.hello, host.link_config, trace)
+        return await fetch_traces(self._host, self._holders(), trace)
 
     def _holders(self) -> list[PeerId]:
         return [peer.peer for peer in self._host.directory.peers().values() if peer.span[1] > 0]

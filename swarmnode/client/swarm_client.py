@@ -30,10 +30,10 @@ from swarmnode.errors import NoRoute, UsageError
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
@@ -67,13 +67,7 @@ class SwarmClient(SwarmObserver):
         self._files = ModelFiles(host, lambda: self.config.patience_s)
         self._module: asyncio.Task[RemoteModule] | None = None
         self._clock = host.clock.monotonic
-        self._switchboard = Switchboard(
-            host.network,
-            SESSION_PROTOCOL,
-            host.hello,
-            host.link_config,
-            on_peer_lost=host.lost_neighbour,
-        )
+        self._switchboard = board_of(host, SESSION_PROTOCOL, on_peer_lost=host.lost_neighbour)
         self.running: dict[str, Generation] = {}  # what is generated at the moment, by the trace with which it began
         self._meter = ClientMeter()
         self._beginnings = Beginnings()

@@ -1,4 +1,5 @@
-"""Priorities: who may have more of a device's time, since a node of theirs served others (`create --priority credit`)."""
+"""Priorities: the credit of a client's workers, its claims to that, and its share of a device's time (`create --priority
+credit`)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from swarmnode.errors import LocalError, NetworkDown, PeerError, ProtocolError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.peer.questions import Answer, QuestionServer, ask
 from swarmnode.plan.credit import Credit, credit_of, weight_of
 from swarmnode.swarm.records.manifest import CREDIT
@@ -91,9 +92,7 @@ class Priorities:
         self._swarm = host.swarm.id
         self._now = host.clock.unix
         self._lent: dict[PeerId, _Lent] = {}
-        self._server = QuestionServer(
-            host.network, CLAIM_PROTOCOL, host.hello, host.link_config, CreditClaim, self._answer
-        )
+        self._server = QuestionServer(host, CLAIM_PROTOCOL, CreditClaim, self._answer)
 
     def __repr__(self) -> str:
         return f"<Priorities of {len(self._lent)} workers>"
@@ -147,7 +146,7 @@ class Claims:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._board = Switchboard(host.network, CLAIM_PROTOCOL, host.hello, host.link_config)
+        self._board = board_of(host, CLAIM_PROTOCOL)
         self._shown_s: dict[PeerId, float] = {}
         self._tasks = Tasks("claims", on_crash=host.link_config.supervisor.ends_conversation)
 

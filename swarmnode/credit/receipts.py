@@ -1,4 +1,4 @@
-"""The side that did the work: takes receipts for no more than it did, and keeps them."""
+"""Receipts: kept by the peer that did the work, for no more than it did, and issued by the client for which the work was done."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.peer.questions import Answer, QuestionServer, ask
 from swarmnode.plan.credit import Credit, credit_of
 from swarmnode.serving.client.session_spec import ServedWork
@@ -44,9 +44,7 @@ class ReceiptKeeper:
         self._completed: CompletedWork = host.completed
         folder = receipts_of(host.config.home, host.swarm.id)
         self._folder = ReceiptFolder(folder, host.swarm.id, host.peer_id, verify, host.clock.unix)
-        self._server = QuestionServer(
-            host.network, CREDIT_PROTOCOL, host.hello, host.link_config, SignedReceipt, self._answer
-        )
+        self._server = QuestionServer(host, CREDIT_PROTOCOL, SignedReceipt, self._answer)
         self._priorities: Priorities | None = None
         if host.swarm.manifest is not None and host.swarm.manifest.priority == CREDIT:
             self._priorities = Priorities(host)
@@ -130,7 +128,7 @@ class ReceiptIssuer:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._board = Switchboard(host.network, CREDIT_PROTOCOL, host.hello, host.link_config)
+        self._board = board_of(host, CREDIT_PROTOCOL)
         self._batches: dict[PeerId, _Batch] = {}
         self._tasks = Tasks("receipts", on_crash=host.link_config.supervisor.ends_conversation)
         self._issuing: set[PeerId] = set()

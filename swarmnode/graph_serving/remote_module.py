@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,8 @@ from swarmnode.errors import (
 from swarmnode.graph_serving.pass_auditor import PassAuditor
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.peer.questions import ask_one
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
@@ -64,31 +65,25 @@ AVOID_S = 5.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RemoteModule:
-    """Leads passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers have
-    done, `audit_share` of it is computed again by others. Passes may run at once. Ended by `close`."""
+    """Leader of passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers
+    have done, `audit_share` of it is computed again by others. Passes may run at once. Ended by `close`."""
 
-    def __init__(
-        self,
-        host: Host,
-        layout: Layout,
-        router: Callable[[Span], Router],
-        *,
-        patience_s: float,
-        on_served: Served,
-        audit_share: float,
-    ) -> None:
-        self.layout = layout
-        self.graph = layout.graph
-        self.router = router
-        self.patience_s = patience_s
-        self._on_served = on_served
-        self.auditor = PassAuditor(host, self.ask, audit_share)
-        self.clock = host.clock.monotonic
-        self.observed_latency = host.observed_latency
-        self._board = Switchboard(
-            host.network, INFER_PROTOCOL, host.hello, host.link_config, on_peer_lost=host.lost_neighbour
-        )
+    host: Host
+    layout: Layout
+    router: Callable[[Span], Router]
+    _: KW_ONLY
+    patience_s: float
+    on_served: Served
+    audit_share: float
+
+    def __post_init__(self) -> None:
+        self.graph = self.layout.graph
+        self.auditor = PassAuditor(self.host, self.ask, self.audit_share)
+        self.clock = self.host.clock.monotonic
+        self.observed_latency = self.host.observed_latency
+        self._board = board_of(self.host, INFER_PROTOCOL, on_peer_lost=self.host.lost_neighbour)
 
     def __repr__(self) -> str:
         return f"<RemoteModule {self.graph!r}>"
@@ -126,7 +121,7 @@ class RemoteModule:
         computed = from_wire(self.layout, hop.end, results)
         if _has_nan(computed) and not _has_nan(values):
             raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
-        self._on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
+        self.on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
         return computed
 
 

@@ -1,4 +1,5 @@
-"""Runs the passes of others through the units that are held here. A pass leaves nothing behind: whoever loses one asks another."""
+"""Inference server: the passes of other peers through the units that are held here. A pass leaves nothing behind: whoever loses
+one asks another peer."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.limits.fair_share import FairShare
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
 
 PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
@@ -50,14 +51,7 @@ class InferenceServer:
         self._refusals = RefusalMeter(Span(segment.start, segment.end))
         self._tasks = Tasks("inference server", on_crash=peer.link_config.supervisor.ends_conversation)
         self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
-        self._board = Switchboard(
-            peer.network,
-            INFER_PROTOCOL,
-            peer.hello,
-            peer.link_config,
-            accept=self._accept,
-            on_peer_lost=peer.lost_neighbour,
-        )
+        self._board = board_of(peer, INFER_PROTOCOL, accept=self._accept, on_peer_lost=peer.lost_neighbour)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"

@@ -1,9 +1,10 @@
-"""What a node does with units of a graph that is served: loaded, measured, and open to the passes of others."""
+"""Inference stage: units of a graph that is served: loaded, measured, and open to the passes of others."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,20 +26,18 @@ from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
 
+@dataclass(eq=False)
 class InferenceStage(Stage):
-    """Made by `load`, ended by `close`."""
+    """Stage of a graph's units, served to others. Made by `load`, ended by `close`."""
 
-    def __init__(
-        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation, label: str
-    ) -> None:
-        self._hardware = hardware
-        self._server = server
-        self._capability = capability
-        self._weights = weights
-        self._label = label
+    hardware: Hardware
+    server: InferenceServer
+    capability: Capability
+    weights: Reservation
+    label: str
 
     def __repr__(self) -> str:
-        return f"<InferenceStage {self._server!r}>"
+        return f"<InferenceStage {self.server!r}>"
 
     @classmethod
     async def load(cls, place: Workplace, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
@@ -66,30 +65,30 @@ class InferenceStage(Stage):
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
-        return self._hardware.section, self._capability.section(), ServingLoad(sessions=self._server.load)
+        return self.hardware.section, self.capability.section(), ServingLoad(sessions=self.server.load)
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
-        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._label,))
-        yield from self._server.readings()
+        yield Reading(table.SPEED, self.capability.speeds.decode_units_per_s, (self.label,))
+        yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, and let the passes that run end."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._server.finish(), timeout_s)
+            await asyncio.wait_for(self.server.finish(), timeout_s)
 
     async def finish(self) -> None:
         """Take nothing new, and wait until the last pass is over."""
-        await self._server.finish()
+        await self.server.finish()
 
     def take_on(self) -> None:
         """Take passes again, after all."""
-        self._server.draining = False
+        self.server.draining = False
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Free everything."""
-        await self._server.close()
-        self._weights.release()
+        await self.server.close()
+        self.weights.release()
 
 
 def measure(segment: GraphSegment, clock: Clock) -> Speeds:

@@ -19,12 +19,12 @@ from typing import NamedTuple
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import MAX_PROBE_BYTES, Probe
-from swarmnode.codec.messages import Error, Hello
+from swarmnode.codec.messages import Error
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, refusal
-from swarmnode.net.interfaces import Network, PeerId, Stream
+from swarmnode.net.interfaces import PeerId, Stream
 from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.tasks import Tasks, cancel_and_wait
+from swarmnode.peer.local_peer import LocalPeer
 
 log = logging.getLogger(__name__)
 
@@ -91,26 +91,24 @@ class Prober:
 
     def __init__(
         self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
+        peer: LocalPeer,
         *,
         busy: Callable[[], bool],
         config: ProbeConfig = ProbeConfig(),
         seed: object = None,
     ) -> None:
-        self._network = network
-        self._hello = hello
-        self._link_config = replace(link_config, max_payload_bytes=MAX_PROBE_BYTES)
+        self._network = peer.network
+        self._hello = peer.hello
+        self._link_config = replace(peer.link_config, max_payload_bytes=MAX_PROBE_BYTES)
         self._busy = busy
         self._config = config
-        self._random = random.Random(repr(seed or network.peer_id))
+        self._random = random.Random(repr(seed or peer.network.peer_id))
         self._clock = asyncio.get_running_loop().time
         self._quota = Quota(config.pause_s, self._clock)
         self._asked: dict[PeerId, float] = {}
         self._answering = 0
         self._filler = memoryview(os.urandom(max(SIZES)))  # which no line compresses
-        self._tasks = Tasks("bandwidth tests", on_crash=link_config.supervisor.ends_peer)
+        self._tasks = Tasks("bandwidth tests", on_crash=peer.link_config.supervisor.ends_peer)
 
     def __repr__(self) -> str:
         return f"<Prober asked {len(self._asked)} peers, {self._quota!r}, {self._link_config.link_statistics!r}>"

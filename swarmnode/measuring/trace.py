@@ -17,13 +17,13 @@ from swarmnode.codec.measuring_messages import (
     Trace,
     TraceStep,
 )
-from swarmnode.codec.messages import Error, Hello
+from swarmnode.codec.messages import Error
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
-from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_share import Recent
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import Answer, QuestionServer, ask
 
 log = logging.getLogger(__name__)
@@ -98,23 +98,19 @@ class TraceLog:
         return self._traces.get(trace_id)
 
 
-def trace_server(
-    network: Network, hello: Hello, link_config: LinkConfig, find: Callable[[bytes], SessionTrace | None]
-) -> QuestionServer:
+def trace_server(peer: LocalPeer, find: Callable[[bytes], SessionTrace | None]) -> QuestionServer:
     """Answers with what `find` has of a session."""
 
     async def answer(_asker: Claimant, question: GetTrace) -> Answer:
         known = find(question.trace)
         return Answer(Error(ErrorCode.NO_SESSION) if known is None else known.trace())
 
-    return QuestionServer(network, TRACE_PROTOCOL, hello, link_config, GetTrace, answer)
+    return QuestionServer(peer, TRACE_PROTOCOL, GetTrace, answer)
 
 
-async def fetch_traces(
-    network: Network, peers: Iterable[PeerId], hello: Hello, link_config: LinkConfig, trace: bytes
-) -> dict[PeerId, Trace]:
+async def fetch_traces(own: LocalPeer, peers: Iterable[PeerId], trace: bytes) -> dict[PeerId, Trace]:
     """What each of the peers has kept of the session with this trace id; without those that know nothing of it or do not answer."""
-    board = Switchboard(network, TRACE_PROTOCOL, hello, replace(link_config, max_payload_bytes=0))
+    board = Switchboard(own.network, TRACE_PROTOCOL, own.hello, replace(own.link_config, max_payload_bytes=0))
     peers = list(peers)
     try:
         answers = await asyncio.gather(*(_fetch(board, peer, trace) for peer in peers))

@@ -1,4 +1,4 @@
-"""The access control: holds every link and every call of the table to the swarm's membership, and spreads what the owner says.
+"""Access control: holds every link and every call of the table to the swarm's membership, and spreads what the owner says.
 
 a link opens          both sides show certificates; who has none reads REFUSED and nothing else
 a table is called     the caller has passed our gate before, over a link of the membership protocol
@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import msgspec
@@ -58,34 +59,30 @@ ANSWERS = {
 """The least role that may answer one; BOOTSTRAP for the others: a client serves nobody."""
 
 
+@dataclass(eq=False)
 class AccessControl(Gate):
-    """Made before the network, whose table it guards; `start` gives it that. `on_look` is called when somebody may
-    have to go."""
+    """Gate of a swarm that has an owner. Made before the network, whose table it guards; `start` hands the network over. `on_look`
+    is called when somebody may have to go."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        file: MembershipFile,
-        *,
-        clock: Callable[[], float] = time.time,
-        look_s: float = LOOK_S,
-        on_crash: OnCrash | None = None,
-    ) -> None:
-        self.membership = membership
-        self.guards_table = membership.private
+    membership: Membership
+    file: MembershipFile
+    _: KW_ONLY
+    clock: Callable[[], float] = time.time
+    look_s: float = LOOK_S
+    on_crash: OnCrash | None = None
+
+    def __post_init__(self) -> None:
+        self.guards_table = self.membership.private
         self.on_look: Callable[[], None] = lambda: None
         self.turned_away: PeerRefused | None = None  # by the last peer that would not have us
-        self._file = file
-        self._clock = clock
-        self._look_s = look_s
         self._links: dict[GuardedLink, None] = {}  # in the order in which they came
         self._introductions: dict[PeerId, asyncio.Task[None]] = {}
         self._network: Network | None = None
         self._hello: Hello | None = None
         self._link_config: LinkConfig | None = None
         self._look = asyncio.Event()
-        self._tasks = Tasks("access control", on_crash=on_crash)
-        file.load(membership, clock())
+        self._tasks = Tasks("access control", on_crash=self.on_crash)
+        self.file.load(self.membership, self.clock())
 
     def __repr__(self) -> str:
         return f"<AccessControl of {self.membership!r}, {len(self._links)} links>"
@@ -99,7 +96,7 @@ class AccessControl(Gate):
     async def close(self) -> None:
         """Stop watching. Links are for those to close who opened them."""
         await self._tasks.close()
-        await asyncio.to_thread(self._file.save, self.membership)
+        await asyncio.to_thread(self.file.save, self.membership)
 
     # -- links
 
@@ -107,7 +104,7 @@ class AccessControl(Gate):
         return msgspec.structs.replace(hello, proof=self.membership.certificate)
 
     def admit(self, peer: PeerId, protocol: str, theirs: Hello, *, answers: bool) -> None:
-        self.membership.admit(peer, theirs.proof, self._clock())
+        self.membership.admit(peer, theirs.proof, self.clock())
         name = protocol_name(protocol)
         least = ANSWERS.get(name, Role.BOOTSTRAP) if answers else OPENS.get(name, Role.CLIENT)
         role = self.membership.role(peer)
@@ -143,7 +140,7 @@ class AccessControl(Gate):
 
     def vouch(self, announcement: Announcement, certificate: bytes) -> None:
         """Whether its author may announce this; see `Membership.vouch`."""
-        self.membership.vouch(announcement, certificate, self._clock())
+        self.membership.vouch(announcement, certificate, self.clock())
 
     def group(self, peer: PeerId) -> str:
         """What the owner vouches for in the peer's certificate; empty where nothing."""
@@ -153,7 +150,7 @@ class AccessControl(Gate):
     def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True) -> None:
         """Raises NotAdmitted where the swarm does not admit us, or not for what we need. That the last peer turned us away
         counts where no other one speaks with us."""
-        objection = self.membership.objection_to_us(own, self._clock())
+        objection = self.membership.objection_to_us(own, self.clock())
         if objection is None and alone and self.turned_away is not None:
             objection = "its membership was revoked, or its invite used up by others"
         if objection is not None:
@@ -173,7 +170,7 @@ class AccessControl(Gate):
 
     def _cut(self) -> None:
         """End what links there are to peers that do not belong to the swarm any more."""
-        now = self._clock()
+        now = self.clock()
         for link in list(self._links):
             if not self.membership.stands(link.peer, now):
                 log.info("peer %s is not a member any more", link.peer)
@@ -183,7 +180,7 @@ class AccessControl(Gate):
     # -- the table
 
     def admits(self, peer: PeerId) -> bool:
-        return self.membership.stands(peer, self._clock())
+        return self.membership.stands(peer, self.clock())
 
     async def introduce(self, peer: PeerId, *, anew: bool = False) -> None:
         task = self._introductions.get(peer)
@@ -228,9 +225,9 @@ class AccessControl(Gate):
             self._look.clear()
             await self.exchange()
             self._cut()
-            await asyncio.to_thread(self._file.save, self.membership)
+            await asyncio.to_thread(self.file.save, self.membership)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self._look_s)
+                await asyncio.wait_for(self._look.wait(), self.look_s)
 
     async def exchange(self) -> None:
         """Read the notices of the table, and store those that it lacks."""
@@ -238,7 +235,7 @@ class AccessControl(Gate):
         table = self._network.dht
         try:
             found = await asyncio.wait_for(table.get(notice_keys(self.membership.swarm)), TABLE_TIMEOUT_S)
-            now = self._clock()
+            now = self.clock()
             if take_in(self.membership, found, now):
                 self._spread()
             for notice in due(self.membership, found, now):

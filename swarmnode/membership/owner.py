@@ -1,4 +1,4 @@
-"""What the owner of a swarm does with the key: sign the swarm, invite, revoke."""
+"""Owner's key: signs the swarm, invites, and revokes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bootstrap peer: where newcomers find the swarm."""
+"""Bootstrap peer: the place where newcomers find the swarm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Bootstrap:
         try:
             _take_in(host, file, await _mapped(host))
             await host.manifest(patience_s=MANIFEST_PATIENCE_S)
-            seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
+            seeder = await Seeder.start(host, host.swarm)
             if swarm.checkpoint is not None:
                 seeder.add_folder(swarm.checkpoint)
             if swarm.adapters is not None:

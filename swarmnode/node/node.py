@@ -1,4 +1,4 @@
-"""A volunteer's node, from joining to leaving.
+"""Node: a volunteer's machine in a swarm, from joining to leaving.
 
 join -> choose a span -> get the weights -> load -> serve -> drain -> leave
              ^----------------- move, when units have nobody ------'
@@ -196,8 +196,8 @@ class Node:
         await host.manifest(patience_s=MANIFEST_PATIENCE_S)
         assert host.swarm.manifest is not None
         self._tell("model", introduce(host.swarm.manifest), **msgspec.to_builtins(host.swarm.manifest.model))
-        seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
-        prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
+        seeder = await Seeder.start(host, host.swarm)
+        prober = Prober(host, busy=lambda: self._busy(host))
         await heavy
         from swarmnode.measuring.hardware import Hardware, Workplace
         from swarmnode.weights.adapter_files import AdapterFiles

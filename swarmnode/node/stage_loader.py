@@ -1,4 +1,4 @@
-"""What a node does with its units: from the weights of a span to the stage that serves or trains it."""
+"""Stage loader: the way from the weights of a span to the stage that serves or trains it."""
 
 from __future__ import annotations
 
@@ -76,9 +76,6 @@ class StageLoader:
         from swarmnode.training.worker.training_worker import TrainingWorker
 
         assert self.states is not None
-        place, states = self.place, self.states
-        worker = await TrainingWorker.load(
-            place.host, checkpoint, place.hardware, span, place.executors, states, self.awaits_others
-        )
+        worker = await TrainingWorker.load(self.place, checkpoint, span, self.states, self.awaits_others)
         worker.listen(self.tell)
         return worker

@@ -1,4 +1,4 @@
-"""Being there: what every peer of a swarm has, whether it computes, is a bootstrap peer or only asks.
+"""Host: the presence of a peer in a swarm, whether it computes, is a bootstrap peer or only asks; and the calls to bootstrap peers.
 
 An identity, the network, the directory, and access to the weights. It keeps trying to reach the swarm until it can.
 """
@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.body import VERSION
@@ -83,62 +83,56 @@ async def dial_bootstraps(
         failures = failures + 1 if missing and not await call(missing) else 0
 
 
+@dataclass(eq=False)
 class Host:
     """A peer of a swarm. Made by `join`; `swarm` has its manifest once `manifest()` returned."""
 
-    def __init__(
-        self,
-        swarm: Swarm,
-        config: HostConfig,
-        network: Network,
-        slot: IdentitySlot,
-        identity: Identity,
-        access_control: AccessControl | None,
-        supervisor: Supervisor,
-        clock: Clock,
-    ) -> None:
-        self.swarm = swarm
-        self.config = config
-        self.network = network
-        self.peer_id = network.peer_id  # who we are in the swarm
-        self.access_control = access_control
-        self.identity = identity
-        self.supervisor = supervisor
-        self.clock = clock
-        self.decisions = DecisionLog(clock.unix)
-        self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
-        self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
-        self.observed_latency = ObservedLatency(clock=clock.monotonic)
+    swarm: Swarm
+    config: HostConfig
+    network: Network
+    slot: IdentitySlot
+    identity: Identity
+    access_control: AccessControl | None
+    supervisor: Supervisor
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self.peer_id = self.network.peer_id  # who we are in the swarm
+        self.decisions = DecisionLog(self.clock.unix)
+        self.hello = Hello(VERSION, self.swarm.id, f"swarmnode/{__version__}")
+        self.paths = Paths(
+            self.network.peer_id, lambda peer: self.directory.peers().get(peer), clock=self.clock.monotonic
+        )
+        self.observed_latency = ObservedLatency(clock=self.clock.monotonic)
         self.completed = CompletedWork()
         self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # of its time on this node's device
         limiters = [
-            RateLimiter(rate_bps, clock=clock.monotonic) if rate_bps else None
-            for rate_bps in (config.max_upload_bps, config.max_download_bps)
+            RateLimiter(rate_bps, clock=self.clock.monotonic) if rate_bps else None
+            for rate_bps in (self.config.max_upload_bps, self.config.max_download_bps)
         ]
         self.link_config = LinkConfig(
             rate_limiter=limiters[0],
             download_limiter=limiters[1],
             link_statistics=self.paths.link_statistics,
-            gate=access_control or OPEN_GATE,
-            supervisor=supervisor,
-            clock=clock.stopwatch,
+            gate=self.access_control or OPEN_GATE,
+            supervisor=self.supervisor,
+            clock=self.clock.stopwatch,
         )
-        self._slot = slot
-        self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
-        self.standing = Standing(config.home / "standing" / f"{swarm.id.hex()[:16]}.json", clock.unix)
+        self._known = KnownPeers(self.config.home / "peers" / f"{self.swarm.id.hex()[:16]}.json")
+        self.standing = Standing(self.config.home / "standing" / f"{self.swarm.id.hex()[:16]}.json", self.clock.unix)
         self.directory = Directory(
-            network,
-            swarm.id,
+            self.network,
+            self.swarm.id,
             verify=verify,
-            sign=None if config.looks_on else identity.sign,
+            sign=None if self.config.looks_on else self.identity.sign,
             known_peers=self._known,
-            vouch=None if access_control is None else access_control.vouch,
-            certificate=b"" if access_control is None else access_control.membership.certificate,
-            now=clock.unix,
-            on_crash=supervisor.ends_peer,
+            vouch=None if self.access_control is None else self.access_control.vouch,
+            certificate=b"" if self.access_control is None else self.access_control.membership.certificate,
+            now=self.clock.unix,
+            on_crash=self.supervisor.ends_peer,
         )
         self._lan: LanDiscovery | None = None
-        self._tasks = Tasks("host", on_crash=supervisor.ends_peer)
+        self._tasks = Tasks("host", on_crash=self.supervisor.ends_peer)
         self.joined = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -389,7 +383,7 @@ class Host:
         if self.access_control is not None:
             await self.access_control.close()
         await self.network.close()
-        self._slot.release()
+        self.slot.release()
 
 
 def state_name(state: State) -> str:

@@ -1,15 +1,18 @@
-"""This machine's own peer in a swarm, as far as the servers that run on it need to know it."""
+"""Local peer: this machine's peer in a swarm, as far as its servers need to know it, and its links for one protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Hello
 from swarmnode.decisions import DecisionLog
 from swarmnode.errors import PeerError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.paths import ObservedLatency
 
@@ -42,3 +45,15 @@ class LocalPeer(Protocol):
         Args:
             error: Why it ended. Its `peer` is left out of routes for now, unless it only refused us.
         """
+
+
+def board_of(
+    peer: LocalPeer,
+    protocol: str,
+    *,
+    accept: Callable[[Channel, Frame, Body], None] | None = None,
+    on_peer_lost: Callable[[PeerError], None] = lambda _error: None,
+) -> Switchboard:
+    """Make the links of a peer for one protocol; see `Switchboard`. Whoever makes them closes them."""
+    links = peer.network, protocol, peer.hello, peer.link_config
+    return Switchboard(*links, accept=accept, on_peer_lost=on_peer_lost)

@@ -1,4 +1,4 @@
-"""What one who holds nothing but an invite asks first: the swarm's manifest."""
+"""Newcomer: the swarm's manifest, fetched by a peer that holds nothing but an invite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a node knows of its own place: round trips, bandwidths, a network coordinate, and how others get to it."""
+"""Paths of a node: round trips, bandwidths, its network coordinate and reachability, and the latency of other peers as sessions
+observe it."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from swarmnode.swarm.records.sections import Hearsay, PathNews
 
 MOST_KBPS = (1 << 32) - 1  # that an announcement can say
 
-Known = Callable[[PeerId], Announcement | None]
 PEERS_KEPT = 256
 FRESH_S = 600.0  # older experience says little: the peer's own word opens the door again
 # Weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do.
 RISE, FALL = 0.2, 0.5
+
+Known = Callable[[PeerId], Announcement | None]
+"""What a peer announces at the moment; None where it is not known"""
 
 
 @dataclass(slots=True)
@@ -66,9 +69,6 @@ class ObservedLatency:
         """By peer, those seen last first, at most so many."""
         known = {peer: unit_s for peer in reversed(self._seen) if (unit_s := self.unit_s(peer)) is not None}
         return dict(list(known.items())[:most])
-
-
-"""What a peer announces at the moment; None where it is not known"""
 
 
 class Paths:

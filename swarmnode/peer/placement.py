@@ -1,4 +1,4 @@
-"""A node's place in the swarm: which units it takes when it joins, and when it should rather be elsewhere."""
+"""Placement of a node: the units that it takes when it joins, by the rule or by a plan, and the reasons to move."""
 
 from __future__ import annotations
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import End, Error, Hello
+from swarmnode.codec.messages import End, Error
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +34,21 @@ class Answer(NamedTuple):
     payload: Sequence[Buffer] = ()
 
 
+@dataclass(eq=False)
 class QuestionServer:
-    """Answers questions of the type `question` (or of several) with what `answer` makes of (who asks, question). They carry no
-    payload."""
+    """Server for questions of the type `question` (or of several): `answer` makes the answer of (asker, question). Questions carry
+    no payload."""
 
-    def __init__(
-        self,
-        network: Network,
-        protocol: str,
-        hello: Hello,
-        link_config: LinkConfig,
-        question: type[Body] | UnionType,
-        answer: Callable[[Claimant, Any], Awaitable[Answer]],
-    ) -> None:
-        self._question = question
-        self._answer = answer
+    peer: LocalPeer
+    protocol: str
+    question: type[Body] | UnionType
+    answer: Callable[[Claimant, Any], Awaitable[Answer]]
+
+    def __post_init__(self) -> None:
         self._answering: set[PeerId] = set()
-        self._tasks = Tasks(f"answers of {protocol}", on_crash=link_config.supervisor.ends_conversation)
-        config = replace(link_config, max_payload_bytes=0)
-        self._board = Switchboard(network, protocol, hello, config, accept=self._accept)
+        self._tasks = Tasks(f"answers of {self.protocol}", on_crash=self.peer.link_config.supervisor.ends_conversation)
+        config = replace(self.peer.link_config, max_payload_bytes=0)
+        self._board = Switchboard(self.peer.network, self.protocol, self.peer.hello, config, accept=self._accept)
 
     def __repr__(self) -> str:
         return f"<QuestionServer {self._board!r}>"
@@ -67,7 +63,7 @@ class QuestionServer:
         await self._tasks.close()
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
-        if not isinstance(body, self._question):
+        if not isinstance(body, self.question):
             channel.close(Error(ErrorCode.MALFORMED))
         elif channel.peer in self._answering:
             channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
@@ -77,7 +73,7 @@ class QuestionServer:
 
     async def _tell(self, channel: Channel, question: Body) -> None:
         try:
-            answer = await self._answer(channel.claimant, question)
+            answer = await self.answer(channel.claimant, question)
             if isinstance(answer.body, Error | End):
                 channel.close(answer.body)
                 return

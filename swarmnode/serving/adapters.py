@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,27 +39,24 @@ class _Held:
     users: set[int] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class StageAdapters:
-    """Of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
+    """Adapters of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
 
-    def __init__(
-        self,
-        files: AdapterFiles | None,
-        places: Sequence[Place],
-        config: ServerConfig,
-        *,
-        on_crash: OnCrash,
-    ) -> None:
-        self._files = files
-        self._places = places
-        self._config = config
+    files: AdapterFiles | None
+    places: Sequence[Place]
+    config: ServerConfig
+    _: KW_ONLY
+    on_crash: OnCrash
+
+    def __post_init__(self) -> None:
         self._held: dict[str, _Held] = {}  # the one that was used last at the end
         self.free_cache: Callable[[], bool] = lambda: False  # ends a session that is only kept, where there is one
-        self._tasks = Tasks("adapters", on_crash=on_crash)
+        self._tasks = Tasks("adapters", on_crash=self.on_crash)
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
-        return f"<StageAdapters: {', '.join(self._held) or 'none'} of {self._files!r}>"
+        return f"<StageAdapters: {', '.join(self._held) or 'none'} of {self.files!r}>"
 
     def __contains__(self, name: str) -> bool:
         """Whether sessions may go through it now."""
@@ -68,32 +65,32 @@ class StageAdapters:
     async def bring(self, name: str) -> None:
         """Have an adapter, at once where it is here. Raises ProtocolError where the swarm has none of that name, or it cannot be
         computed or had here; Busy where it is still on its way, or there is no memory for it."""
-        if self._files is None or name not in self._files:
+        if self.files is None or name not in self.files:
             raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
         if name in self._held:
             return
         if name not in self._loading:
-            self._loading[name] = self._tasks.spawn(self._load(self._files, name), f"load {name}", awaited=True)
+            self._loading[name] = self._tasks.spawn(self._load(self.files, name), f"load {name}", awaited=True)
             self._loading[name].add_done_callback(partial(self._loaded, name))
         loading = self._loading[name]
-        await asyncio.wait([loading], timeout=self._config.adapter_s)
+        await asyncio.wait([loading], timeout=self.config.adapter_s)
         if not loading.done():
-            raise Busy("the adapter is still being fetched", retry_s=self._config.retry_s)
+            raise Busy("the adapter is still being fetched", retry_s=self.config.retry_s)
         try:
             loading.result()
         except Full as error:
-            raise Busy(str(error), retry_s=self._config.retry_s) from error
+            raise Busy(str(error), retry_s=self.config.retry_s) from error
         except CheckpointError as error:
             raise ProtocolError(f"the adapter cannot be used: {error}", code=ErrorCode.INVALID_REQUEST) from error
         except (PeerError, LocalError) as error:
             raise ProtocolError(f"the adapter is not to be had: {error}", code=ErrorCode.NOT_FOUND) from error
 
     async def _load(self, files: AdapterFiles, name: str) -> None:
-        spans = [worker.runner.span for worker, _ in self._places]
+        spans = [worker.runner.span for worker, _ in self.places]
         file = await files.bring(name, Span(min(span.start for span in spans), max(span.end for span in spans)))
         memory = await self._reserve(file)
         try:
-            for worker, _ in self._places:
+            for worker, _ in self.places:
                 span = worker.runner.span
                 where, kind, units = span.device, span.dtype, (span.start, span.end)
                 loras = await asyncio.to_thread(file.load, span.family, span.model, *units, device=where, dtype=kind)
@@ -114,7 +111,7 @@ class StageAdapters:
         """Memory on each device. Raises Full where there is none, even without the adapters and the caches that nobody uses."""
         with contextlib.ExitStack() as undo:
             memory: list[Reservation] = []
-            for worker, ledger in self._places:
+            for worker, ledger in self.places:
                 span = worker.runner.span
                 size_bytes = file.bytes_of(span.family, span.start, span.end, span.dtype)
                 memory.append(undo.enter_context(await self._room(worker, ledger, size_bytes)))
@@ -154,7 +151,7 @@ class StageAdapters:
 
     def _let_go(self, name: str, memory: Sequence[Reservation]) -> None:
         """Whatever is computed from now on comes after it."""
-        for worker, _ in self._places:
+        for worker, _ in self.places:
             worker.call("let an adapter go", partial(worker.runner.span.adapters.remove, name))
         for reservation in memory:
             reservation.release()

@@ -1,4 +1,4 @@
-"""A hop's statements, for whoever knows a session's id."""
+"""Audit server: a hop's signed statements on its sessions, for peers that know a session's id."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, GetStatement, StatementReply
-from swarmnode.codec.messages import Error, Hello, Open
+from swarmnode.codec.messages import Error, Open
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode
-from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import Answer, QuestionServer
 from swarmnode.serving.session.opening import units_of
 from swarmnode.serving.session.session import StageSession
@@ -32,13 +32,7 @@ class Author:
     sign: Sign
 
 
-def audit_server(
-    network: Network,
-    hello: Hello,
-    link_config: LinkConfig,
-    author: Author,
-    find: Callable[[bytes], StageSession | None],
-) -> QuestionServer:
+def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageSession | None]) -> QuestionServer:
     """Answers for the sessions that `find` knows."""
 
     async def answer(_asker: Claimant, question: GetStatement) -> Answer:
@@ -53,7 +47,7 @@ def audit_server(
         statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told)
         return Answer(StatementReply(statement), (payload,))
 
-    return QuestionServer(network, AUDIT_PROTOCOL, hello, link_config, GetStatement, answer)
+    return QuestionServer(peer, AUDIT_PROTOCOL, GetStatement, answer)
 
 
 def _state(

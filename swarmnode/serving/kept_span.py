@@ -1,4 +1,4 @@
-"""A span in the host's memory while its node is paused."""
+"""Kept span: a span in the host's memory while its node is paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica of the span that a node serves: workers on the devices over which it is laid, one behind another.
+"""Pipelines: the replicas of the span that a node serves, each with workers on its devices, one behind another.
 
     submit(job) -> worker -> hidden states -> worker -> ... -> job.done(result)
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -200,64 +201,60 @@ def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass
     done(job, replace(result, bad_input=False), run._replace(began_s=began_s))
 
 
+@dataclass(eq=False)
 class Replicas:
     """The pipelines of one stage. `sessions` are the server's, by their ids; `adapters` and caches make room for one another where
     nobody uses them."""
 
-    def __init__(
-        self,
-        pipelines: Sequence[Pipeline],
-        sessions: Mapping[bytes, StageSession],
-        config: ServerConfig,
-        adapters: StageAdapters,
-    ) -> None:
-        self._pipelines = pipelines
-        self._sessions = sessions
-        self._config = config
-        self._adapters = adapters
-        adapters.free_cache = self._free_kept
-        runner = pipelines[0].workers[0].runner
-        self.span: Span = pipelines[0].span
+    pipelines: Sequence[Pipeline]
+    sessions: Mapping[bytes, StageSession]
+    config: ServerConfig
+    adapters: StageAdapters
+
+    def __post_init__(self) -> None:
+        self.adapters.free_cache = self._free_kept
+        runner = self.pipelines[0].workers[0].runner
+        self.span: Span = self.pipelines[0].span
         self.vocab_size: int = runner.span.vocab_size
         self.position_limit: int | None = runner.span.position_limit  # of every session
-        self.meter = pipelines[0].workers[0].meter
+        self.meter = self.pipelines[0].workers[0].meter
 
     def __repr__(self) -> str:
-        return f"<Replicas {self._pipelines!r}>"
+        return f"<Replicas {self.pipelines!r}>"
 
     def of(self, key: int) -> Pipeline:
         """Return the pipeline that computes for the session of this key."""
-        return next(pipeline for pipeline in self._pipelines if key in pipeline)
+        return next(pipeline for pipeline in self.pipelines if key in pipeline)
 
     @property
     def stalled(self) -> list[Pipeline]:
         """Those whose devices stand still."""
-        return [pipeline for pipeline in self._pipelines if pipeline.stalled]
+        return [pipeline for pipeline in self.pipelines if pipeline.stalled]
 
     @property
     def idle(self) -> list[StageSession]:
         """Sessions that have had no input for a while and wait for nothing, the longest first."""
-        since_s = asyncio.get_running_loop().time() - self._config.idle_s
-        waiting = {key for pipeline in self._pipelines for key in pipeline.watch.waiting}
-        idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
+        since_s = asyncio.get_running_loop().time() - self.config.idle_s
+        waiting = {key for pipeline in self.pipelines for key in pipeline.watch.waiting}
+        idle = [one for one in self.sessions.values() if one.moved_s <= since_s and one.key not in waiting]
         return sorted(idle, key=lambda session: session.moved_s)
 
     @property
     def free_cache_tokens(self) -> int:
         """Positions that a new session may have, of the replica that has most."""
-        kept = [session.key for session in self._sessions.values() if session.kept]
-        return max(pipeline.free_cache_tokens(kept) for pipeline in self._pipelines)
+        kept = [session.key for session in self.sessions.values() if session.kept]
+        return max(pipeline.free_cache_tokens(kept) for pipeline in self.pipelines)
 
     def readings(self) -> Readings:
         """What their devices do and hold."""
-        for pipeline in self._pipelines:
+        for pipeline in self.pipelines:
             yield from pipeline.readings()
 
     def describe(self, body: Open) -> tuple[str, ...]:
         """The memory that there is, and what a session asks for, in sentences."""
-        budgets = [worker.runner.pool.budget for pipeline in self._pipelines for worker in pipeline.workers]
+        budgets = [worker.runner.pool.budget for pipeline in self.pipelines for worker in pipeline.workers]
         free_bytes, limit_bytes = sum(one.free_bytes for one in budgets), sum(one.limit_bytes for one in budgets)
-        asked_bytes = sum(self._pipelines[0].cache_bytes(body)) if body.index < len(body.route) else 0
+        asked_bytes = sum(self.pipelines[0].cache_bytes(body)) if body.index < len(body.route) else 0
         return (
             f"{asked_bytes / 1e6:.1f} MB of cache are asked for",
             f"{free_bytes / 1e6:.1f} of {limit_bytes / 1e6:.1f} MB of cache are free now",
@@ -266,7 +263,7 @@ class Replicas:
     def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
         """Promise memory to a session, new or already here, `beside` another one where it can be. Raises ProtocolError if it can
         never be had here, Busy if not now."""
-        able = [pipeline for pipeline in self._pipelines if key in pipeline] or self._pipelines
+        able = [pipeline for pipeline in self.pipelines if key in pipeline] or self.pipelines
         able = [pipeline for pipeline in able if not pipeline.stalled]
         able.sort(key=lambda pipeline: (beside not in pipeline, pipeline.load))
         fitting = [pipeline for pipeline in able if pipeline.may_hold(pipeline.cache_bytes(body))]
@@ -275,26 +272,26 @@ class Replicas:
         for pipeline in fitting:
             if _take(pipeline, key, claimant, body):
                 return pipeline
-        while fitting and (self._adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
+        while fitting and (self.adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
             if _take(fitting[0], key, claimant, body):
                 return fitting[0]
-        raise Busy("there is no room for the session", retry_s=self._config.retry_s)
+        raise Busy("there is no room for the session", retry_s=self.config.retry_s)
 
     def _free_kept(self) -> bool:
         """Whether a session that is only kept for another text has made room, the one that was used the longest ago."""
-        return _free_oldest([session for session in self._sessions.values() if session.kept])
+        return _free_oldest([session for session in self.sessions.values() if session.kept])
 
     def _make_room(self, pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
         """Whether somebody gave way: one that nobody is bound to, one that is kept for another text, then those of peers that have
         more."""
-        here = [session for session in self._sessions.values() if session.key in pipeline]
+        here = [session for session in self.sessions.values() if session.key in pipeline]
         orphans = [session for session in here if session.orphaned and session.key != key]
         if _free_oldest(orphans or [session for session in here if session.kept]):
             return True
         idle = [session.key for session in self.idle if session.key in pipeline]
         ended = pipeline.memory.who_gives_way(claimant, *_sizes(pipeline, body), idle)
         for session in [session for session in here if session.key in ended]:
-            session.give_up(ErrorCode.BUSY, retry_s=self._config.retry_s)
+            session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
         return bool(ended)
 
 

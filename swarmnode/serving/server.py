@@ -1,4 +1,4 @@
-"""The serving role of a node: takes sessions in, refuses what it cannot hold, and lets them go when it drains."""
+"""Stage server: takes sessions in, refuses what it cannot hold, and lets them go when the node drains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
@@ -21,9 +22,9 @@ from swarmnode.measuring.trace import SessionTrace, TraceLog, trace_server
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.grammars import Grammars
@@ -37,48 +38,38 @@ WATCH_S = 0.5  # between two looks at the sessions
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StageServer:
-    """Serves one span of units to the sessions of others.
+    """Server of one span of units for the sessions of others. `pipelines` are the span's replicas.
 
     Shared state changes without an await in between, so a frame is always handled against a whole picture.
     """
 
-    def __init__(
-        self,
-        peer: LocalPeer,
-        pipelines: Sequence[Pipeline],
-        config: ServerConfig,
-        *,
-        grammars: Grammars | None = None,
-        adapters: StageAdapters | None = None,
-        codec_rules: CodecRules = CodecRules(),
-    ) -> None:
-        """`pipelines` are the replicas of one span; without `grammars` or `adapters` sessions that ask for one are refused."""
-        self.peer, self.config, self.codec_rules = peer, config, codec_rules
+    peer: LocalPeer
+    pipelines: Sequence[Pipeline]
+    config: ServerConfig
+    _: KW_ONLY
+    grammars: Grammars
+    adapters: StageAdapters
+    codec_rules: CodecRules = field(default_factory=CodecRules)
+
+    def __post_init__(self) -> None:
         self.draining = False
-        links = peer.link_config
-        self._grammars = grammars or Grammars(None, links.ledger, config)
-        self._adapters = adapters or StageAdapters(None, (), config, on_crash=links.supervisor.ends_conversation)
         self._tasks = Tasks("stage server", on_crash=None)
         self._sessions: dict[bytes, StageSession] = {}
-        self._replicas = Replicas(pipelines, self._sessions, config, self._adapters)
+        self._replicas = Replicas(self.pipelines, self._sessions, self.config, self.adapters)
         self.meter = self._replicas.meter
-        self._early = EarlyAttaches(config)
+        self._early = EarlyAttaches(self.config)
         self._keys = itertools.count()
         self._refusals = RefusalMeter(self._replicas.span)
         self._watching: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self.switchboard = Switchboard(
-            peer.network,
-            SESSION_PROTOCOL,
-            peer.hello,
-            links,
-            accept=self._accept,
-            on_peer_lost=peer.lost_neighbour,
+        self.switchboard = board_of(
+            self.peer, SESSION_PROTOCOL, accept=self._accept, on_peer_lost=self.peer.lost_neighbour
         )
         self._traces = TraceLog()  # of sessions that are over
-        self._trace_server = trace_server(peer.network, peer.hello, links, self.trace)
+        self._trace_server = trace_server(self.peer, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -139,8 +130,8 @@ class StageServer:
             self._watching.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self._tasks.close()
-        self._grammars.close()
-        await self._adapters.close()
+        self.grammars.close()
+        await self.adapters.close()
         await self._trace_server.close()
         await self.switchboard.close()
 
@@ -151,7 +142,7 @@ class StageServer:
         gone = self._sessions.pop(session)
         self._traces.keep(gone.trace_id, gone.trace)
         self._replicas.of(gone.key).forget(gone.key)
-        self._adapters.leave(gone.key)
+        self.adapters.leave(gone.key)
         if not self._sessions:
             self._idle.set()
 
@@ -190,7 +181,7 @@ class StageServer:
         return lacks_grammar or not self._has_adapter(body)
 
     def _has_adapter(self, body: Open) -> bool:
-        return not body.adapter or body.adapter in self._adapters
+        return not body.adapter or body.adapter in self.adapters
 
     async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
         """Compile the grammar beside the loop first, and bring the adapter."""
@@ -198,9 +189,9 @@ class StageServer:
         with self._refusing(channel, body):
             if draws_by_grammar(body) and body.session not in self._sessions:
                 assert body.sampling is not None and body.sampling.grammar is not None
-                grammar = await self._grammars.compile(body.sampling.grammar)
+                grammar = await self.grammars.compile(body.sampling.grammar)
             if body.adapter:
-                await self._adapters.bring(body.adapter)
+                await self.adapters.bring(body.adapter)
             if channel.open:  # who asked may be gone
                 self._open(channel, body, text, grammar)
 
@@ -256,11 +247,11 @@ class StageServer:
     def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
         """Make a session, beside the one that it begins as if that is here. Raises as `_admit` does."""
         key, source = next(self._keys), self._source_of(body)
-        self._adapters.use(body.adapter, key)  # or it might make room for its own session
+        self.adapters.use(body.adapter, key)  # or it might make room for its own session
         try:
             pipeline = self._admit(key, claimant, body, beside=None if source is None else source.key)
         except (ProtocolError, Busy):
-            self._adapters.leave(key)
+            self.adapters.leave(key)
             raise
         session = self._sessions[body.session] = StageSession(self, pipeline, body, key, grammar)
         if source is not None and body.branch is not None:

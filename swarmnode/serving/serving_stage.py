@@ -1,4 +1,4 @@
-"""One span of a model, loaded and served: what a node does between choosing units and leaving them."""
+"""Serving stage: one span of a model, loaded and served, between choosing units and leaving them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.grammar import GrammarCompiler
@@ -38,29 +38,24 @@ log = logging.getLogger(__name__)
 Replica = Sequence[SpanPart]
 
 
+@dataclass(eq=False)
 class ServingStage(Stage):
     """Replicas of a span, each in parts on devices of its own, and their server. Made by `load`, ended by `close`."""
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        replicas: Sequence[Replica],
-        server: StageServer,
-        statements: QuestionServer,
-        tasks: Tasks,
-    ) -> None:
-        self._hardware = hardware
-        self._replicas = replicas
-        self._server = server
-        self._statements = statements
-        self._tasks = tasks
-        self._parts = [part for replica in replicas for part in replica]
+    hardware: Hardware
+    replicas: Sequence[Replica]
+    server: StageServer
+    statements: QuestionServer
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
+        self._parts = [part for replica in self.replicas for part in replica]
         for part in self._parts:
             if any(part.span.packings):
-                tasks.spawn(self._pack(part), "pack")
+                self.tasks.spawn(self._pack(part), "pack")
 
     def __repr__(self) -> str:
-        return f"<ServingStage {self._server!r}>"
+        return f"<ServingStage {self.server!r}>"
 
     @classmethod
     async def load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
@@ -121,7 +116,7 @@ class ServingStage(Stage):
             undo.push_async_callback(server.close)
             await server.start()
             author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
-            statements = audit_server(host.network, host.hello, host.link_config, author, server.session)
+            statements = audit_server(host, author, server.session)
             undo.push_async_callback(statements.close)
             await statements.start()
             undo.pop_all()
@@ -130,46 +125,46 @@ class ServingStage(Stage):
 
     async def _pack(self, part: SpanPart) -> None:
         """Sessions go on beside it. It is measured again if nobody computes now, else real work will show it."""
-        if await part.pack() and not self._server.load:
+        if await part.pack() and not self.server.load:
             await part.measure_again()
         await part.pack_in_company()
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
-        speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self._replicas])
-        load = ServingLoad(sessions=self._server.load, cache_tokens_free=self._server.free_cache_tokens)
-        return self._hardware.section, speeds, load
+        speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
+        load = ServingLoad(sessions=self.server.load, cache_tokens_free=self.server.free_cache_tokens)
+        return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
         for part in self._parts:
             yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
-        yield from self._server.readings()
+        yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, and let the sessions move to other peers."""
-        await self._server.drain(timeout_s)
+        await self.server.drain(timeout_s)
 
     async def finish(self) -> None:
         """Take nothing new, and wait until the last session has ended."""
-        await self._server.finish()
+        await self.server.finish()
 
     def take_on(self) -> None:
         """Take sessions again, after all."""
-        self._server.take_on()
+        self.server.take_on()
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
         """What a closed stage served, in the memory of the host; None where it cannot be there."""
-        replicas = [[LoadedSpan(part.device, part.span) for part in replica] for replica in self._replicas]
-        return KeptSpan.of(self._hardware, replicas, host)
+        replicas = [[LoadedSpan(part.device, part.span) for part in replica] for replica in self.replicas]
+        return KeptSpan.of(self.hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Free everything, but the span where it is to be kept."""
         for part in self._parts:
             part.stop_packing()
-        await self._tasks.close()
-        await self._statements.close()
-        await self._server.close()
+        await self.tasks.close()
+        await self.statements.close()
+        await self.server.close()
         for part in self._parts:
             await part.close(keep_span=keep_span)
         gc.unfreeze()  # what this stage was made of may be collected

@@ -1,4 +1,4 @@
-"""What one device holds of the span that its node serves: loaded, tried, measured, and ready to compute for sessions."""
+"""Span part: the units of a served span on one device, loaded, tried, measured, and ready to compute for sessions."""
 
 from __future__ import annotations
 
@@ -61,30 +61,26 @@ class LoadedSpan:
     weights: Reservation | None = None
 
 
+@dataclass(eq=False)
 class SpanPart:
-    """Made by `start`, ended by `close`."""
+    """Units of a served span on one device. Made by `start`, ended by `close`."""
 
-    def __init__(
-        self,
-        loaded: LoadedSpan,
-        runner: StageRunner,
-        worker: Worker,
-        capability: Capability,
-        measure: Callable[[], Speeds],
-        passes: Reservation,
-    ) -> None:
-        self.device = loaded.device
-        self.span = loaded.span
+    loaded: LoadedSpan
+    runner: StageRunner
+    worker: Worker
+    capability: Capability
+    measure: Callable[[], Speeds]
+    passes: Reservation
+
+    def __post_init__(self) -> None:
+        self.device = self.loaded.device
+        self.span = self.loaded.span
         self.units = self.span.end - self.span.start  # how many there are
-        self.worker = worker
-        self._runner = runner
-        self._capability = capability
-        self._measure = measure
-        self._memory = [passes] if loaded.weights is None else [passes, loaded.weights]
+        self._memory = [self.passes] if self.loaded.weights is None else [self.passes, self.loaded.weights]
         self._closed = False
         self._loop, self._company = asyncio.get_running_loop(), asyncio.Event()
         self._shared_passes = 0
-        worker.on_pass = self._note_pass
+        self.worker.on_pass = self._note_pass
 
     def __repr__(self) -> str:
         return f"<SpanPart {self.span!r} on device {self.device}>"
@@ -119,12 +115,12 @@ class SpanPart:
     @property
     def speeds(self) -> Speeds:
         """As measured, or as real work has shown since."""
-        return self._capability.speeds
+        return self.capability.speeds
 
     async def pack(self) -> bool:
         """Rearrange weights while sessions go on; whether there was something to do."""
         await asyncio.to_thread(self.span.packings.at_once.run, lambda: self._closed)
-        return not self._capability.lasting
+        return not self.capability.lasting
 
     async def pack_in_company(self) -> None:
         """The same, of layers that are slower so while a session is alone: once several have shared passes for a while."""
@@ -134,7 +130,7 @@ class SpanPart:
 
     async def measure_again(self) -> None:
         """What was measured before weights were rearranged does not last. Nobody else may compute meanwhile."""
-        await self.worker.call("measure", lambda: self._capability.measure(self._measure))
+        await self.worker.call("measure", lambda: self.capability.measure(self.measure))
 
     def _note_pass(self, phase: str, sessions: int, positions: int, units: int, seconds: float) -> None:
         """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
@@ -143,9 +139,9 @@ class SpanPart:
             if self._shared_passes == COMPANY_PASSES:
                 self._loop.call_soon_threadsafe(self._company.set)
         elif phase == DECODE:
-            self._capability.note("decode_units_per_s", seconds / units)
+            self.capability.note("decode_units_per_s", seconds / units)
         elif positions >= PREFILL_POSITIONS:
-            self._capability.note("prefill_units_per_s", seconds / (units * positions))
+            self.capability.note("prefill_units_per_s", seconds / (units * positions))
 
     def stop_packing(self) -> None:
         """The thread ends with the layer that it packs."""
@@ -155,6 +151,6 @@ class SpanPart:
         """Free everything, but the span where it is to be kept."""
         self.stop_packing()
         await self.worker.close()
-        self._runner.close_all(keep_span=keep_span)
+        self.runner.close_all(keep_span=keep_span)
         for reservation in self._memory:
             reservation.release()

@@ -1,4 +1,4 @@
-"""The stage of a node: what its owner (`node/node.py`) may ask of units that are served, served as a graph, or trained."""
+"""Stage: what a node (`node/node.py`) may ask of units that are served, served as a graph, or trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the sessions of a stage want computed: it takes what is waiting, runs it as one batch, and hands the encoded results on.
+"""Worker: the positions that sessions want computed on one device, joined to batches and encoded; and the watch over a device that
+stands still.
 
     loop:    submit(job) ------.                             .----> job.done(result)
     thread:                   put -> take -> decode -> run -> encode
@@ -15,6 +16,7 @@ import logging
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -45,9 +47,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the longest where nothing was measured
+
 
 Finish = Callable[[Sequence[Tensor]], JobResult]
-STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the longest where nothing was measured
+"""From what was fetched to what came of a job, on the host"""
+
+OnPass = Callable[[str, int, int, int, float], None]
+"""(phase, sessions, positions and units of the first, seconds) of a pass that came to something; called on the compute thread"""
+
+OnJobs = Callable[[Sequence[Job]], None]
 
 
 class Running(NamedTuple):
@@ -65,13 +74,11 @@ class ComputeWatch:
 
     def __init__(self, deadline: Deadline = STALLED) -> None:
         self._deadline = deadline
-        self._waiting: dict[
-            int, tuple[int, int]
-        ] = {}  # by session: the end of what waits, positions of its longest job
+        # By session: the end of what waits, positions of its longest job.
+        self._waiting: dict[int, tuple[int, int]] = {}
         self._moved_at_s = 0.0
-        self._position_s: defaultdict[bool, Expectation] = defaultdict(
-            Expectation
-        )  # by whether a pass is a decode step
+        # By whether a pass is a decode step.
+        self._position_s: defaultdict[bool, Expectation] = defaultdict(Expectation)
 
     def __repr__(self) -> str:
         return f"<ComputeWatch of {len(self._waiting)} sessions, moved at {self._moved_at_s:.1f} s>"
@@ -126,13 +133,6 @@ class ComputeWatch:
         return max(times_s)
 
 
-"""From what was fetched to what came of a job, on the host"""
-
-OnPass = Callable[[str, int, int, int, float], None]
-"""(phase, sessions, positions and units of the first, seconds) of a pass that came to something; called on the compute thread"""
-OnJobs = Callable[[Sequence[Job]], None]
-
-
 class _Batch(WorkItem):
     """Jobs of several sessions that go through the model together."""
 
@@ -151,25 +151,23 @@ class _Batch(WorkItem):
         self._give_up(self._jobs)
 
 
+@dataclass(eq=False)
 class Worker:
-    """What sessions want computed on one span: a source of work for the device's executor."""
+    """Source of work for a device's executor: the positions that sessions want computed on one span."""
 
-    def __init__(
-        self,
-        runner: StageRunner,
-        executor: Executor,
-        *,
-        longest_chunk_tokens: int = ServerConfig.longest_chunk_tokens,
-    ) -> None:
-        self.runner = runner
-        self.clock = executor.clock
-        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=longest_chunk_tokens)
-        self._executor = executor
-        self._stopwatch = Stopwatch(runner.span.device, clock=executor.clock)
+    runner: StageRunner
+    executor: Executor
+    _: KW_ONLY
+    longest_chunk_tokens: int = ServerConfig.longest_chunk_tokens
+
+    def __post_init__(self) -> None:
+        self.clock = self.executor.clock
+        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=self.longest_chunk_tokens)
+        self._stopwatch = Stopwatch(self.runner.span.device, clock=self.executor.clock)
         self._waiting: dict[int, deque[Job]] = {}
         self.positions = 0
         self.on_pass: OnPass = lambda _phase, _sessions, _positions, _units, _seconds: None
-        self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
+        self.meter = StageMeter(Span(self.runner.span.start, self.runner.span.end), SERVE)
 
     def __repr__(self) -> str:
         return f"<Worker {self.runner!r} after {self.positions} positions, {len(self._waiting)} sessions waiting>"
@@ -182,8 +180,8 @@ class Worker:
     @property
     def running(self) -> Running | None:
         """What the device computes at the moment, which may be somebody else's (training, say)."""
-        item = self._executor.running
-        return None if item is None else Running(self._executor.stalled_s, isinstance(item, _Batch))
+        item = self.executor.running
+        return None if item is None else Running(self.executor.stalled_s, isinstance(item, _Batch))
 
     def expect(self, speeds: Speeds) -> None:
         """What passes should cost, until some were run."""
@@ -193,15 +191,15 @@ class Worker:
 
     async def start(self) -> None:
         """Take part in the executor's turns. Raises ExecutorDied."""
-        await self._executor.add(self)
+        await self.executor.add(self)
 
     def submit(self, job: Job) -> None:
         """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
-        self._executor.submit(self, job)
+        self.executor.submit(self, job)
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
         """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
-        return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind=kind, owner=owner)
+        return self.executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind=kind, owner=owner)
 
     def open(self, session: int, *, owner: str = "", weight: float = 1.0, **reservation: Any) -> None:
         """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits. Its time is
@@ -244,7 +242,7 @@ class Worker:
 
     async def close(self) -> None:
         """Leave the executor after the pass that is running."""
-        await self._executor.remove(self)
+        await self.executor.remove(self)
 
     # -- below: the compute thread
 
@@ -280,8 +278,8 @@ class Worker:
 
     def _run(self, batch: Sequence[Job]) -> None:
         results = self._compute(batch)
-        run = Pass(self._executor.began_s, self.clock(), len(batch))
-        self._executor.post(_deliver, batch, results, run)  # first of all: the next hop waits for it
+        run = Pass(self.executor.began_s, self.clock(), len(batch))
+        self.executor.post(_deliver, batch, results, run)  # first of all: the next hop waits for it
         self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
         for job, result in zip(batch, results, strict=True):
             if not result.bad_input:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.scenario import Scenario
@@ -40,40 +40,40 @@ class SimulationResult:
         return f"<SimulationResult of {self.settings.seconds:.0f} s: {self.events} events, {self.world!r}>"
 
 
+@dataclass(eq=False)
 class Simulation:
     """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans`: a plan that
     is carried out instead of what peers would choose; microbatches go as coordinators wire
     them, or are fixed to `pipelines`. Raises UsageError."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        model: Model,
-        settings: Settings,
-        *,
-        peers: int = 0,
-        trace: Sequence[Change] | None = None,
-        spans: Sequence[Span] | None = None,
-        pipelines: Sequence[Sequence[int]] = (),
-    ) -> None:
-        self.scenario, self.model, self.settings = scenario, model, settings
+    scenario: Scenario
+    model: Model
+    settings: Settings
+    _: KW_ONLY
+    peers: int = 0
+    trace: Sequence[Change] | None = None
+    spans: Sequence[Span] | None = None
+    pipelines: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
         self.clock = VirtualClock()
-        self.measures = Measures(settings.sample_s)
-        count = peers or scenario.devices
-        links = Links(scenario, [*(index % scenario.devices for index in range(count)), *range(scenario.devices)])
+        self.measures = Measures(self.settings.sample_s)
+        count = self.peers or self.scenario.devices
+        links = Links(
+            self.scenario, [*(index % self.scenario.devices for index in range(count)), *range(self.scenario.devices)]
+        )
         self.world = World(
             self.clock,
-            model,
+            self.model,
             links,
-            _peers(scenario, model, settings, links, count),
-            settings.swarm,
+            _peers(self.scenario, self.model, self.settings, links, count),
+            self.settings.swarm,
             self.measures,
             self._chance("world"),
-            trains=settings.workload == "train",
+            trains=self.settings.workload == "train",
         )
-        self._changes = trace if trace is not None else self._steady_churn(count)
-        self._spans = spans
-        self._pipelines = pipelines
+        churn = steady_churn(count, self.settings.churn, self.settings.seconds, self._chance("churn"))
+        self._changes = churn if self.trace is None else self.trace
         self._sampled_busy_s = 0.0
 
     def __repr__(self) -> str:
@@ -82,14 +82,14 @@ class Simulation:
     @property
     def left_out(self) -> list[int]:
         """Peers, by index, for whom the plan has no place."""
-        return [index for index, span in enumerate(self._spans or ()) if not span.units]
+        return [index for index, span in enumerate(self.spans or ()) if not span.units]
 
     def run(
         self, progress: Progress = lambda _done, _of: None, workload: SimulatedWorkload | None = None
     ) -> SimulationResult:
         """Let it happen. `workload`: another one than the settings name."""
         workload = workload or self._make_workload()
-        self.world.begin(workload, self._spans)
+        self.world.begin(workload, self.spans)
         workload.begin()
         for change in self._changes:
             self.clock.at(change.at_s, lambda change=change: self._happen(change))  # type: ignore[misc]
@@ -104,11 +104,8 @@ class Simulation:
 
     def _make_workload(self) -> SimulatedWorkload:
         if self.settings.workload == "train":
-            return Training(self.world, self.settings.train, self._pipelines)
+            return Training(self.world, self.settings.train, self.pipelines)
         return Serving(self.world, self.settings.serve, self._chance("sessions"))
-
-    def _steady_churn(self, count: int) -> list[Change]:
-        return steady_churn(count, self.settings.churn, self.settings.seconds, self._chance("churn"))
 
     def _happen(self, change: Change) -> None:
         peer = self.world.peers[change.device]

@@ -1,4 +1,4 @@
-"""How a swarm that trains organises itself: the rule of placement in training, on what peers announce of themselves."""
+"""Organisation of a training swarm: the rule of placement in training, with loads and links as peers announce them."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from swarmnode.codec.body import Body
@@ -43,30 +44,23 @@ TICK_S = 0.5
 EXCUSED = 4  # times as long without work
 
 
+@dataclass(eq=False)
 class Trainer:
-    """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done. `on_waiting`
-    hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds. `on_done`
-    hears of each microbatch that came back."""
+    """Feeder of a run. `coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done.
+    `on_waiting` hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds.
+    `on_done` hears of each microbatch that came back."""
 
-    def __init__(
-        self,
-        switchboard: Switchboard,
-        coordinators: Callable[[], list[PeerId]],
-        run: Run,
-        batches: Batches,
-        on_step: Callable[[StepReport], None],
-        on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None,
-        on_done: Callable[[Lease], None] = lambda _lease: None,
-    ) -> None:
-        self.switchboard = switchboard
-        self.run = run
-        self.batches = batches
+    switchboard: Switchboard
+    coordinators: Callable[[], list[PeerId]]
+    run: Run
+    batches: Batches
+    on_step: Callable[[StepReport], None]
+    on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None
+    on_done: Callable[[Lease], None] = lambda _lease: None
+
+    def __post_init__(self) -> None:
         self.next_step = 0
-        self.on_done = on_done
         self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
-        self._coordinators = coordinators
-        self._on_step = on_step
-        self._on_waiting = on_waiting
         self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
 
     def __repr__(self) -> str:
@@ -85,7 +79,7 @@ class Trainer:
                     return self._finish(stopped)
                 if session.failed is not None:
                     self._backoff.failed(peer)
-                    self._on_waiting(f"no peer coordinates the training: {session.failed}", ())
+                    self.on_waiting(f"no peer coordinates the training: {session.failed}", ())
                 if named is not None or stop.is_set():
                     break
             if named is None or self._backoff.pause_s(named):  # nobody, or who just failed
@@ -96,7 +90,7 @@ class Trainer:
         """Who is said to lead, else all who may; those that did not answer lately come last."""
         if named is not None and not self._backoff.pause_s(named):
             return [named]
-        return sorted(self._coordinators(), key=lambda peer: self._backoff.pause_s(peer) > 0)
+        return sorted(self.coordinators(), key=lambda peer: self._backoff.pause_s(peer) > 0)
 
     def _finish(self, stopped: Stopped) -> int:
         if stopped.code == ErrorCode.NOT_FINITE:
@@ -113,10 +107,10 @@ class Trainer:
         if isinstance(news, ProgressReport):
             self._tell_left_out(news.left_out)
             if text := sentence(news):
-                self._on_waiting(text, news.missing)
+                self.on_waiting(text, news.missing)
         elif news.step >= self.next_step:
             self.next_step = news.step + 1
-            self._on_step(news)
+            self.on_step(news)
 
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
         """Once of each."""
@@ -264,9 +258,8 @@ class _FeedingSession:
         answer: asyncio.Future[Backward] = asyncio.get_running_loop().create_future()
         route = lease.route
         first, last = route[0], route[-1]
-        answer.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # one hop may fail while another is called
+        # One hop may fail while another is called.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         def fail(error: Exception) -> None:
             if not answer.done():

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Chunk, Error, GetChunks, Hello
+from swarmnode.codec.messages import Chunk, Error, GetChunks
 from swarmnode.errors import ErrorCode, PeerError, ProtocolError
-from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, matching_hashes
 
@@ -51,14 +52,16 @@ class ChunkServer:
 
     questions: tuple[type[Body], ...] = ()
 
-    def __init__(self, network: Network, protocols: Sequence[str], hello: Hello, link_config: LinkConfig) -> None:
+    def __init__(self, peer: LocalPeer, protocols: Sequence[str]) -> None:
         self._offers: dict[bytes, Offer] = {}  # by root
         self._hashes: dict[bytes, bytes] = {}  # chunk hashes of whole files, by root
         self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
         self._askers: dict[PeerId, _Asker] = {}
-        self._tasks = Tasks(type(self).__name__, on_crash=link_config.supervisor.ends_conversation)
-        patient = weights_link(link_config, 0)  # questions carry no payload
-        self._boards = [Switchboard(network, protocol, hello, patient, accept=self._accept) for protocol in protocols]
+        self._tasks = Tasks(type(self).__name__, on_crash=peer.link_config.supervisor.ends_conversation)
+        patient = weights_link(peer.link_config, 0)  # questions carry no payload
+        self._boards = [
+            Switchboard(peer.network, protocol, peer.hello, patient, accept=self._accept) for protocol in protocols
+        ]
 
     async def serve(self) -> None:
         """Answer from now on."""

@@ -7,11 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from swarmnode.codec.body import Body
-from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
+from swarmnode.codec.messages import GetManifest, ManifestReply
 from swarmnode.errors import ErrorCode
-from swarmnode.net.interfaces import Network
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.newcomer import MANIFEST_PROTOCOL
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import FileContent
@@ -27,9 +26,9 @@ class Seeder(ChunkServer):
 
     questions = (GetManifest,)
 
-    def __init__(self, network: Network, hello: Hello, swarm: Swarm, link_config: LinkConfig) -> None:
+    def __init__(self, peer: LocalPeer, swarm: Swarm) -> None:
         assert swarm.manifest is not None and swarm.manifest_bytes is not None
-        super().__init__(network, (MANIFEST_PROTOCOL, WEIGHTS_PROTOCOL), hello, link_config)
+        super().__init__(peer, (MANIFEST_PROTOCOL, WEIGHTS_PROTOCOL))
         self._manifest = swarm.manifest
         self._manifest_bytes = swarm.manifest_bytes
         self._cached_units = (0, 0)
@@ -39,9 +38,9 @@ class Seeder(ChunkServer):
         return f"<Seeder of {len(self._offers)} files, units [{start}:{end}), {len(self._askers)} peers asking>"
 
     @classmethod
-    async def start(cls, network: Network, hello: Hello, swarm: Swarm, link_config: LinkConfig) -> Seeder:
+    async def start(cls, peer: LocalPeer, swarm: Swarm) -> Seeder:
         """Serve the manifest from now on, and what is added later."""
-        seeder = cls(network, hello, swarm, link_config)
+        seeder = cls(peer, swarm)
         await seeder.serve()
         return seeder
 

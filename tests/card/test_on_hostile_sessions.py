@@ -25,11 +25,10 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.pipeline import Pipeline
-from swarmnode.serving.server import StageServer
 from swarmnode.serving.worker import Worker
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.net.virtual import in_virtual_time
-from tests.peer.toy_swarm import HELLO, ToyPeer, link_config
+from tests.peer.toy_swarm import HELLO, ToyPeer, link_config, stage_server
 
 UNITS = LAYERS + 2
 HIDDEN = 32
@@ -72,7 +71,7 @@ class Attacked:
         self.runner = StageRunner(span, RunnerConfig(1 << 24, capture=False))
         self.worker = Worker(self.runner, self.executor)
         link = replace(link_config(), ledger=ledger)
-        self.server = StageServer(ToyPeer(self.network, link), [Pipeline([self.worker], ledger)], ServerConfig())
+        self.server = stage_server(ToyPeer(self.network, link), [Pipeline([self.worker], ledger)], ServerConfig())
         self.board = Switchboard(self.client, SESSION_PROTOCOL, HELLO, link_config())
         self.route = (HopSpec(self.network.peer_id, span.start, span.end),)
 

@@ -30,6 +30,7 @@ from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES
 from swarmnode.swarm.storage.states import StateStore
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 
 RUN = Run(data=bytes(32), steps=95, batch=4, microbatch=2, checkpoint_steps=10)
 SWARM = b"s" * 32
@@ -65,7 +66,7 @@ class Writer:
     def __init__(self, world: World, name: str) -> None:
         self.network = MemoryNetwork(world.peers, name)  # type: ignore[no-untyped-call]
         self.store = StateStore(world.folder / name, RUN)
-        self.server = StateServer(self.network, HELLO, LinkConfig())
+        self.server = StateServer(ToyPeer(self.network, LinkConfig(), HELLO))
         self.server.give(self.store)
         self.board = Switchboard(self.network, BACKUP_PROTOCOL, HELLO, LinkConfig())
 
@@ -112,7 +113,7 @@ class World:
             clock=SimpleNamespace(monotonic=clock or (lambda: self.now_s)),
         )
         self.keeper = BackupServer(self.host, self.backups)
-        self.states = StateServer(self.network, HELLO, LinkConfig(), self.backups)
+        self.states = StateServer(ToyPeer(self.network, LinkConfig(), HELLO), self.backups)
         self.writers: dict[str, Writer] = {}
 
     async def writer(self, name: str, span: tuple[int, int] = (0, UNITS)) -> Writer:
@@ -146,7 +147,7 @@ async def test_a_state_is_kept_listed_and_given_on(world: World, tmp_path: Path)
     assert world.keeper.kept_bytes == SIZE_BYTES
     written = writer.store.path(10, 2).read_bytes()
     await writer.server.close()
-    board = state_board(MemoryNetwork(world.peers, "newcomer"), HELLO, LinkConfig())  # type: ignore[no-untyped-call]
+    board = state_board(ToyPeer(MemoryNetwork(world.peers, "newcomer"), LinkConfig(), HELLO))  # type: ignore[no-untyped-call]
     store = StateStore(tmp_path / "newcomer", RUN)
     try:
         listing = await list_states(board, "keeper")
@@ -162,7 +163,7 @@ async def test_what_a_keeper_has_itself_is_used_without_the_network(world: World
     writer = await world.writer("writer")
     await writer.back_up(writer.keeps(10, 2))
     store = StateStore(tmp_path / "own", RUN)
-    board = state_board(world.network, HELLO, LinkConfig())
+    board = state_board(ToyPeer(world.network, LinkConfig(), HELLO))
     try:
         assert await fetch_states(board, lambda: (), (2,), into=store, step=10, backups=world.backups) == 10
         assert store.path(10, 2).read_bytes() == writer.store.path(10, 2).read_bytes()

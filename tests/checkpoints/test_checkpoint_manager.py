@@ -22,6 +22,7 @@ from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.swarm.storage.states import StateStore
 from tests.compute.training.toy import ToySegment, one_learner
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 from tests.peer.training_swarm import HELLO, toy_batches, toy_run
 
 RUN = toy_run(toy_batches(), 12)
@@ -50,9 +51,8 @@ class Stage:
         self.learner = one_learner(ToySegment(), RUN)
         self.executor = Executor()
         network: Any = MemoryNetwork({}, "stage")  # type: ignore[no-untyped-call]
-        self.manager = CheckpointManager(
-            network, HELLO, LinkConfig(ledger=self.ledger), folder, StateServer(network, HELLO, LinkConfig())
-        )
+        peer = ToyPeer(network, LinkConfig(ledger=self.ledger), HELLO)
+        self.manager = CheckpointManager(peer, folder, StateServer(peer))
         self.manager.open(RUN)
 
     async def update(self) -> None:
@@ -68,8 +68,8 @@ class Stage:
         await self.executor.call(Urgency.CONTROL, add_one, kind="try")
 
     def kept(self, step: int) -> Any:
-        assert self.manager._store is not None
-        return read_step(self.manager._store, step, self.learner.blocks)
+        assert self.manager.store is not None
+        return read_step(self.manager.store, step, self.learner.blocks)
 
     async def close(self) -> None:
         await self.executor.close()

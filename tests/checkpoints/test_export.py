@@ -27,6 +27,7 @@ from swarmnode.swarm.storage.states import StateStore
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
 from tests.compute.training.conftest import build, learners, make_run, train
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 
 UNITS = 5
 RUN = make_run(checkpoint_steps=1)
@@ -64,7 +65,7 @@ class World:
             return self.stages[stage].step
 
         self.stores.append(store)
-        server = StateServer(network, self.hello, LinkConfig())
+        server = StateServer(ToyPeer(network, LinkConfig(), self.hello))
         server.give(store, fresh)
         await server.serve()
         self.servers.append(server)
@@ -154,7 +155,7 @@ async def test_a_full_disk_leaves_nothing_behind(world: World, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(LocalError, match="No space left on device"):
-        patch.setattr("swarmnode.compute.model.tensor_file.write_tensors", full)
+        patch.setattr("swarmnode.compute.training.gather.write_shards", full)
         await world.export(world.folder / "out")
     assert not list(world.folder.glob("*out*"))
     assert await world.export(world.folder / "out") == 0, "and nothing is in the way of the next attempt"

@@ -27,6 +27,7 @@ from swarmnode.swarm.storage.content import CHUNK_BYTES
 from swarmnode.swarm.storage.states import StateStore
 from tests.net.virtual import in_virtual_time
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 
 CHUNKS = 12
 RUN = Run(data=bytes(32), steps=95, batch=4, microbatch=2, checkpoint_steps=10)
@@ -51,7 +52,7 @@ class Peer:
         self.blocks: tuple[int, ...] = ()
         self.network = MemoryNetwork(world.peers, name)
         self.store = StateStore(world.folder / name, run)
-        self.server = StateServer(self.network, world.hello, LinkConfig())
+        self.server = StateServer(ToyPeer(self.network, LinkConfig(), world.hello))
         self.server.give(self.store, self._fresh)
 
     async def _fresh(self, _at_least: int) -> int:
@@ -86,7 +87,7 @@ class World:
         self.peers: dict[str, MemoryNetwork] = {}
         self.hello = Hello(VERSION, SWARM)
         self.network = MemoryNetwork(self.peers, "newcomer")
-        self.board = state_board(self.network, self.hello, LinkConfig())
+        self.board = state_board(ToyPeer(self.network, LinkConfig(), self.hello))
         self.store = StateStore(folder / "newcomer", RUN)
         self.nodes: dict[str, Peer] = {}
 

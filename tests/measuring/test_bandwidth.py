@@ -18,6 +18,7 @@ from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from tests.net.virtual import in_virtual_time
+from tests.peer.toy_peer import ToyPeer
 
 HELLO = Hello(VERSION, bytes(32), "test")
 
@@ -33,7 +34,9 @@ class Peer:
         clock = asyncio.get_running_loop().time
         self.link_statistics = LinkStatistics(clock=clock)
         self.link_config = LinkConfig(link_statistics=self.link_statistics, clock=clock)
-        self.prober = Prober(self.network, HELLO, self.link_config, busy=lambda: self.busy, config=self.config, seed=1)
+        self.prober = Prober(
+            ToyPeer(self.network, self.link_config, HELLO), busy=lambda: self.busy, config=self.config, seed=1
+        )
 
 
 async def peers(count: int, path: Path, **config: float) -> list[Peer]:

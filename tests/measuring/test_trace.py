@@ -19,6 +19,7 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.peer.questions import ask
 from tests.net.virtual import in_virtual_time
+from tests.peer.toy_peer import ToyPeer
 from tests.peer.toy_swarm import HELLO, ToySwarm, link_config
 
 PROMPT = [5, 17, 3, 99, 42]
@@ -28,7 +29,7 @@ STEP_US, LATENCY_US = 10_000, 10_000  # of the toy swarm
 
 async def traced(swarm: ToySwarm, session: str) -> dict[PeerId, Trace]:
     peers = [one.peer for one in swarm.volunteers]
-    return await fetch_traces(swarm.client, peers, HELLO, link_config(), bytes.fromhex(session))
+    return await fetch_traces(ToyPeer(swarm.client, link_config()), peers, bytes.fromhex(session))
 
 
 async def generate(swarm: ToySwarm) -> str:
@@ -165,7 +166,7 @@ async def test_log_lines_of_a_session_carry_its_trace_and_not_its_id() -> None:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    session = stream._session.id
+    session = stream.session.id
     told = [
         record.name.rsplit(".", 1)[-1] for record in lines if getattr(record, "trace", None) == trace_id(session).hex()
     ]

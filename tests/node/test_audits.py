@@ -77,7 +77,7 @@ async def test_neighbours_state_the_same_of_what_went_between_them(founded: Foun
         tokens = aiter(stream)
         for _ in range(8):
             await anext(tokens)
-        session = stream._ring._session
+        session = stream._ring.session
         asked = session.id, bytes(SEED_BYTES), len(PROMPT), client._host.swarm.id
         first, last = [
             await fetch_account(client.auditor.replays.statements, hop.peer, *asked) for hop in session.route
@@ -139,7 +139,7 @@ async def test_reports_are_tried_before_they_are_believed(founded: Founded, tmp_
         stream = await finder.stream(PROMPT, max_new_tokens=TOKENS)  # and now it tells of honest peers
         tokens = aiter(stream)
         ids = [*range(PROMPT_TOKENS), *[(await anext(tokens)).id for _ in range(8)]]
-        session = stream._ring._session
+        session = stream._ring.session
         asked = session.id, bytes(SEED_BYTES), len(PROMPT), finder._host.swarm.id
         for hop in session.route:
             await finder.reports._publish(ids, await fetch_account(finder.auditor.replays.statements, hop.peer, *asked))

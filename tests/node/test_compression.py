@@ -54,7 +54,7 @@ def sent(member: VirtualMember) -> dict[str, float]:
     """Bytes that a node has sent on so far, by codec."""
     stage = member.node._stage
     assert stage is not None
-    counts = stage._server._replicas.meter._encoded_bytes  # type: ignore[union-attr]
+    counts = stage.server._replicas.meter._encoded_bytes  # type: ignore[union-attr]
     return {codec.name: count for (codec, _), count in counts.items()}
 
 

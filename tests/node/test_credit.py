@@ -107,7 +107,7 @@ async def test_a_client_that_does_not_sign_is_served_and_seen(
     monkeypatch.setattr(ReceiptIssuer, "served", lambda *_: None)
     async with two_stages(founded, tmp_path) as swarm, swarm.client() as client:
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
-        session = stream._ring._session  # its route says who is told of it below
+        session = stream._ring.session  # its route says who is told of it below
         async for _ in stream:
             pass
         assert len(stream.result.ids) == TOKENS and session.route
@@ -225,7 +225,7 @@ async def test_no_receipt_says_more_than_was_done(
     monkeypatch.setattr(ReceiptIssuer, "served", lambda *_: None)
     async with two_stages(founded, tmp_path) as swarm, swarm.client() as client:
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
-        session = stream._ring._session
+        session = stream._ring.session
         async for _ in stream:
             pass
         done, member = 2 * POSITIONS, swarm.members["node 0:2"]

@@ -99,7 +99,7 @@ class Liars:
         self._all_do = all_do
         self.lied: list[str] = []
         for member in members:
-            server = member.node._stage._server  # type: ignore[union-attr]
+            server = member.node._stage.server  # type: ignore[union-attr]
             patch.setattr(server, "_compute", partial(self._compute, member, server._compute))
 
     def _compute(self, member: VirtualMember, honest: Callable[..., Encoded], *asked: Any) -> Encoded:

@@ -283,7 +283,7 @@ async def test_who_leaves_in_the_first_step_keeps_nothing_of_it(training: Founde
 def condition_of(member: VirtualMember) -> Condition | None:
     """Of its stage in a run; None before it has one."""
     stage = member.node._stage
-    return None if stage is None else stage._training.state.condition  # type: ignore[attr-defined]
+    return None if stage is None else stage.training.state.condition  # type: ignore[attr-defined]
 
 
 @in_virtual_time

@@ -10,41 +10,41 @@ import asyncio
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnode.codec.body import VERSION, HopSpec
-from swarmnode.codec.messages import Hello, Want
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache import CacheBudget
 from swarmnode.compute.serving.sampling import Drawn
 from swarmnode.config import ClientConfig, ServerConfig
-from swarmnode.decisions import DecisionLog
-from swarmnode.errors import NoRoute, PeerError
+from swarmnode.errors import NoRoute
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.meters import SERVE, ClientMeter, StageMeter
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.serving.pass_cost import PassCost
 from swarmnode.plan.view import Span
+from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.router import Route, Router
+from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer
 from swarmnode.serving.worker import Running
+from tests.peer.toy_peer import HELLO, ToyPeer
 
 MODULUS = 997
-HELLO = Hello(VERSION, bytes(32), "toy")
 STEP_S = 0.01
 UNITS = 4
 
@@ -169,20 +169,11 @@ class ToyWorker:
         return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 
-@dataclass
-class ToyPeer:
-    """Stands in for `Host`, as servers know it (`LocalPeer`)."""
-
-    network: Network
-    link_config: LinkConfig
-    hello: Hello = HELLO
-    observed_latency: ObservedLatency = field(default_factory=ObservedLatency)
-    completed: CompletedWork = field(default_factory=CompletedWork)
-    decisions: DecisionLog = field(default_factory=DecisionLog)
-    weight_of: Callable[[PeerId], float] = lambda _client: 1.0
-
-    def lost_neighbour(self, error: PeerError) -> None:
-        """Routes are the client's business."""
+def stage_server(peer: ToyPeer, pipelines: Sequence[Pipeline], config: ServerConfig) -> StageServer:
+    """A server that has neither grammars nor adapters."""
+    links = peer.link_config
+    adapters = StageAdapters(None, (), config, on_crash=links.supervisor.ends_conversation)
+    return StageServer(peer, pipelines, config, grammars=Grammars(None, links.ledger, config), adapters=adapters)
 
 
 class Volunteer:
@@ -196,7 +187,7 @@ class Volunteer:
         self.ledger = MemoryLedger()
         link = replace(link_config(), ledger=self.ledger)
         pipeline = Pipeline([self.worker], self.ledger)  # type: ignore[list-item]
-        self.server = StageServer(ToyPeer(self.network, link), [pipeline], config)
+        self.server = stage_server(ToyPeer(self.network, link), [pipeline], config)
 
 
 class ToyRouter(Router):

@@ -44,10 +44,12 @@ from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.trainer import Trainer
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.memory import TrainingMemory
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
+from tests.peer.toy_peer import ToyPeer
 
 HELLO = Hello(VERSION, bytes(32), "toy")
 PATIENCE_S = 3600.0  # of what comes, however slow the machine is: the suite's own timeout ends what does not
@@ -190,7 +192,8 @@ def is_signed_by(peer: PeerId, data: bytes, signature: bytes) -> bool:
 
 def one_part(segment: ToySegment, executor: Executor, **own: Any) -> TrainingParts:
     """Of a node with one device."""
-    return TrainingParts([[TrainingPart(segment, executor, **own)]])
+    given = {"memory": TrainingMemory(MemoryLedger(), segment), "stopwatch": Stopwatch(segment.device), **own}
+    return TrainingParts([[TrainingPart(segment, executor, **given)]])
 
 
 class Volunteer:
@@ -208,8 +211,9 @@ class Volunteer:
         self.network = network
         self.segment = segment
         self.folder = folder
-        self.states = StateServer(network, HELLO, config)
-        self.checkpoint_manager = CheckpointManager(network, HELLO, config, folder, self.states)
+        peer = ToyPeer(network, config, HELLO)
+        self.states = StateServer(peer)
+        self.checkpoint_manager = CheckpointManager(peer, folder, self.states)
         self.executor = executor
         self.ledger = MemoryLedger()
         parts = one_part(
@@ -218,20 +222,17 @@ class Volunteer:
             memory=TrainingMemory(self.ledger, segment, toy_estimates),
             stopwatch=Stopwatch(segment.device, clock=config.clock),
         )
-        config = replace(config, ledger=self.ledger)
+        peer = replace(peer, link_config=replace(config, ledger=self.ledger))
         loop = asyncio.get_running_loop()
         self.standing = Standing(folder / "standing.json", loop.time)
         committer = Committer(network.peer_id, HELLO.swarm, sign_as(network.peer_id), is_signed_by)
         dice = random.Random(network.peer_id)
-        self.spot_checks = SpotChecks(
-            network, HELLO, config, committer, executor, self.standing, self.ledger, dice=dice
-        )
+        self.spot_checks = SpotChecks(peer, committer, executor, self.standing, self.ledger, dice=dice)
         self.stage = TrainingStage(
-            network,
-            HELLO,
-            config,
+            peer,
             parts,
             self.checkpoint_manager,
+            compressor=ActivationCompressor("none", ()),
             spot_checks=self.spot_checks,
         )
         links = cast("LinkTimes", NoLinkTimes())
@@ -253,7 +254,7 @@ class Volunteer:
 
     @property
     def leads(self) -> bool:
-        return self.alive and self.stage.coordinator == self.peer
+        return self.alive and self.stage.following.coordinator == self.peer
 
     async def close(self) -> None:
         await self.election.close()

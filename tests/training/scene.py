@@ -15,15 +15,22 @@ from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import PeerError
+from swarmnode.ledger import MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.plan.audits.selection import AuditBudget
+from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.coordinator.seal import seal_lease
+from swarmnode.training.spot_checks.spot_checks import SpotChecks
+from swarmnode.training.spot_checks.step_records import Committer
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.net.virtual import in_virtual_time_with
-from tests.peer.training_swarm import HELLO, PATIENCE_S, one_part, toy_batches, toy_run
+from tests.peer.toy_peer import ToyPeer
+from tests.peer.training_swarm import HELLO, PATIENCE_S, is_signed_by, one_part, sign_as, toy_batches, toy_run
 
 TERM = 5
 KEY = bytes(range(32))
@@ -64,13 +71,18 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         world = FakeWorld(seed=1)
         self.networks = [world.join() for _ in range(3)]
-        self.states = StateServer(self.networks[0], HELLO, LinkConfig())
-        checkpoint_manager = CheckpointManager(self.networks[0], HELLO, LinkConfig(), folder, self.states)
+        peer = ToyPeer(self.networks[0], LinkConfig(), HELLO)
+        self.states = StateServer(peer)
+        checkpoint_manager = CheckpointManager(peer, folder, self.states)
         self.checkpoint_manager = checkpoint_manager
         self.computed: list[str] = []  # what the executor was told of what it runs
         self.executor = InlineExecutor(self._note)
+        committer = Committer(self.networks[0].peer_id, HELLO.swarm, sign_as(self.networks[0].peer_id), is_signed_by)
+        standing = Standing(folder / "standing.json", asyncio.get_running_loop().time)
+        checks = SpotChecks(peer, committer, self.executor, standing, MemoryLedger(), budget=AuditBudget(0))
+        parts = one_part(ToySegment(), self.executor)
         self.stage = TrainingStage(
-            self.networks[0], HELLO, LinkConfig(), one_part(ToySegment(), self.executor), checkpoint_manager
+            peer, parts, checkpoint_manager, compressor=ActivationCompressor("none", ()), spot_checks=checks
         )
         self.stage.state.has_new_speed = lambda: False  # type: ignore[method-assign]  # what is told unasked comes between
         self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]

@@ -97,7 +97,7 @@ def test_a_coordinator_that_says_nothing_but_pong(tmp_path: Path) -> None:
     async def test(scene: Scenario) -> None:
         await scene.join(0, 0, 1, 1, 2, 2)
         await scene.train()
-        assert scene.swarm.volunteers[1].stage.coordinator != scene.swarm.volunteers[0].peer
+        assert scene.swarm.volunteers[1].stage.following.coordinator != scene.swarm.volunteers[0].peer
 
     in_scenario(tmp_path, test, peer_0=Saboteur(Ill.PINGS, 60))
 
@@ -169,6 +169,6 @@ def test_a_coordinator_that_gives_out_no_work(tmp_path: Path, after: int) -> Non
     async def test(scene: Scenario) -> None:
         await scene.join(0, 0, 1, 1, 2, 2)
         await scene.train()
-        assert scene.swarm.volunteers[1].stage.coordinator != scene.swarm.volunteers[0].peer
+        assert scene.swarm.volunteers[1].stage.following.coordinator != scene.swarm.volunteers[0].peer
 
     in_scenario(tmp_path, test, peer_0=Withholds(Ill.PINGS, after))

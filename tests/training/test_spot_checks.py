@@ -115,7 +115,7 @@ async def join(scene: Scenario, *spans: tuple[int, int], share: float = 1.0) -> 
     """Volunteers who spend so much of what they compute on checks."""
     joined = [await scene.swarm.join(*span) for span in spans]
     for volunteer in joined:
-        volunteer.spot_checks._budget = AuditBudget(share)
+        volunteer.spot_checks.budget = AuditBudget(share)
     return joined
 
 
@@ -288,7 +288,7 @@ def test_no_more_is_computed_once_more_than_the_budget_has(tmp_path: Path) -> No
     async def test(scene: Scenario) -> None:
         volunteers = await join(scene, *[(0, 3)] * 2, share=AuditBudget().share)
         await train(scene)
-        budgets = [volunteer.spot_checks._budget for volunteer in volunteers]
+        budgets = [volunteer.spot_checks.budget for volunteer in volunteers]
         assert counts(volunteers)["passed"] <= 0.2 * STEPS * scene.run.microbatches
         assert all(budget._spent_s <= budget._earned_s + 4 * RECOMPUTED for budget in budgets), budgets
 
@@ -325,7 +325,7 @@ def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: py
     async def test(scene: Scenario) -> None:
         *honest, liar = await join(scene, *[(0, 3)] * 4)
         server = liar.spot_checks._server
-        answer = server._answer
+        answer = server.answer
 
         async def lie(peer: PeerId, question: Any) -> Any:
             body, payload = await answer(peer, question)
@@ -344,7 +344,7 @@ def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: py
                 body, payload = Error(ErrorCode.INTERNAL), ()
             return Answer(body, payload)
 
-        server._answer = lie
+        server.answer = lie
         if garbage == "other shapes":
             monkeypatch.setattr(MicrobatchRecord, "digest", property(lambda _record: bytes(32)))
         losses = await train(scene, steps=6)

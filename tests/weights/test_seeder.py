@@ -23,6 +23,7 @@ from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.seeder import WEIGHTS_PROTOCOL, Seeder
 from swarmnode.weights.sources import PeerSource, largest_answer_bytes
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 
 CHUNKS = 12
 
@@ -64,7 +65,9 @@ class World:
 
     async def seeder(self, name, *, swarm=None):
         swarm = swarm or self.swarm
-        seeder = await Seeder.start(MemoryNetwork(self.peers, name), Hello(VERSION, swarm.id), swarm, LinkConfig())
+        seeder = await Seeder.start(
+            ToyPeer(MemoryNetwork(self.peers, name), LinkConfig(), Hello(VERSION, swarm.id)), swarm
+        )
         self._seeders.append(seeder)
         return seeder
 

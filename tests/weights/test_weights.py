@@ -24,6 +24,7 @@ from swarmnode.weights.seeder import Seeder
 from swarmnode.weights.weights import Weights
 from tests.llama import save_llama
 from tests.peer.memory_network import MemoryNetwork
+from tests.peer.toy_peer import ToyPeer
 
 UNITS = 6
 WEIGHTS = "model.safetensors"
@@ -86,7 +87,7 @@ class World:
         self._closing: list[Any] = []
 
     async def seeder(self, name: str) -> Seeder:
-        seeder = await Seeder.start(MemoryNetwork(self.peers, name), self.hello, self.swarm, LinkConfig())
+        seeder = await Seeder.start(ToyPeer(MemoryNetwork(self.peers, name), LinkConfig(), self.hello), self.swarm)
         self._closing.append(seeder)
         return seeder
 

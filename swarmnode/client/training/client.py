@@ -22,8 +22,8 @@ from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.errors import PeerError, ProtocolError, UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
+from swarmnode.peer.local_peer import board_of
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.run import Run, decode_run, differences
@@ -70,7 +70,7 @@ class TrainingClient(SwarmObserver):
         run, batches = await asyncio.to_thread(prepare, self.manifest, folder, data, settings)
         listener.begun(run)
         host = self._host
-        board = Switchboard(host.network, TRAIN_PROTOCOL, host.hello, host.link_config, on_peer_lost=self._suspect)
+        board = board_of(host, TRAIN_PROTOCOL, on_peer_lost=self._suspect)
 
         def coordinators() -> list[PeerId]:
             ready = ready_peers(host.directory)
@@ -113,7 +113,7 @@ class TrainingClient(SwarmObserver):
     async def _differences(self, own: Run) -> list[str]:
         """How the run that the peers keep states of differs from ours; nothing where none of them tells."""
         host = self._host
-        board = state_board(host.network, host.hello, host.link_config)
+        board = state_board(host)
         try:
             for listing in (await survey(board, host.directory.peers())).values():
                 try:

@@ -1,4 +1,4 @@
-"""What the comparison of a hop's work with a replica's says: the same within honest noise, or not.
+"""Judgement: the comparison of a hop's work with a replica's, by the noise of honest replicas.
 
 Honest replicas differ beyond the tolerance now and then, and draw another token. So it is counted how often, and the work is false
 where honest replicas would differ so often once in ten million times.

@@ -1,4 +1,5 @@
-"""How much is audited: a share of what was served, more of newcomers, less of those of long standing.
+"""Selection of audits: the share of sessions, the replicas that compute once more, and the budget. Newcomers are audited more,
+peers of long standing less.
 
 An audit computes a session's text once more, as a prompt is, which costs a few of its steps; and it is paid from what the work
 itself has cost, so that audits never take more than their share of a swarm's throughput.

@@ -1,4 +1,5 @@
-"""What a grid of S stages x R pipelines costs on a network: DT-FM's model (arXiv 2206.01288, section 3).
+"""Grid: the cost of S stages x R pipelines on a network by DT-FM's model (arXiv 2206.01288, section 3), and the clusters of a
+network.
 
 A grid puts a device at every (stage, pipeline). The devices of one stage hold the same layers and average their gradients;
 the devices of one pipeline hand activations on from stage to stage, and gradients back. Nothing but traffic counts.

@@ -1,4 +1,5 @@
-"""Laying S stages x R pipelines on a network so that a step's traffic takes least: layouts of clusters, then swaps of devices.
+"""Grid search: S stages x R pipelines on a network so that a step's traffic takes least, by layouts of clusters, swaps of devices,
+and the order of stages.
 
 The most promising layouts are improved by drawing swap after swap, each with a probability proportional to
 exp(-cost / temperature) among all swaps (annealing without rejection: Bortz, Kalos and Lebowitz 1975), while the temperature falls;
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -122,24 +124,22 @@ def _best_move(length: FloatArray, path: Path, size: int) -> tuple[float, Path]:
     return float(gain[i, j]), np.concatenate([rest[:at], path[i + 1 : i + 1 + size], rest[at:]])
 
 
+@dataclass(eq=False)
 class Search:
-    """One search. `expired` is asked often, and ends it; `progress(done, cost_s)` is told the share done and the best cost."""
+    """Search for a grid. `expired` is asked often, and ends it; `progress(done, cost_s)` is told the share done and the best
+    cost."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        *,
-        seed: int = 0,
-        effort: float = 1.0,
-        expired: Callable[[], bool] = lambda: False,
-        progress: Callable[[float, float], None] = lambda done, cost_s: None,
-    ) -> None:
-        self.problem = problem
-        self._random = np.random.default_rng(seed)
-        self._work = effort * DEFAULT_WORK
-        self._steps = int(min(self._work / _step_work(problem), effort * ENOUGH_STEPS * problem.devices))
-        self._expired = expired
-        self._progress = progress
+    problem: Problem
+    _: KW_ONLY
+    seed: int = 0
+    effort: float = 1.0
+    expired: Callable[[], bool] = lambda: False
+    progress: Callable[[float, float], None] = lambda done, cost_s: None
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(self.seed)
+        self._work = self.effort * DEFAULT_WORK
+        self._steps = int(min(self._work / _step_work(self.problem), self.effort * ENOUGH_STEPS * self.problem.devices))
         self._steps_done = 0
         self._best_s = math.inf
 
@@ -153,10 +153,10 @@ class Search:
         for survivors in SURVIVORS:
             grids, before_s = grids[:survivors], self._best_s
             steps = self._steps // len(SURVIVORS) // len(grids)
-            if steps >= FEWEST_STEPS and idle < MOST_IDLE and not self._expired():
+            if steps >= FEWEST_STEPS and idle < MOST_IDLE and not self.expired():
                 grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
                 idle = idle + 1 if self._best_s == before_s else 0
-        self._progress(1.0, self._best_s)
+        self.progress(1.0, self._best_s)
         return grids[0]
 
     def _starts(self) -> list[Grid]:
@@ -167,7 +167,7 @@ class Search:
         for grid in layouts(problem, self._random, count):
             if grid.tobytes() not in promises:
                 promises[grid.tobytes()] = _promise(problem, grid)
-            if self._expired():
+            if self.expired():
                 break
         best = sorted(promises.values(), key=lambda promise: promise[0])[: SURVIVORS[0]]
         hops = range(problem.stages - 1)
@@ -183,12 +183,12 @@ class Search:
     def _anneal(self, start: Grid, steps: int) -> Grid:
         """The best grid on a random walk of so many swaps that cools down."""
         problem = self.problem
-        if self._expired():
+        if self.expired():
             return start
         arrangement = Arrangement(problem, start)
         best, best_s = arrangement.grid.copy(), arrangement.cost.total_s
         for step in range(steps):
-            if self._expired():
+            if self.expired():
                 break
             temperature_s = best_s * HOT * (COLD / HOT) ** (step / steps)
             pair = _draw(arrangement.swap_costs(), temperature_s, self._random)
@@ -199,11 +199,11 @@ class Search:
             if step % ORDERED_EVERY == ORDERED_EVERY - 1:
                 arrangement = _reordered(arrangement)
                 self._best_s = min(self._best_s, best_s)
-                self._progress(self._steps_done / self._steps, self._best_s)
+                self.progress(self._steps_done / self._steps, self._best_s)
             cost_s = arrangement.cost.total_s
             if cost_s < best_s:
                 best, best_s = arrangement.grid.copy(), cost_s
-        return best if self._expired() else _reordered(Arrangement(problem, best)).grid
+        return best if self.expired() else _reordered(Arrangement(problem, best)).grid
 
 
 def _step_work(problem: Problem) -> float:

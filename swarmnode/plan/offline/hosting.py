@@ -1,15 +1,15 @@
-"""Training a model on a network: how many stages and pipelines, which devices make a stage, and which units it holds.
+"""Hosting: the plan of a training on a network, with its stages and pipelines, the devices of a stage, and the units that it holds.
 
 Devices differ in speed and memory, and their number need not be a multiple of anything. For each number of stages and pipelines
 that comes into question a grid is searched (`grid_search.py`), devices that are left over reinforce stages, the units are
-cut so that stages take equally long (`split.py`), and what a step would take is estimated; the best is searched for longer.
-Best is what takes least, and more counts where units have fewer holders than they should, as among live peers (`holders.py`).
+cut so that stages take equally long (`split`), and what a step would take is estimated; the best is searched for longer.
+Best is what takes least, and more counts where units have fewer holders than they should, as among live peers (`plan/cost.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -165,25 +165,22 @@ class Hosting:
         return fragility(self.missing_holders(holders)) * self.step_s
 
 
+@dataclass(eq=False)
 class Planner:
-    """Plans one workload on one network."""
+    """Planner of one workload on one network. `expired` is asked often, and ends the search."""
 
-    def __init__(
-        self,
-        network: Scenario,
-        hardware: DeviceRates,
-        workload: Workload,
-        *,
-        seed: int = 0,
-        expired: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.network, self.hardware, self.workload = network, hardware, workload
-        self._paths = replace(network, delay_s=np.zeros_like(network.delay_s))  # what they carry in a second
-        self._line_bps = np.where(np.eye(network.devices, dtype=bool), 0.0, network.bandwidth_bps).max(axis=1)
-        self._seed = seed
-        self._expired = expired
-        self._work_per_s = np.array(hardware.work_per_s)
-        self._room_bytes = np.array(hardware.room_bytes, dtype=float)
+    network: Scenario
+    hardware: DeviceRates
+    workload: Workload
+    _: KW_ONLY
+    seed: int = 0
+    expired: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self._paths = replace(self.network, delay_s=np.zeros_like(self.network.delay_s))  # what they carry in a second
+        self._line_bps = np.where(np.eye(self.network.devices, dtype=bool), 0.0, self.network.bandwidth_bps).max(axis=1)
+        self._work_per_s = np.array(self.hardware.work_per_s)
+        self._room_bytes = np.array(self.hardware.room_bytes, dtype=float)
 
     def __repr__(self) -> str:
         return f"Planner({self.workload.units} units on {self.network!r})"
@@ -207,7 +204,7 @@ class Planner:
         for number, shape in enumerate(shapes):
             best = _better(best, self._host(*shape, holders, effort=QUICK), holders)
             progress(number / len(shapes) / 2, best.step_s if best else np.inf)
-            if best and self._expired():
+            if best and self.expired():
                 break
         if best is None:
             raise LocalError(self._shortage(shapes))
@@ -244,7 +241,7 @@ class Planner:
         return self._reinforced(hosting, holders) if hosting else None
 
     def _search(self, problem: Problem, effort: float) -> Search:
-        return Search(problem, seed=self._seed, effort=effort, expired=self._expired)
+        return Search(problem, seed=self.seed, effort=effort, expired=self.expired)
 
     def _by_room(self, problem: Problem) -> Grid:
         """Groups of the roomiest devices, among equals in the order of their clusters: the most memory that stages can offer."""

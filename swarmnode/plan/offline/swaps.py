@@ -1,4 +1,4 @@
-"""A grid that is being improved, and what every swap of two devices in it would cost: all swaps at once, as matrices.
+"""Arrangement: a grid that is being improved, and the cost of every swap of two devices in it, all at once as matrices.
 
 Swapping a and b changes the averaging of their two stages and the hops on both sides of each. What one of them costs in the
 other's place depends on the other's stage and neighbours alone, so a matrix [D, D] of "b in a's place" gives all swaps; only

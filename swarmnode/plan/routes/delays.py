@@ -21,8 +21,10 @@ from swarmnode.plan.view import PeerView, View
 NEAR_S, NEAR_SHARE = 0.002, 0.25
 VOICES, LEAST_VOICES = 5, 2  # that are heard, and without which nothing is said
 
-MeasuredLinks = tuple[int, list[int], list[float]]
 HELD_S = 300.0  # how fast a path was
+
+MeasuredLinks = tuple[int, list[int], list[float]]
+"""A sender, its receivers, and the bits/s to each"""
 
 
 def shared_homes(homes: Sequence[str]) -> tuple[int, ...]:
@@ -67,9 +69,6 @@ class HomeLines:
                 best_bps, until_s = before.get(path, (0.0, 0.0))
                 self._best[path] = (bps, now_s + HELD_S) if bps >= best_bps or now_s >= until_s else (best_bps, until_s)
         return replace(view, path_bps={**view.path_bps, **{path: bps for path, (bps, _) in self._best.items()}})
-
-
-"""A sender, its receivers, and the bits/s to each"""
 
 
 def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:

@@ -1,4 +1,4 @@
-"""Least-cost routes over spans.
+"""Lattice: least-cost routes over spans.
 
 The model is cut into segments at the starts and ends of all spans. Changing peers anywhere else gains nothing as long
 as a detour is no shorter than the direct link, since the time of a unit depends on the peer alone: the place of a

@@ -1,4 +1,5 @@
-"""The route of least latency for a session: which peers it goes through, and which units each computes.
+"""Routing: the route of least latency for a session, the peers among which it is looked for, and the newcomers that it can do
+without.
 
 `Lattice` finds the optimum; here it is decided who may take part, what a running session's caches are worth, and that a
 peer has one place in a route.

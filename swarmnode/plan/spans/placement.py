@@ -1,4 +1,4 @@
-"""Which units a peer should hold: where the swarm's throughput gains most.
+"""Placement: the units that a peer should hold, so that the swarm's throughput gains most.
 
 Every peer decides for itself from the same view, one peer at a time (best response). The rule, in order: leave the fewest
 units without a holder; leave gaps that the fewest further peers can fill; the same for units with a single holder; then

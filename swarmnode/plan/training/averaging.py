@@ -1,4 +1,4 @@
-"""What averaging will take: what goes from each contributor to each other, and how long their paths and lines take for it.
+"""Averaging: the seconds that it takes on a network, the shares of the members, and the clusters over which groups average.
 
 All with all, each sends its values of a part to the part's owner, and the owner its sum to all. Over clusters, each part is
 gathered in every cluster by one member, who sends the owner what all there contribute, and hands the sum back
@@ -33,10 +33,12 @@ LEVELS = 8  # scales at which a network is looked at
 UNBEARABLE = 4.0  # times as long as all with all, by one member's own measurements: it takes no part
 REST = 16  # averagings all with all after one over clusters came to nothing
 
-Clusters = tuple[int, ...]
-Shares = tuple[int, ...]
 LEAST_SHARE = 1  # so that each owner sees a part of what all others contribute
 WIDENING = 4  # of the matrices of a layer, in widths of the model
+
+Clusters = tuple[int, ...]
+Shares = tuple[int, ...]
+"""Of each contributor, in their order"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +177,6 @@ def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
     if how.codec in SPARSE_CODECS:
         return payload_bytes(TensorInfo(how.codec, DType.FLOAT32, (parameters,), int(parameters * how.keep)))
     return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))
-
-
-"""Of each contributor, in their order"""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 Pure: (phase, event) -> (phase, actions). A step is leased and counted (STEPPING), agreed on (REDUCING), and committed; if the
 replicas disagree it is leased and counted again. A live node drives the machine by what it hears
-(`training/coordinator/coordinator.py`; when an event of a step has come about stands in `step_loop.py`), the simulator by
-what it simulates (`simulate/steps/training.py`); both do what the actions say. `docs/training-step.md` explains the machine,
-`protocol/training.md` has the same table for others to build.
+(`training/coordinator/coordinator.py`; when an event of a step has come about stands in `training/coordinator/step_loop.py`), the
+simulator by what it simulates (`simulate/steps/training.py`); both do what the actions say. `docs/training-step.md` explains the
+machine, `protocol/training.md` has the same table for others to build.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Every step (`Averaging.every` = 1): the gradients of each unit are summed over i
 
 Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up in which every step's gradients are summed: in between each replica
 updates by itself. At every H-th step, and at the last one, replicas average how far their parameters came; see
-`compute/training/block.py`. What the first and the last unit share has to stay one thing, so its gradient is
-summed in every
-step unless all who hold it hold the whole model.
+`compute/training/block.py`. What the first and the last unit share has to stay one thing, so its gradient is summed in every step
+unless all who hold it hold the whole model.
 """
 
 from __future__ import annotations

@@ -92,11 +92,6 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
     ]
 
 
-def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
-    """The first of the likely ones."""
-    return likely_layouts(forecast, capacity_units)[0].layout
-
-
 def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Sequence[LikelyLayout]:
     """Return layouts with which fewest places are missing, one at least, the one first with which a step takes least. Sketches of
     steps say which come into question; the best by them is first, unless with another one the step that is played is shorter, and

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
@@ -44,20 +44,17 @@ NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 """What is known of these peers' speeds and of the links between them"""
 
 
+@dataclass(eq=False)
 class StepOutlook:
-    """What steps will take. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same. Layouts
-    are looked for again as `clock` (seconds) allows."""
+    """Forecast of steps, and layouts by it. `load_of`: the load of a step as far as it is known; the same object while it is the
+    same. Layouts are looked for again as `clock` (seconds) allows."""
 
-    def __init__(
-        self,
-        load_of: Callable[[], TrainingLoad],
-        network_of: NetworkOf,
-        *,
-        clock: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self.load_of = load_of
-        self._network_of = network_of
-        self._clock = clock
+    load_of: Callable[[], TrainingLoad]
+    network_of: NetworkOf
+    _: KW_ONLY
+    clock: Callable[[], float] = lambda: 0.0
+
+    def __post_init__(self) -> None:
         self._rests_until_s = -math.inf
         self._seen: tuple[object, StepForecast] | None = None
         self._layouts: Sequence[LikelyLayout] | None = None  # by that forecast
@@ -69,7 +66,7 @@ class StepOutlook:
     def forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
         """The same for all who know the same of the same peers; as it was, as long as little is different, and for a while where
         only links are, of which each measurement says something else."""
-        load, network = self.load_of(), self._network_of(view, seen)
+        load, network = self.load_of(), self.network_of(view, seen)
         who = load, [peer.peer for peer in seen], capacities
         if self._seen is None or self._seen[0] != who or self._differs(network, self._seen[1].network):
             self._seen, self._layouts = (who, StepForecast(load, network)), None
@@ -78,14 +75,14 @@ class StepOutlook:
     def _differs(self, network: TrainingNetwork, seen: TrainingNetwork) -> bool:
         if not network.is_as_fast(seen):
             return True
-        return self._clock() >= self._rests_until_s and not network.is_like(seen)
+        return self.clock() >= self._rests_until_s and not network.is_like(seen)
 
     def layouts(self, forecast: StepForecast, capacities: Sequence[int]) -> Sequence[LikelyLayout]:
         """By the last forecast. Found once for each: with many peers it takes long."""
         if self._layouts is None:
-            began_s = self._clock()
+            began_s = self.clock()
             self._layouts = likely_layouts(forecast, capacities)
-            self._rests_until_s = self._clock() + RESTS * (self._clock() - began_s)
+            self._rests_until_s = self.clock() + RESTS * (self.clock() - began_s)
         return self._layouts
 
 
@@ -121,28 +118,24 @@ class FirstPlaces:
         return self._awaited and self._clock() < self._still_until_s
 
 
+@dataclass(eq=False)
 class TrainingRule:
-    """Of one swarm. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the memory of another peer.
-    `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first step is done, which waits
-    for `first_places`, as long as these are awaited; `clock`: seconds."""
+    """Rule of placement in one swarm that trains. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the
+    memory of another peer. `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first
+    step is done, which waits for `first_places`, as long as these are awaited; `clock`: seconds."""
 
-    def __init__(
-        self,
-        outlook: StepOutlook,
-        capacity_of: Callable[[PeerView], int],
-        has_begun: Callable[[], bool],
-        *,
-        under_way: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self.first_places = FirstPlaces(clock)
-        self._outlook = outlook
-        self._capacity_of = capacity_of
-        self._has_begun = has_begun
-        self._under_way = under_way
+    outlook: StepOutlook
+    capacity_of: Callable[[PeerView], int]
+    has_begun: Callable[[], bool]
+    _: KW_ONLY
+    under_way: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = lambda: 0.0
+
+    def __post_init__(self) -> None:
+        self.first_places = FirstPlaces(self.clock)
 
     def __repr__(self) -> str:
-        return f"<TrainingRule by {self._outlook!r}>"
+        return f"<TrainingRule by {self.outlook!r}>"
 
     def choose(self, view: View, joiner: Joiner) -> Span:
         """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
@@ -155,7 +148,7 @@ class TrainingRule:
         by then a first step may be under way. Turns are drawn, so that few leave at the same time; what
         nobody holds is first left to those who have learnt nothing."""
         own = joiner.seen_in(view)
-        trains = self._has_begun() and own.state is State.READY
+        trains = self.has_begun() and own.state is State.READY
         policy = replace(move_policy, hysteresis=RESETTLING) if trains else move_policy
         place = self._place(view, joiner, policy, may_stand=True)
         if place is None:
@@ -166,10 +159,10 @@ class TrainingRule:
         if holds and not place.span.units and not self._under_way() and not self._knows_its_paths(view, own):
             return None  # who stands by sends nothing, and would never learn that a path is fast
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
-        waits = not place.span.units and not (self._under_way() and place.gain > SETTLING)
+        waits = not place.span.units and not (self.under_way() and place.gain > SETTLING)
         turn *= STANDING_BY_TURNS if waits else 1
         delay_s = turn * _turns_s(move_policy, view)
-        disturbs = self._under_way() and not self.first_places.awaited  # else the others wait for it
+        disturbs = self.under_way() and not self.first_places.awaited  # else the others wait for it
         return Move(place.span, place.gain, delay_s, disturbs=disturbs)
 
     def _knows_its_paths(self, view: View, own: PeerView) -> bool:
@@ -180,14 +173,14 @@ class TrainingRule:
     def _place(
         self, view: View, joiner: Joiner, move_policy: MovePolicy, *, may_stand: bool = False
     ) -> TrainingPlace | None:
-        begun, own = self._has_begun(), joiner.seen_in(view)
+        begun, own = self.has_begun(), joiner.seen_in(view)
         here = (*HOLDING, State.DRAINING)  # who drains may be on its way to another place
         others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
-        able = [peer for peer in others if self._capacity_of(peer)]  # no bootstrap peers
+        able = [peer for peer in others if self.capacity_of(peer)]  # no bootstrap peers
         seen = sorted([*able, own], key=lambda peer: peer.peer)
-        capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
-        forecast = self._outlook.forecast(view, seen, capacities)
-        layouts = self._outlook.layouts(forecast, capacities)
+        capacities = [joiner.capacity_units if peer is own else self.capacity_of(peer) for peer in seen]
+        forecast = self.outlook.forecast(view, seen, capacities)
+        layouts = self.outlook.layouts(forecast, capacities)
         ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         learnt = [number for number in ready if seen[number].has_trained or not begun]
         spans = [STANDING_BY if begun and peer.state is State.DRAINING else peer.span for peer in seen]
@@ -202,11 +195,11 @@ class TrainingRule:
                 else _soonest(forecast, layouts, peers, stay_s, 1.0)
             )
             return _trained_place(resettling, alone, number, move_policy)
-        if may_stand or self._under_way():
+        if may_stand or self.under_way():
             resettling = _soonest(forecast, layouts, peers, stay_s, LOADED_SHARE)
             elsewhere = _pays_to_load(forecast, resettling, peers, move_policy)
             patience_s = SEEN_S + _turns_s(move_policy, view)
-            self.first_places.note(view.peers, elsewhere=elsewhere and self._under_way(), patience_s=patience_s)
+            self.first_places.note(view.peers, elsewhere=elsewhere and self.under_way(), patience_s=patience_s)
             if not elsewhere:
                 return alone()
             layout = resettling.layout

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_, or_
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
@@ -61,7 +63,7 @@ class StepLedger:
         self.units = units
         self.microbatches = microbatches
         self.everything = (1 << microbatches) - 1
-        self._holdings: dict[PeerId, Holding] = {}
+        self.holdings: dict[PeerId, Holding] = {}  # the live replicas that take part
         self._losses: dict[int, float] = {}
         self._leases: dict[int, OutstandingLease] = {}
 
@@ -135,15 +137,10 @@ class StepLedger:
         return frozenset(peers[first - 1 : first + 1] if first else ())
 
     def _has_counted(self, peer: PeerId, unit: int, number: int) -> bool:
-        holding = self._holdings.get(peer)
+        holding = self.holdings.get(peer)
         return holding is not None and bool(holding.mask(unit) >> number & 1)
 
     # -- counts
-
-    @property
-    def peers(self) -> Mapping[PeerId, Holding]:
-        """The live replicas that take part."""
-        return self._holdings
 
     @property
     def loss(self) -> float:
@@ -162,29 +159,27 @@ class StepLedger:
         """Note the microbatches that a replica says it has counted, by unit. They replace the known ones, or (`adds`) join them, if
         these may be newer. `losses`: those of the microbatches counted for the last unit, in order."""
         self._losses.update(zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False))
-        known = self._holdings.get(peer) if adds else None
+        known = self.holdings.get(peer) if adds else None
         told = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
         for unit, mask in known.masks.items() if known is not None else ():
             if span.start <= unit < span.end:
                 told.masks[unit] = told.mask(unit) | mask
-        self._holdings[peer] = told
+        self.holdings[peer] = told
 
     def count(self, peer: PeerId, span: Span, number: int) -> None:
         """Note that a microbatch went through these units of a replica, and back. A replica that is lost counts nothing."""
-        holding = self._holdings.get(peer)
+        holding = self.holdings.get(peer)
         if holding is not None:
             for unit in range(max(span.start, holding.span.start), min(span.end, holding.span.end)):
                 holding.masks[unit] = holding.mask(unit) | 1 << number
 
     def lose(self, peer: PeerId) -> None:
         """Forget a replica, with all that it had counted."""
-        self._holdings.pop(peer, None)
+        self.holdings.pop(peer, None)
 
     def missing(self) -> list[int]:
         """Return the microbatches that some unit has not counted."""
-        counted = self.everything
-        for unit in range(self.units):
-            counted &= self._union(unit)
+        counted = reduce(and_, map(self._union, range(self.units)), self.everything)
         return [number for number in range(self.microbatches) if not counted >> number & 1]
 
     def complete(self) -> bool:
@@ -192,15 +187,12 @@ class StepLedger:
         return all(self._union(unit) == self.everything for unit in range(self.units))
 
     def _union(self, unit: int) -> int:
-        union = 0
-        for holding in self._holdings.values():
-            union |= holding.mask(unit)
-        return union
+        return reduce(or_, (holding.mask(unit) for holding in self.holdings.values()), 0)
 
     def counters(self, number: int) -> list[PeerId | None]:
         """Return for each unit the replica that has counted this microbatch, or None."""
         found: list[PeerId | None] = [None] * self.units
-        for peer, holding in self._holdings.items():
+        for peer, holding in self.holdings.items():
             for unit, mask in holding.masks.items():
                 if mask >> number & 1:
                     found[unit] = peer
@@ -209,11 +201,11 @@ class StepLedger:
     def conflicts(self) -> list[PeerId]:
         """Return the replicas to discard so that nothing is counted twice: of two that counted the same, the one with fewer
         counts."""
-        order = sorted(self._holdings, key=lambda peer: (-self._weight(peer), peer))
+        order = sorted(self.holdings, key=lambda peer: (-self._weight(peer), peer))
         taken = [0] * self.units
         losers: list[PeerId] = []
         for peer in order:
-            masks = self._holdings[peer].masks
+            masks = self.holdings[peer].masks
             if any(taken[unit] & mask for unit, mask in masks.items()):
                 losers.append(peer)
                 continue
@@ -222,12 +214,12 @@ class StepLedger:
         return losers
 
     def _weight(self, peer: PeerId) -> int:
-        return sum(mask.bit_count() for mask in self._holdings[peer].masks.values())
+        return sum(mask.bit_count() for mask in self.holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
         """Return the number of microbatches that a replica has counted for one of these units, at most; 0 for a listener. A
         replica of both ends of the model adds to what these share even if all microbatches came in elsewhere."""
-        holding = self._holdings.get(peer)
+        holding = self.holdings.get(peer)
         if holding is None:
             return 0
         held = (unit for unit in units if holding.span.start <= unit < holding.span.end)

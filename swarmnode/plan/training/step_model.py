@@ -2,7 +2,7 @@
 
 Stages compute one pass at a time, gradients first; links carry one message after another; each microbatch that is back makes room
 for the next. So what a step takes follows from what its peers and links can do, down to whom it waits for at the end. Averaging
-comes on top (`averaging_forecast.py`). Where peers choose their places, the coordinator expects a step and the simulator carries
+comes on top (`step_forecast.py`). Where peers choose their places, the coordinator expects a step and the simulator carries
 one out it is these passes that count; the simulator alone knows of losses, and of links as they really are.
 """
 

@@ -1,4 +1,4 @@
-"""What handing a microbatch on costs: transfers between stages, booked for what is under way as computing is.
+"""Transfers: the cost of handing microbatches on, booked for transfers under way as computing is.
 
 A path takes one message after another, and so does the line of whoever sends: what a peer sends to different ones leaves it at
 the pace of its fastest path; and what peers of one home send to others leaves the home's line at that of the fastest of their paths
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -99,51 +100,45 @@ class Transfers:
         return self._number.get(peer, len(self._number))
 
 
+@dataclass(eq=False)
 class VirtualLines:
     """The paths and lines between peers in virtual time: what is handed over follows what was before. What leaves a home takes
     turns on its line, a piece of a message for each peer that it goes to. `uplink_N`: seconds for which a microbatch takes the
     line of their sender."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        peers: Sequence[PeerId],
-        delay_NN: Floats,
-        sending_NN: Floats,
-        uplink_N: Floats,
-        homes: SharedLines | None,
-    ) -> None:
-        self._clock = clock
-        self._number = {peer: number for number, peer in enumerate(peers)}
-        self._delay_s: list[list[float]] = delay_NN.tolist()
-        self._sending_s: list[list[float]] = sending_NN.tolist()
-        self._uplink_s: list[float] = uplink_N.tolist()
-        self._homes = homes
+    clock: VirtualClock
+    peers: Sequence[PeerId]
+    delay_NN: Floats
+    sending_NN: Floats
+    uplink_N: Floats
+    homes: SharedLines | None
+
+    def __post_init__(self) -> None:
+        self._number = {peer: number for number, peer in enumerate(self.peers)}
+        self._delay_s: list[list[float]] = self.delay_NN.tolist()
+        self._sending_s: list[list[float]] = self.sending_NN.tolist()
+        self._uplink_s: list[float] = self.uplink_N.tolist()
         self._free_s = defaultdict[object, float](float)  # senders, paths, and homes
         self._queues = defaultdict[Path, deque[Action]](deque)  # out of homes
 
     def send(self, sender: PeerId, receiver: PeerId, arrived: Action) -> None:
         """Hand over a microbatch's values now, and call `arrived` when they are there."""
         path = self._number.get(sender, len(self._number)), self._number.get(receiver, len(self._number))
-        if not self._takes_turns(path):
-            self._clock.at(self._carry(path, 1.0) + self._delay_s[path[0]][path[1]], arrived)
+        if self.homes is None or not self.homes.parts(*path):
+            self.clock.at(self._carry(path, 1.0) + self._delay_s[path[0]][path[1]], arrived)
             return
-        self._queues[path].append(arrived)
+        self._queues[path].append(arrived)  # over the line of a home nobody waits until others are through
         if len(self._queues[path]) == 1:
             self._send_piece(path, PIECES)
-
-    def _takes_turns(self, path: Path) -> bool:
-        """Whether a message goes out over the line of a home, where nobody waits until others are through."""
-        return self._homes is not None and self._homes.parts(*path)
 
     def _send_piece(self, path: Path, left: int) -> None:
         """Send one of the `left` pieces of a path's first message: the next takes its turn when this one has left the line."""
         leaves_s = self._carry(path, 1 / PIECES)
         if left > 1:
-            self._clock.at(leaves_s, partial(self._send_piece, path, left - 1))
+            self.clock.at(leaves_s, partial(self._send_piece, path, left - 1))
         else:
-            self._clock.at(leaves_s + self._delay_s[path[0]][path[1]], self._queues[path][0])
-            self._clock.at(leaves_s, partial(self._sent, path))
+            self.clock.at(leaves_s + self._delay_s[path[0]][path[1]], self._queues[path][0])
+            self.clock.at(leaves_s, partial(self._sent, path))
 
     def _sent(self, path: Path) -> None:
         self._queues[path].popleft()
@@ -153,11 +148,11 @@ class VirtualLines:
     def _carry(self, path: Path, share: float) -> float:
         """Return when a share of a microbatch's values that is handed over now has left by its path."""
         here, there = path
-        begins_s = max(self._clock.now_s, self._free_s[here])
-        if self._homes is not None and self._homes.parts(here, there):
-            home = "home", self._homes.home_of(here)
+        begins_s = max(self.clock.now_s, self._free_s[here])
+        if self.homes is not None and self.homes.parts(here, there):
+            home = "home", self.homes.home_of(here)
             begins_s = max(begins_s, self._free_s[home])
-            self._free_s[home] = begins_s + share * self._homes.line_s(here)
+            self._free_s[home] = begins_s + share * self.homes.line_s(here)
         self._free_s[here] = begins_s + share * self._uplink_s[here]
         self._free_s[path] = max(begins_s, self._free_s[path]) + share * self._sending_s[here][there]
         return self._free_s[path]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,6 @@ from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.session_spec import MAX_WIDTH, Received, SessionSpec, ids_entry
 
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
 OpenSession = Callable[[SessionSpec], ClientSession]
 ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec.structs import replace
 
@@ -30,6 +30,7 @@ from swarmnode.codec.messages import (
     KeepCache,
     LinkCodec,
     Mode,
+    Open,
     Output,
     Truncate,
     Want,
@@ -114,36 +115,32 @@ class SessionStats:
     faults: list[tuple[PeerId, str]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ClientSession:
     """One session of a client. Use: `await start()`, `send(...)`, `await receive()`, `await close()`."""
 
-    def __init__(
-        self,
-        switchboard: Switchboard,
-        router: Router,
-        spec: SessionSpec,
-        config: ClientConfig,
-        *,
-        meter: ClientMeter | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        on_over: Callable[[ServedWork], None] = lambda _served: None,
-    ) -> None:
+    switchboard: Switchboard
+    router: Router
+    spec: SessionSpec
+    config: ClientConfig
+    _: KW_ONLY
+    meter: ClientMeter = field(default_factory=ClientMeter)
+    clock: Callable[[], float] = time.monotonic
+    on_over: Callable[[ServedWork], None] = lambda _served: None
+
+    def __post_init__(self) -> None:
         self.id = secrets.token_bytes(SESSION_ID_BYTES)
         self.trace_id = trace_id(self.id)
-        self.spec = spec
         self.stats = SessionStats()
         self.route: Route = ()
         self.epoch = 0
-        self._switchboard = switchboard
-        self._router = router
-        self.config = config
-        self.meter = meter or ClientMeter()
-        self.clock = clock
-        self._journal = switchboard.ledger.count(Account.JOURNALS)
-        self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error), self._journal)
+        self._journal = self.switchboard.ledger.count(Account.JOURNALS)
+        self._first = Hop(
+            self.switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error), self._journal
+        )
         self._timing: Timing | None = None
         self._cadence: Cadence | None = None
-        self._served, self._on_over = ServedWork(), on_over
+        self._served = ServedWork()
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
         self._wanted = 1  # positions that it is of
@@ -157,9 +154,9 @@ class ClientSession:
         self._tainted = False  # whether some hop may hold what no honest one made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
-        self._codecs = ToldCodecs(spec.codec, spec.codecs)
-        self._blame = Blame(clock, avoid_s=config.avoid_s)
-        self._last_progress_s = clock()
+        self._codecs = ToldCodecs(self.spec.codec, self.spec.codecs)
+        self._blame = Blame(self.clock, avoid_s=self.config.avoid_s)
+        self._last_progress_s = self.clock()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
 
@@ -249,7 +246,7 @@ class ClientSession:
         if self._last is not None:
             self._last.close()
         self._journal.release()
-        self._on_over(self._served.taken())
+        self.on_over(self._served.taken())
 
     # -- frames
 
@@ -284,7 +281,7 @@ class ClientSession:
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
         self._last_progress_s = now_s
         for peer, code in self._blame.progress(self.route):
-            self._router.suspect(peer, code.name)
+            self.router.suspect(peer, code.name)
         self._served.heard(self.id, self.route, self.spec.rows * position)
         if self._cadence is not None:
             self._cadence.heard(position)
@@ -342,7 +339,7 @@ class ClientSession:
         self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
         verdict = self._blame.judge(hop, code, retry_s=getattr(error, "retry_s", None) or 0.0)
         if verdict is Verdict.PEER:
-            self._router.suspect(hop.peer, code.name)
+            self.router.suspect(hop.peer, code.name)
         elif verdict is Verdict.REQUEST:
             text = f"the request fails wherever it is computed; lately {error}"
             raise PeerRefused(text, code=code, peer=hop.peer)
@@ -363,7 +360,7 @@ class ClientSession:
         while True:
             now_s = self.clock()
             try:
-                self.route = self._router.route(self._blame.avoided, self.route, self.spec.size)
+                self.route = self.router.route(self._blame.avoided, self.route, self.spec.size)
             except NoRoute as failure:
                 reason = self._why(error, failure)
                 if now_s >= deadline_s or reason.code in FINAL:
@@ -411,7 +408,7 @@ class ClientSession:
 
     async def _news(self, timeout_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._router.changed(), max(0.05, timeout_s))
+            await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
 
     async def _open(self) -> None:
         if self._complete:  # it came while a route was looked for
@@ -419,18 +416,35 @@ class ClientSession:
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
         branch, self._branch = self._branch, None
-        opened = spec.opening(self.id, self.epoch, self.route, self.known, self._truncate, self._codecs.told, branch)
+        opened = Open(
+            session=self.id,
+            epoch=self.epoch,
+            route=self.route,
+            index=0,
+            mode=spec.mode,
+            rows=spec.rows,
+            max_length=spec.max_length,
+            codec=spec.codec,
+            sampling=spec.sampling,
+            padding=spec.padding,
+            known=self.known,
+            truncate=self._truncate,
+            codecs=self._codecs.told,
+            adapts=spec.adapts,
+            adapter=spec.adapter,
+            branch=branch,
+        )
         if self._last is not None:
             self._last.close()
             self._last = None
-        ring, observed_latency = spec.mode == Mode.RING, self._router.observed_latency
+        ring, observed_latency = spec.mode == Mode.RING, self.router.observed_latency
         self._timing = Timing(self.route, -1, observed_latency, self.clock, ring=ring)
         self._cadence = Cadence(self.route[0], observed_latency, self.clock) if ring and len(self.route) == 1 else None
         try:
             await self._first.open(self.route[0].peer, opened, spec.text(self._drawn))
             index = len(self.route) - 1
             epoch = self.epoch
-            self._last = await self._switchboard.call(
+            self._last = await self.switchboard.call(
                 self.route[index].peer, self._from_last, lambda error: self._fault(epoch, index, error)
             )
             self._last.send(Attach(self.id, self.epoch, start=self._expected))

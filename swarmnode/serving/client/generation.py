@@ -1,11 +1,11 @@
-"""Generating with the ring: one prompt in, tokens out, the swarm turning by itself."""
+"""Generation with the ring: options, result, and the stream of tokens, while the swarm turns by itself."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID, HopSpec
 from swarmnode.codec.messages import Mode, Want
@@ -58,37 +58,41 @@ class GenerateOptions:
     adapter: str = ""
 
     def __post_init__(self) -> None:
-        rules = {
-            f"max_new_tokens must be between 1 and {MAX_POSITIONS}": 1 <= self.max_new_tokens <= MAX_POSITIONS,
-            f"temperature must not be negative, nor above {MAX_TEMPERATURE:g}": 0
-            <= self.temperature
-            <= MAX_TEMPERATURE,
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            f"top_k must not be negative, nor above {MAX_TOKEN_ID}": 0 <= self.top_k <= MAX_TOKEN_ID,
-            f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
-            "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
-            "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
-            f"compress must be one of {', '.join(COMPRESSIONS)}": self.compress in COMPRESSIONS,
-            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            f"frequency_penalty and presence_penalty must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}": max(
-                abs(self.frequency_penalty), abs(self.presence_penalty)
-            )
-            <= MAX_PENALTY,
-            f"repetition_penalty must be between {1 / MAX_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}": 1
-            / MAX_REPETITION_PENALTY
-            <= self.repetition_penalty
-            <= MAX_REPETITION_PENALTY,
-            f"at most {MAX_BIASES} tokens may have a bias": len(self.logit_bias) <= MAX_BIASES,
-            "biases are for token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.logit_bias),
-            f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}": all(
-                -MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()
+        penalty = max(abs(self.frequency_penalty), abs(self.presence_penalty))
+        least, most = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        biases, grammar = self.logit_bias, self.grammar
+        grammar_bytes = 1 if grammar is None else len(grammar.text.encode())
+        rules = (
+            (1 <= self.max_new_tokens <= MAX_POSITIONS, f"max_new_tokens must be between 1 and {MAX_POSITIONS}"),
+            (
+                0 <= self.temperature <= MAX_TEMPERATURE,
+                f"temperature must not be negative, nor above {MAX_TEMPERATURE:g}",
             ),
-            f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes": self.grammar is None
-            or 0 < len(self.grammar.text.encode()) <= MAX_GRAMMAR_CHARS,
-            f"logprobs must be between 0 and {MAX_LOGPROBS}": self.logprobs is None
-            or 0 <= self.logprobs <= MAX_LOGPROBS,
-        }
-        for rule, kept in rules.items():
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
+            (0 <= self.top_k <= MAX_TOKEN_ID, f"top_k must not be negative, nor above {MAX_TOKEN_ID}"),
+            (len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} stop tokens"),
+            (all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids), "stop tokens must be token ids"),
+            (self.seed is None or 0 <= self.seed <= MAX_SEED, "seed must be a number of 63 bits"),
+            (self.compress in COMPRESSIONS, f"compress must be one of {', '.join(COMPRESSIONS)}"),
+            (0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
+            (
+                penalty <= MAX_PENALTY,
+                f"frequency_penalty and presence_penalty must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}",
+            ),
+            (least <= self.repetition_penalty <= most, f"repetition_penalty must be between {least:g} and {most:g}"),
+            (len(biases) <= MAX_BIASES, f"at most {MAX_BIASES} tokens may have a bias"),
+            (all(0 <= token <= MAX_TOKEN_ID for token in biases), "biases are for token ids"),
+            (
+                all(-MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values()),
+                f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}",
+            ),
+            (0 < grammar_bytes <= MAX_GRAMMAR_CHARS, f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes"),
+            (
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"logprobs must be between 0 and {MAX_LOGPROBS}",
+            ),
+        )
+        for kept, rule in rules:
             if not kept:
                 raise UsageError(rule)
 
@@ -159,64 +163,61 @@ Audit = Callable[[ClientSession, Sequence[int]], bool]
 """(a session that is over, its tokens) -> whether it is closed by who was called, once it has been audited"""
 
 
+@dataclass(eq=False)
 class RingStream:
-    """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile."""
+    """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile.
 
-    def __init__(
-        self,
-        session: ClientSession,
-        options: GenerateOptions,
-        *,
-        audit: Audit = lambda _session, _ids: False,
-        beginnings: Beginnings | None = None,
-        owner: str = "",
-    ) -> None:
-        """`session` is a new one for the `spec` of `options`. `beginnings` are those of other texts; this `owner`'s may be used."""
-        self._session = session
-        self._options = options
-        self._audit = audit
-        self._beginnings = Beginnings() if beginnings is None else beginnings
-        self._is_kept = beginnings is not None and options.grammar is None  # once it is whole
-        self._owner = owner
+    `session` is a new one for the `spec` of `options`. `beginnings` are those of other texts; this `owner`'s may be used."""
+
+    session: ClientSession
+    options: GenerateOptions
+    _: KW_ONLY
+    audit: Audit = lambda _session, _ids: False
+    beginnings: Beginnings | None = None
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        self._beginnings = Beginnings() if self.beginnings is None else self.beginnings
+        self._is_kept = self.beginnings is not None and self.options.grammar is None  # once it is whole
         self._under_way: SharedText | None = None
         self._began_elsewhere = False  # so that its hops may not have what an audit asks for
-        self._spec = session.spec
+        self._spec = self.session.spec
         self.prompt = list(self._spec.prompt)
-        self.result = Generation(trace=self._session.trace_id.hex())
+        self.result = Generation(trace=self.session.trace_id.hex())
 
     def __repr__(self) -> str:
-        return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"
+        return f"<RingStream {len(self.result.ids)} tokens of {self.options.max_new_tokens}, {self.session!r}>"
 
     async def __aiter__(self) -> AsyncGenerator[int, None]:
-        started_s = self._session.clock()
+        started_s = self.session.clock()
         ending, final, is_audited = "failed", False, False
         try:
             self._send_prompt(await self._begin())
-            while not final and len(self.result.ids) < self._options.max_new_tokens:
-                received = await self._session.receive()
+            while not final and len(self.result.ids) < self.options.max_new_tokens:
+                received = await self.session.receive()
                 if self._under_way is not None:
                     self._under_way.note_output()
                 final = received.output.final
-                self._note(received.output.ids[0], self._session.clock() - started_s)
-                if self._options.logprobs is not None:
+                self._note(received.output.ids[0], self.session.clock() - started_s)
+                if self.options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
-            is_audited = not self._began_elsewhere and self._audit(self._session, self.text)
-            self.result.whole = final and len(self.result.ids) < self._options.max_new_tokens
+            is_audited = not self._began_elsewhere and self.audit(self.session, self.text)
+            self.result.whole = final and len(self.result.ids) < self.options.max_new_tokens
             ending = "done"
         except (GeneratorExit, asyncio.CancelledError):
             ending = "left"
             raise
         finally:
-            self._session.meter.sessions[ending] += 1
+            self.session.meter.sessions[ending] += 1
             if self._under_way is not None:
                 self._beginnings.leave(self._under_way)
             if is_audited:
                 pass  # whoever audits closes it
             elif ending == "done" and final and self._is_kept:
-                await self._beginnings.keep(self._owner, self._session, self.text[:-1])
+                await self._beginnings.keep(self.owner, self.session, self.text[:-1])
             else:
-                await self._session.close()
+                await self.session.close()
 
     @property
     def text(self) -> list[int]:
@@ -225,31 +226,31 @@ class RingStream:
 
     async def _begin(self) -> int:
         """Open the session, or go on with one: how many positions of the prompt need not be sent."""
-        found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._session.config.progress_s)
+        found = await self._beginnings.find(self.owner, self.prompt, self._spec, self.session.config.progress_s)
         if found.goes_on is not None:
-            self._session = found.goes_on
-            self._session.go_on(self._spec, found.length)
-        self._session.stats = self.result
-        self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
+            self.session = found.goes_on
+            self.session.go_on(self._spec, found.length)
+        self.session.stats = self.result
+        self._under_way = self._beginnings.enter(self.owner, self.prompt, self.session)
         if found.source is not None:
-            self._session.begin_as(found.source, found.truncations, self._entries(0, found.length))
+            self.session.begin_as(found.source, found.truncations, self._entries(0, found.length))
         self._began_elsewhere = found.length > 0
-        await self._session.start()
-        self.result.cached_tokens = min(found.length, self._session.had)
+        await self.session.start()
+        self.result.cached_tokens = min(found.length, self.session.had)
         return found.length
 
     def _entries(self, begin: int, end: int) -> list[Entry]:
         """The prompt's positions in chunks, so that later hops work on the first one while earlier hops work on the next."""
-        size = self._session.config.prompt_chunk_tokens
+        size = self.session.config.prompt_chunk_tokens
         starts = range(begin, end, size)
         return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]
 
     def _send_prompt(self, begin: int) -> None:
         for entry in self._entries(begin, len(self.prompt)):
-            self._session.send(entry, expect=len(self.prompt))
+            self.session.send(entry, expect=len(self.prompt))
 
     def _note(self, token: int, elapsed_s: float) -> None:
-        result, meter = self.result, self._session.meter
+        result, meter = self.result, self.session.meter
         meter.tokens += 1
         if not result.ids:
             result.first_token_s = elapsed_s
@@ -257,6 +258,6 @@ class RingStream:
         else:
             meter.token.observe(elapsed_s - result.seconds)
         result.ids.append(token)
-        result.trace = self._session.trace_id.hex()
+        result.trace = self.session.trace_id.hex()
         result.seconds = elapsed_s
-        result.route = self._session.route
+        result.route = self.session.route

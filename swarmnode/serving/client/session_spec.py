@@ -1,14 +1,16 @@
-"""What a session is, over all its epochs: what the client asks for, and so what may come out of it."""
+"""Session spec: what a client asks of a session over all its epochs, which outputs fit it, and the work that its hops are
+credited for."""
 
 from __future__ import annotations
 
 import array
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.messages import Branch, Input, LinkCodec, Mode, Open, Output, Truncate, Want
+from swarmnode.codec.messages import Input, LinkCodec, Mode, Output, Want
 from swarmnode.codec.sampling import Sampling, pack_text, unpack_logprobs
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ProtocolError
@@ -43,10 +45,9 @@ class ServedWork:
 
     def by_peer_and_session(self) -> Iterator[tuple[tuple[PeerId, bytes], int]]:
         """Who did how much under which id, in units times tokens."""
-        totals: dict[tuple[PeerId, bytes], int] = {}
+        totals = Counter[tuple[PeerId, bytes]]()
         for (session, hop), tokens in self._tokens.items():
-            place = hop.peer, session
-            totals[place] = totals.get(place, 0) + (hop.end - hop.start) * tokens
+            totals[hop.peer, session] += (hop.end - hop.start) * tokens
         yield from totals.items()
 
     def taken(self) -> ServedWork:
@@ -99,36 +100,6 @@ class SessionSpec:
     def size(self) -> SessionSize:
         """What routing knows of it."""
         return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
-
-    def opening(
-        self,
-        session: bytes,
-        epoch: int,
-        route: tuple[HopSpec, ...],
-        known: int,
-        truncate: Truncate | None,
-        codecs: tuple[LinkCodec, ...],
-        branch: Branch | None = None,
-    ) -> Open:
-        """The OPEN of an epoch, for the first hop of a route."""
-        return Open(
-            session=session,
-            epoch=epoch,
-            route=route,
-            index=0,
-            mode=self.mode,
-            rows=self.rows,
-            max_length=self.max_length,
-            codec=self.codec,
-            sampling=self.sampling,
-            padding=self.padding,
-            known=known,
-            truncate=truncate,
-            codecs=codecs,
-            adapts=self.adapts,
-            adapter=self.adapter,
-            branch=branch,
-        )
 
     @property
     def follows_grammar(self) -> bool:

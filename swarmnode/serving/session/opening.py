@@ -1,4 +1,5 @@
-"""What an OPEN fixes of a session at the hop that it reaches: its units and shape, what inputs fit it, and what it takes."""
+"""Opening of a session at one hop: the units, shape and memory that OPEN fixes, the checks of OPEN and INPUT, and ATTACH that
+comes before OPEN."""
 
 from __future__ import annotations
 
@@ -73,12 +74,9 @@ def journal_bytes(opened: Open, hidden_size: int) -> int:
     of inputs that came in and wait."""
     sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
-    return (
-        SESSION_BYTES
-        + _grammar_bytes(opened)
-        + opened.max_length
-        * (ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes) + _drawing_bytes(opened.sampling))
-    )
+    states_bytes = opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
+    position_bytes = ENTRY_BYTES + states_bytes + _drawing_bytes(opened.sampling)
+    return SESSION_BYTES + GRAMMAR_BYTES * draws_by_grammar(opened) + opened.max_length * position_bytes
 
 
 def _drawing_bytes(sampling: Sampling | None) -> int:
@@ -87,10 +85,6 @@ def _drawing_bytes(sampling: Sampling | None) -> int:
         return 0
     logprobs = 0 if sampling.logprobs is None else 1 + sampling.logprobs
     return 2 * ID_BYTES * sampling.counts_tokens + LOGPROB_BYTES * logprobs
-
-
-def _grammar_bytes(opened: Open) -> int:
-    return GRAMMAR_BYTES if draws_by_grammar(opened) else 0
 
 
 def draws_by_grammar(opened: Open) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 import msgspec
@@ -55,32 +56,28 @@ from swarmnode.serving.session.transcript import Transcript
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StageSession:
     """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
 
-    def __init__(
-        self,
-        host: SessionHost,
-        pipeline: SessionPipeline,
-        opened: Open,
-        key: int,
-        grammar: GrammarMatcher | None = None,
-    ) -> None:
-        self._host = host
-        self._pipeline = pipeline
-        self.opened = opened  # the OPEN in force
-        self.trace_id = trace_id(opened.session)
-        self.key = key  # names the cache: a session that had to start over has another
-        self.cursor = InputCursor(opened.known)
-        self._codecs = LinkCodecs(opened, host.codec_rules, pipeline.hidden_size)
+    host: SessionHost
+    pipeline: SessionPipeline
+    opened: Open  # the OPEN in force
+    key: int  # names the cache: a session that had to start over has another
+    grammar: InitVar[GrammarMatcher | None] = None
+
+    def __post_init__(self, grammar: GrammarMatcher | None) -> None:
+        self.trace_id = trace_id(self.opened.session)
+        self.cursor = InputCursor(self.opened.known)
+        self._codecs = LinkCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
         self._sampler = self._new_sampler(grammar)
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
-        self._downstream = Hop(host.switchboard, self._from_downstream, self._downstream_failed)
+        self._downstream = Hop(self.host.switchboard, self._from_downstream, self._downstream_failed)
         self._output_stream = OutputStream()
-        self.transcript = Transcript(self._downstream, self._output_stream, keeps=opened.rows == 1)
+        self.transcript = Transcript(self._downstream, self._output_stream, keeps=self.opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
-        self._ring = Ring(host.switchboard, self._from_ring, self._in_force)
+        self._ring = Ring(self.host.switchboard, self._from_ring, self._in_force)
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
@@ -88,7 +85,7 @@ class StageSession:
         self.computed = 0  # positions whose outputs were sent on; more may be on their way through the device
         self.kept = False  # for another text: it makes room for whoever needs some
         self._timing = self._new_timing()
-        self.trace = SessionTrace(*units_of(opened))
+        self.trace = SessionTrace(*units_of(self.opened))
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
@@ -106,8 +103,8 @@ class StageSession:
         return self.opened.epoch
 
     def _new_timing(self) -> Timing:
-        opened, latency = self.opened, self._host.peer.observed_latency
-        return Timing(opened.route, opened.index, latency, self._pipeline.clock, ring=opened.mode == Mode.RING)
+        opened, latency = self.opened, self.host.peer.observed_latency
+        return Timing(opened.route, opened.index, latency, self.pipeline.clock, ring=opened.mode == Mode.RING)
 
     def _new_sampler(self, grammar: GrammarMatcher | None = None) -> Sampler | None:
         opened = self.opened
@@ -185,8 +182,8 @@ class StageSession:
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
-            code = self._host.codec_rules.wrong(body) or check_input(
-                self.opened, body, frame.seq, self.cursor.accepted, self._pipeline.hidden_size
+            code = self.host.codec_rules.wrong(body) or check_input(
+                self.opened, body, frame.seq, self.cursor.accepted, self.pipeline.hidden_size
             )
             if code is None:
                 self._accept(frame.seq, body, frame.payload)
@@ -199,7 +196,7 @@ class StageSession:
         elif isinstance(body, KeepCache):
             self.kept = True
             self._downstream.tell(body)
-            if self._host.draining:  # who leaves keeps nothing
+            if self.host.draining:  # who leaves keeps nothing
                 self.free()
         else:
             self._refuse(ErrorCode.MALFORMED)
@@ -232,14 +229,14 @@ class StageSession:
         start, truncate = self.cursor.advance(end)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
-        then, now_s = self._then(start, end), self._pipeline.clock()
+        then, now_s = self._then(start, end), self.pipeline.clock()
         after = len(self.opened.route) - 1 - self.opened.index
         job = Job(self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate)
-        self._pipeline.submit(job)
+        self.pipeline.submit(job)
 
     def _then(self, start: int, end: int) -> ForwardHidden | Sample | Return:
         if not is_last(self.opened):
-            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self._pipeline.pass_cost):
+            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self.pipeline.pass_cost):
                 self._tell_client(chosen)
             return ForwardHidden(self._codecs.schedule)
         if self._sampler is not None and self.opened.mode == Mode.RING:
@@ -288,7 +285,7 @@ class StageSession:
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
             self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs, at_once=alone)
-        asyncio.get_running_loop().call_soon(self._left, job, run, self._pipeline.clock())
+        asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
         """What came of a job was sent."""
@@ -302,8 +299,8 @@ class StageSession:
     def _note_computed(self, job: Job, run: Pass) -> None:
         """Count the work done for the client, and let the pipeline know that its devices move."""
         start, end = units_of(self.opened)
-        self._host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
-        self._pipeline.computed(job, run)
+        self.host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
+        self.pipeline.computed(job, run)
 
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""
@@ -348,7 +345,7 @@ class StageSession:
 
     def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
         self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
-        self._host.meter.faults[code] += 1
+        self.host.meter.faults[code] += 1
         self._tell_client(Fault(self.epoch, index, code, retry_s))
 
     def _tell_client(self, body: Fault | LinkCodec) -> None:
@@ -374,7 +371,7 @@ class StageSession:
 
     def _upstream_lost(self, error: PeerError) -> None:
         self._log.info("session %s: upstream is gone (%s)", self.trace_id.hex()[:8], error)
-        self._orphaned = asyncio.get_running_loop().call_later(self._host.config.orphan_grace_s, self.free)
+        self._orphaned = asyncio.get_running_loop().call_later(self.host.config.orphan_grace_s, self.free)
 
     @property
     def orphaned(self) -> bool:
@@ -394,7 +391,7 @@ class StageSession:
         if self._upstream is not None:
             self._upstream.close()
         self._output_stream.close()
-        self._host.freed(self.id)
+        self.host.freed(self.id)
 
     async def close(self) -> None:
         """Free, and wait for the tasks of this session."""

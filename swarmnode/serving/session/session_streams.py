@@ -1,9 +1,11 @@
-"""Output stream: what a session's last hop brings forth, and who wants it."""
+"""Streams of a session at one hop: the cursor over its inputs, the stream of its outputs, and the ring between the two ends of a
+route."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
@@ -16,16 +18,16 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 
+@dataclass(eq=False)
 class Ring:
-    """Of one session at its first hop: for each epoch a channel to the last one. `on_frame` hears all frames of it; `in_force`
+    """Channel of a session from its first hop to the last one, in each epoch another. `on_frame` hears all frames of it; `in_force`
     tells whether the session goes on by an OPEN."""
 
-    def __init__(
-        self, switchboard: Switchboard, on_frame: Callable[[Frame, Body], None], in_force: Callable[[Open], bool]
-    ) -> None:
-        self._switchboard = switchboard
-        self._on_frame = on_frame
-        self._in_force = in_force
+    switchboard: Switchboard
+    on_frame: Callable[[Frame, Body], None]
+    in_force: Callable[[Open], bool]
+
+    def __post_init__(self) -> None:
         self.channel: Channel | None = None
 
     def __repr__(self) -> str:
@@ -42,17 +44,17 @@ class Ring:
     ) -> None:
         """Subscribe to the outputs of an epoch, from where the session is by then, unless the epoch is over. `on_fault` hears that
         the last hop is not to be had, or lost."""
-        if not self._in_force(opened):
+        if not self.in_force(opened):
             return
         try:
-            channel = await self._switchboard.call(opened.route[-1].peer, self._on_frame, on_fault)
-            if not self._in_force(opened):
+            channel = await self.switchboard.call(opened.route[-1].peer, self.on_frame, on_fault)
+            if not self.in_force(opened):
                 channel.close()
                 return
             self.channel = channel
             channel.send(Attach(opened.session, opened.epoch, start=start()))
         except (PeerError, NetworkDown) as error:
-            if self._in_force(opened):
+            if self.in_force(opened):
                 on_fault(error)
 
 

@@ -1,4 +1,4 @@
-"""The directory as everybody reads it: announcements reach others late, and those of the dead stay until they expire.
+"""Simulated directory: announcements as all peers read them, late, until they expire; and the outlook of peers on better places.
 
 Live peers read at times of their own. Here all read at the same ticks, a read period apart, so that one picture is shared by
 all: what is announced is known at the next tick.
@@ -7,7 +7,7 @@ all: what is announced is known at the next tick.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.capacity_index import CapacityIndex
@@ -32,9 +32,8 @@ class SimulatedDirectory:
         self._config = config
         self._known: dict[PeerId, PeerView] = {}
         self._announced: dict[PeerId, PeerView | None] = {}
-        self.capacity_index = CapacityIndex(
-            units, (), position_bytes
-        )  # of those that hold units or soon will, kept up to date
+        # Of those that hold units or soon will, kept up to date.
+        self.capacity_index = CapacityIndex(units, (), position_bytes)
         self.speeds: Counter[float] = Counter()  # of the same peers
         self._view: View | None = None
 
@@ -45,7 +44,7 @@ class SimulatedDirectory:
 
     def start(self) -> None:
         """Tick from now on."""
-        self._take_in()
+        self.know_now()
         self._clock.after(self._config.read_period_s(len(self._known)), self.start)
 
     @property
@@ -74,10 +73,7 @@ class SimulatedDirectory:
         return self._view
 
     def know_now(self) -> None:
-        """Take in the news at once: at the start of a simulation, where peers came one after another."""
-        self._take_in()
-
-    def _take_in(self) -> None:
+        """Take in the news: at each tick, and at the start of a simulation, where peers came one after another."""
         changed = False
         for name, peer in self._announced.items():
             before = self._known.pop(name, None) if peer is None else self._known.get(name)
@@ -103,20 +99,16 @@ def _place(peer: PeerView | None) -> tuple[State, Span] | None:
     return None if peer is None else (peer.state, peer.span)
 
 
+@dataclass(eq=False)
 class Outlook:
-    """Of the picture that the directory has now."""
+    """Wishes of peers to move, by the picture that the directory has now: peers of the same kind are asked once."""
 
-    def __init__(
-        self,
-        directory: SimulatedDirectory,
-        measures: Measures,
-        move_policy: MovePolicy,
-        rule: PlacementRule = BY_THROUGHPUT,
-    ) -> None:
-        self._rule = rule
-        self._directory = directory
-        self._measures = measures
-        self._move_policy = move_policy
+    directory: SimulatedDirectory
+    measures: Measures
+    move_policy: MovePolicy
+    rule: PlacementRule = BY_THROUGHPUT
+
+    def __post_init__(self) -> None:
         self._revision = -1
         self._gain_is_possible = True
         self._staying: set[tuple[object, ...]] = set()
@@ -127,7 +119,7 @@ class Outlook:
 
     def all_stay(self) -> bool:
         """Whether nobody needs to be asked."""
-        if self._revision != self._directory.revision:
+        if self._revision != self.directory.revision:
             self._look_anew()
         return not self._gain_is_possible
 
@@ -148,15 +140,15 @@ class Outlook:
     def _kind(self, peer: Peer) -> tuple[object, ...]:
         """Peers of the same kind want the same."""
         kind = (peer.span, peer.capacity_units, peer.device.decode_units_per_s, peer.up_bps, peer.down_bps, peer.move_s)
-        return kind if self._rule is BY_THROUGHPUT else (peer.peer, *kind)
+        return kind if self.rule is BY_THROUGHPUT else (peer.peer, *kind)
 
     def _ask(self, peer: Peer) -> Move | None:
-        view, joiner = self._directory.view(), peer.joiner()
-        move_policy = replace(self._move_policy, move_s=peer.move_s)
-        return self._measures.timed("reconsider", lambda: self._rule.reconsider(view, joiner, move_policy))
+        view, joiner = self.directory.view(), peer.joiner()
+        move_policy = replace(self.move_policy, move_s=peer.move_s)
+        return self.measures.timed("reconsider", lambda: self.rule.reconsider(view, joiner, move_policy))
 
     def _look_anew(self) -> None:
-        self._revision = self._directory.revision
+        self._revision = self.directory.revision
         self._staying.clear()
         self._moves.clear()
         self._gain_is_possible = self._can_gain()
@@ -167,11 +159,11 @@ class Outlook:
         One more peer of speed v raises no unit's level by more than v, so it gains v / throughput at most. Where a unit hangs
         on one peer more counts than throughput, and every peer is asked.
         """
-        if self._rule is not BY_THROUGHPUT:
+        if self.rule is not BY_THROUGHPUT:
             return True
-        capacity_index = self._directory.capacity_index
+        capacity_index = self.directory.capacity_index
         least_holders = int(capacity_index.holders_U.min())
-        if least_holders <= 1 or not self._move_policy.for_gain:
-            return least_holders == 0 or self._move_policy.for_gain
-        most_units_per_s = max(self._directory.speeds)
-        return most_units_per_s > self._move_policy.hysteresis * throughput(capacity_index.supply_SE)
+        if least_holders <= 1 or not self.move_policy.for_gain:
+            return least_holders == 0 or self.move_policy.for_gain
+        most_units_per_s = max(self.directory.speeds)
+        return most_units_per_s > self.move_policy.hysteresis * throughput(capacity_index.supply_SE)

@@ -1,4 +1,4 @@
-"""A simulated peer: a device at a place of the scenario, and what it holds."""
+"""Simulated peer: a device at a place of the scenario, what it holds, and the changes by which peers come and go."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The world: peers that come, choose units, load them, serve, move and vanish, as nodes do.
 
-A peer's life is that of `node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave, and every choice on
+A peer's life is that of `node/node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave, and every choice on
 the way is made by the functions that nodes call, on the picture that the directory gave.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -56,38 +56,33 @@ class SimulatedWorkload(Protocol):
         """It is gone without a word. Others notice later; see `detect_s`."""
 
 
+@dataclass(eq=False)
 class World:
     """All peers, alive or not. `peers[i]` stands for device `i` of the links."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        model: Model,
-        links: Links,
-        peers: Sequence[Peer],
-        settings: SwarmSettings,
-        measures: Measures,
-        chance: random.Random,
-        *,
-        trains: bool,
-    ) -> None:
-        self.clock = clock
-        self.model = model
-        self.links = links
-        self.peers = list(peers)
+    clock: VirtualClock
+    model: Model
+    links: Links
+    peers: Sequence[Peer]
+    settings: SwarmSettings
+    measures: Measures
+    chance: random.Random
+    _: KW_ONLY
+    trains: bool
+
+    def __post_init__(self) -> None:
+        self.peers = list(self.peers)
         self.by_id: dict[str, Peer] = {}
         self.met: dict[str, Peer] = {}  # by name, also those that are gone, of which not everybody has heard
-        self.settings = settings
-        self.measures = measures
-        self.directory = SimulatedDirectory(clock, model.units, settings.directory, model.hidden * BYTES_PER_HIDDEN)
+        self.directory = SimulatedDirectory(
+            self.clock, self.model.units, self.settings.directory, self.model.hidden * BYTES_PER_HIDDEN
+        )
         self.choose: Choose = choose_span  # a study may put another one here
         self.workload: SimulatedWorkload
-        self._chance = chance
-        self._trains = trains
         self._spares_wait = False  # who is left out of a plan, until somebody is lost
         self._stood_by_at = 0  # the directory's revision, at the last look of those that hold nothing
-        self._move_policy = MovePolicy(for_gain=settings.rebalance)
-        self._outlook = Outlook(self.directory, measures, self._move_policy)
+        self._move_policy = MovePolicy(for_gain=self.settings.rebalance)
+        self._outlook = Outlook(self.directory, self.measures, self._move_policy)
 
     def __repr__(self) -> str:
         alive = sum(peer.alive for peer in self.peers)
@@ -117,16 +112,16 @@ class World:
             else:
                 peer.span = self.peers[number % choosers].span
             self._announce_place(peer)
-        if spans is None and self._trains:
+        if spans is None and self.trains:
             self._find_places()
         for peer in self.by_id.values():
             if peer.span.units:
                 self._serve(peer)
         self.directory.start()
         if spans is not None:
-            self._spares_wait = self._trains
+            self._spares_wait = self.trains
             return
-        if self._trains:
+        if self.trains:
             self._stand_by()
         self._look()
 
@@ -139,7 +134,7 @@ class World:
     def _find_places(self) -> None:
         """All have come, and nothing is trained yet: each chooses again, in turn, until nobody would rather be elsewhere."""
         for _ in range(DECISIONS - 1):
-            turns = self._chance.sample(list(self.by_id.values()), len(self.by_id))
+            turns = self.chance.sample(list(self.by_id.values()), len(self.by_id))
             if not sum(self._chooses_anew(peer) for peer in turns):
                 break
 
@@ -216,14 +211,14 @@ class World:
 
     def _serve(self, peer: Peer) -> None:
         peer.state = State.READY
-        sizes = self.model.training_sizes if self._trains else self.model.serving_sizes
+        sizes = self.model.training_sizes if self.trains else self.model.serving_sizes
         peer.cache_free_bytes = self.model.free_bytes(peer.device.memory_bytes, peer.span, sizes)
         self.workload.ready(peer)
 
     def _loading_s(self, peer: Peer) -> float:
         """To get the weights from the nearest peer that holds some of them, and onto the device."""
-        size_bytes = self.model.loaded_bytes(peer.span, trains=self._trains, learnt=self.workload.has_learnt)
-        asked = self._chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
+        size_bytes = self.model.loaded_bytes(peer.span, trains=self.trains, learnt=self.workload.has_learnt)
+        asked = self.chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
         holders = [
             other.index for other in asked if other.serves and other is not peer and other.span.overlaps(peer.span)
         ]

@@ -146,9 +146,8 @@ def coordinates(distance_NN: Floats) -> Floats:
     values_N, vectors_NN = np.linalg.eigh(-centred_NN / 2)
     largest = np.argsort(-values_N, kind="stable")[:2]
     axes_N2 = vectors_NN[:, largest] * np.sqrt(np.maximum(values_N[largest], 0.0))
-    signs_2 = np.sign(
-        axes_N2[np.abs(axes_N2).argmax(axis=0), range(axes_N2.shape[1])]
-    )  # that it is the same everywhere
+    # That it is the same everywhere.
+    signs_2 = np.sign(axes_N2[np.abs(axes_N2).argmax(axis=0), range(axes_N2.shape[1])])
     at_N2: Floats = np.zeros((len(distance_NN), 2))
     at_N2[:, : axes_N2.shape[1]] = axes_N2 * np.where(signs_2 == 0, 1, signs_2)
     return at_N2

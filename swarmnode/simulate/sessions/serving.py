@@ -1,4 +1,4 @@
-"""Serving: sessions come, find routes, generate, and go on elsewhere when a peer is lost."""
+"""Simulated serving: sessions that come, find routes, generate, and go on elsewhere when a peer is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session: what it asked for, how far it is, and the hops of its route."""
+"""Simulated session: what it asked for, how far it is, and the hops of its route; on small swarms followed token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model of the end of a step: replicas agree on gradients. The groups are made as nodes make them (`plan/training/groups.py`).
+"""Simulated all-reduce: the end of a step, at which replicas agree on gradients, in groups as nodes make them
+(`plan/training/groups.py`).
 
 Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all; over clusters,
 one of each does so for all there (`training/averaging/attempt.py`).

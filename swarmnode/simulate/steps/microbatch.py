@@ -1,4 +1,5 @@
-"""A microbatch on its way through simulated peers, which may be lost, over links as they really are."""
+"""Simulated microbatch: its way through peers that may be lost, over links as they really are, and the encoder of what hops hand
+on."""
 
 from __future__ import annotations
 
@@ -28,8 +29,6 @@ LARGEST_RATIO = 100.0  # of top-k
 FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)
 
 Direction = tuple[int, int, Way]
-
-
 """(sender, receiver, which way through the model)"""
 
 

@@ -123,7 +123,7 @@ class Training:
         del self._stages[name], self._workers[name]
         for flight in [flight for flight in self._flights.values() if flight.passes(name)]:
             self._call_back(flight)
-        mine = self._ledger.peers.get(name)
+        mine = self._ledger.holdings.get(name)
         masks = {} if mine is None else mine.masks
         self.world.measures.count("lost, unit microbatches", sum(mask.bit_count() for mask in masks.values()))
         self._ledger.lose(name)
@@ -145,11 +145,8 @@ class Training:
     # -- who coordinates, and how far it is (`plan/training/coordination.py`)
 
     def _eldest(self) -> PeerId | None:
-        return (
-            min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name)).name
-            if self._stages
-            else None
-        )
+        eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name), default=None)
+        return None if eldest is None else eldest.name
 
     def _elect(self) -> None:
         """The coordinator is lost: the table goes on as that of the next eldest."""
@@ -163,16 +160,15 @@ class Training:
 
     def _advance(self) -> None:
         """Do what follows from what is known now."""
-        while (event := self._due()) is not None:
+        while (event := self._machine.due(self._has_come)) is not None:
             self._happen(event)
+        if self._machine.phase is Phase.STEPPING:
+            self._dispatch()
 
-    def _due(self) -> Event | None:
-        if self._machine.phase is not Phase.STEPPING:
-            return None
-        if self._missing_units():
-            return Event.UNCOVERED
-        self._dispatch()
-        return Event.COUNTED if self._ledger.complete() and not self._flights else None
+    def _has_come(self, event: Event) -> bool:
+        if event is Event.COUNTED:
+            return self._ledger.complete() and not self._flights
+        return event is Event.UNCOVERED and self._missing_units()
 
     def _happen(self, event: Event) -> None:
         does = {
@@ -217,7 +213,7 @@ class Training:
             self.step, self._uncovered = kept, False
             self._begin_step()
         for name, stage in self._stages.items():
-            if name not in self._ledger.peers:
+            if name not in self._ledger.holdings:
                 self._ledger.report(name, stage.peer.span, {})
 
     # -- a step
@@ -281,8 +277,6 @@ class Training:
         """Lease every microbatch that is missing and free, as long as stages have room
         (`training/coordinator/dispatcher.py`)."""
         missing = [number for number in self._ledger.missing() if number not in self._flights]
-        if not missing:
-            return
         for given, number in enumerate(missing):
             fixed, left = self._fixed(number), len(missing) - given
             route = wire(self._workers, fixed, self._transfers, left=left)

@@ -78,16 +78,17 @@ class Agreed:
             self.detector.accept(self.histories)
 
 
+@dataclass(eq=False)
 class AllReducer:
-    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`: that the swarm allows."""
+    """All-reduces of one stage, one attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`:
+    that the swarm allows."""
 
-    def __init__(
-        self, peer: PeerId, switchboard: Switchboard, executor: Executor, codecs: Collection[int] = tuple(Codec)
-    ) -> None:
-        self._peer = peer
-        self._switchboard = switchboard
-        self._executor = executor
-        self._codecs = codecs
+    peer: PeerId
+    switchboard: Switchboard
+    executor: Executor
+    codecs: Collection[int] = tuple(Codec)
+
+    def __post_init__(self) -> None:
         self._early = EarlyPulls()
         self._attempt: Attempt | None = None
         self._newest = AttemptId(-1, -1, -1, b"")
@@ -103,7 +104,7 @@ class AllReducer:
         attempt = attempt_of(body)
         if attempt > self._newest:
             self._early.keep(channel, body)
-        elif self._attempt is None or attempt != self._attempt.id:
+        elif self._attempt is None or attempt != self._attempt.attempt:
             channel.close(Error(ErrorCode.STALE))
         elif channel.peer in self._attempt.partners:
             self._attempt.partners[channel.peer].pulled(channel, body)
@@ -129,7 +130,7 @@ class AllReducer:
             self._detector = _new_detector()
         if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
             raise ProtocolError("a REDUCE has replicas update apart, in a run in which they do not")
-        if not all(is_bearable(group, self._peer, self._received_bps(group)) for group in body.groups):
+        if not all(is_bearable(group, self.peer, self._received_bps(group)) for group in body.groups):
             raise ProtocolError("a REDUCE sums by clusters over paths that are far slower, as measured here")
         circles = {
             group.number: self._circle(group, learner, watched) for group in body.groups if len(group.members) > 1
@@ -151,11 +152,11 @@ class AllReducer:
 
     def _received_bps(self, group: Group) -> dict[PeerId, float]:
         """How fast the other members' parts came, as far as it was measured."""
-        received = ((member.peer, self._switchboard.received_bps(member.peer)) for member in group.members)
+        received = ((member.peer, self.switchboard.received_bps(member.peer)) for member in group.members)
         return {peer: bps for peer, bps in received if bps}
 
     def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
-        attempt = Attempt(self._peer, number, self._switchboard, self._call, circles, self._early)
+        attempt = Attempt(self.peer, number, self.switchboard, self._call, circles, self._early)
         self._attempt = attempt
         self._newest = max(self._newest, number)
         self._early.drop_until(self._newest)
@@ -189,7 +190,7 @@ class AllReducer:
         """The mean of the members' ways takes the place of our own: another attempt finds it anew."""
         pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
         if circle is not None:
-            await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self._peer, 0.0)))
+            await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self.peer, 0.0)))
             pseudo_gradients = FlatVector([pseudo_gradient_N])
             await self._sum(pseudo_gradients, pseudo_gradients, blocks, How.AVERAGE, attempt, circle, agreed)
         agreed.pseudo_gradients[blocks] = pseudo_gradient_N
@@ -209,7 +210,7 @@ class AllReducer:
         clipping = None
         if circle.robust:
             clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
-        weight = circle.weights.get(self._peer, 0.0)
+        weight = circle.weights.get(self.peer, 0.0)
         forms = circle.forms if gradient_compressor.averaging.by_line else None
         rounds = gradient_compressor.run(Exchange(local, total, weight, clipping, forms, circle.warm_start))
         number = 0
@@ -252,15 +253,15 @@ class AllReducer:
             return None
         forms = {member.peer: member.form for member in group.members if member.count}
         codecs = {form.codec for form in forms.values()}
-        if not codecs <= {*codecs_by_line(averaging, self._codecs)}:
+        if not codecs <= {*codecs_by_line(averaging, self.codecs)}:
             raise ProtocolError(
                 f"a REDUCE has values travel in codecs {sorted(codecs)}, which the run does not leave to lines"
             )
-        own = forms.get(self._peer, Form(averaging.codec))
+        own = forms.get(self.peer, Form(averaging.codec))
         return Forms(Codec(own.codec), own.keep, frozenset(map(Codec, codecs)))
 
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return self._executor.call(Urgency.CONTROL, function, kind="average", owner=f"step {self._newest.step}")
+        return self.executor.call(Urgency.CONTROL, function, kind="average", owner=f"step {self._newest.step}")
 
 
 def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:

@@ -1,4 +1,4 @@
-"""Attempt: one attempt of an all-reduce, as one member runs it.
+"""Attempt: one attempt of an all-reduce, as one member runs it, and the sums that the member hands on.
 
 A round's vector is cut into parts, each owned by a contributor. Side by side, each at the pace of those who take it:
 
@@ -127,36 +127,34 @@ class OutgoingSums:
         self._changed.notify_all()
 
 
+@dataclass(eq=False)
 class Attempt:
-    """`circles`: all those with more than one member that `peer` is in. Used as a context, in which the vectors are summed."""
+    """Attempt at an all-reduce, used as a context in which vectors are summed. `circles`: all that `peer` is in with other
+    members."""
 
-    def __init__(
-        self,
-        peer: PeerId,
-        attempt: AttemptId,
-        switchboard: Switchboard,
-        call: Call,
-        circles: Sequence[Circle],
-        early: EarlyPulls,
-    ) -> None:
-        self.id = attempt
-        self._peer = peer
-        self._switchboard = switchboard
-        self._call = call
-        self._sources = {source for circle in circles for source in circle.weights} - {peer}
-        self._longest = max((circle.longest_part for circle in circles), default=1)
-        members = {member for circle in circles for member in circle.members} - {peer}
-        self.partners = {member: Partner(peer, member, attempt, partial(self._patience, member)) for member in members}
+    peer: PeerId
+    attempt: AttemptId
+    switchboard: Switchboard
+    call: Call
+    circles: Sequence[Circle]
+    early: EarlyPulls
+
+    def __post_init__(self) -> None:
+        self._sources = {source for circle in self.circles for source in circle.weights} - {self.peer}
+        self._longest = max((circle.longest_part for circle in self.circles), default=1)
+        members = {member for circle in self.circles for member in circle.members} - {self.peer}
+        self.partners = {
+            member: Partner(self.peer, member, self.attempt, partial(self._patience, member)) for member in members
+        }
         for member, partner in self.partners.items():
-            pull = early.take(member, attempt)
+            pull = self.early.take(member, self.attempt)
             if pull is not None:
                 partner.pulled(*pull)
-        self._tasks = Tasks(
-            "all-reduce", on_crash=None
-        )  # without excuses partners lose patience, and another attempt is made
+        # Without excuses partners lose patience, and another attempt is made.
+        self._tasks = Tasks("all-reduce", on_crash=None)
 
     def __repr__(self) -> str:
-        return f"<Attempt {self.id} with {list(self.partners.values())}>"
+        return f"<Attempt {self.attempt} with {list(self.partners.values())}>"
 
     @property
     def _chunk_bytes(self) -> int:
@@ -169,14 +167,14 @@ class Attempt:
 
     def _patience(self, peer: PeerId) -> Patience:
         """With a partner, whose chunks share its link with those of all others."""
-        still_s = STILL.wait_s(rtt_s=self._switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
+        still_s = STILL.wait_s(rtt_s=self.switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
         slowest_s = self._chunk_bytes * len(self.partners) / SLOWEST_BYTES_PER_S
         return Patience(still_s, EXCUSES * still_s + slowest_s)
 
     async def __aenter__(self) -> Attempt:
         self._tasks.spawn(self._excuse(), "excuses")
         try:
-            await self._together(self.partners[peer].pull(self._switchboard, self.window) for peer in self._sources)
+            await self._together(self.partners[peer].pull(self.switchboard, self.window) for peer in self._sources)
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise
@@ -191,7 +189,7 @@ class Attempt:
         """Let all know that we are held up by others. It goes by way of the compute thread: if that stands still, so does this."""
         while True:
             await asyncio.sleep(EXCUSE_S)
-            await self._call(lambda: None)
+            await self.call(lambda: None)
             for partner in self.partners.values():
                 partner.excuse(self._waits_for())
 
@@ -202,13 +200,13 @@ class Attempt:
 
     async def sum(self, circle: Circle, number: int, round_: Round) -> None:
         """Sum up a round's vector with the others of a circle. Raises PeerError naming who failed, ProtocolError."""
-        duties = Duties(circle, self._peer, len(round_))
+        duties = Duties(circle, self.peer, len(round_))
         ahead = max(SETTLED_AHEAD, self.window)
         work = _Work(
             circle,
             duties,
             round_,
-            Part(circle.group, number, 0, False, (), self.id.run),
+            Part(circle.group, number, 0, False, (), self.attempt.run),
             OutgoingSums([part.number for part in duties.gathers], duties.hands_on, ahead),
             {owner: asyncio.Queue(ahead) for owner in duties.owners},
         )
@@ -217,7 +215,7 @@ class Attempt:
                 *(self._contribute(work, gatherer) for gatherer in duties.contributes),
                 self._gather(work),
                 *(
-                    self._finish(work) if owner == self._peer else self._push_partials(work, owner)
+                    self._finish(work) if owner == self.peer else self._push_partials(work, owner)
                     for owner in duties.owners
                 ),
                 *(self._take(work, source) for source in duties.takes),
@@ -255,7 +253,7 @@ class Attempt:
     def _add_up(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Gathered:
         """What a cluster has of a part: for another owner as it travels, for us as it is."""
         heard = self._hear(work, part, chunks)
-        if part.owner != self._peer:
+        if part.owner != self.peer:
             return work.round.settle(part.place, heard)
         return Contribution(sum(one.weight for one in heard), reduce_part(heard))
 
@@ -264,7 +262,7 @@ class Attempt:
         heard: list[Contribution] = []
         for peer in work.duties.adds_up:
             with _blaming(peer):
-                offer = work.round.offer(part.place) if peer == self._peer else chunks[peer].encoded
+                offer = work.round.offer(part.place) if peer == self.peer else chunks[peer].encoded
                 heard.append(work.round.hear(part.place, work.circle.weights[peer], *offer))
             if work.circle.heard is not None:
                 for stretch, values_M in work.round.in_vector(part.place, heard[-1].values_N):
@@ -273,7 +271,7 @@ class Attempt:
 
     async def _finish(self, work: _Work) -> None:
         """Our own parts: what our cluster has of them, and what the others have."""
-        while (next_ := await work.gathered[self._peer].get()) is not None:
+        while (next_ := await work.gathered[self.peer].get()) is not None:
             part, own = next_
             assert isinstance(own, Contribution)
             head = work.head(part.number)
@@ -316,7 +314,7 @@ class Attempt:
             await work.sums.taken(part)
 
     async def _run(self, function: Callable[[], T]) -> T:
-        result: T = await self._call(function)
+        result: T = await self.call(function)
         return result
 
     async def _together(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:

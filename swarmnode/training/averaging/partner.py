@@ -1,4 +1,4 @@
-"""Partner: another member in one attempt of an all-reduce; the chunks that come from it, and those that go to it.
+"""Partner: another member in one attempt of an all-reduce, the patience with its silence, and pulls that came before the attempt.
 
 Chunks travel only when they were asked for. Who wants some opens a conversation with PULL, which grants so many; the other answers
 with PART, one for each; each that is used up is granted anew. So nothing comes early, and what lies here is bounded by what we

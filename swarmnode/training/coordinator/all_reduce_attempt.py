@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from swarmnode.codec.averaging_messages import Group, How, Reduce, Reduced
 from swarmnode.net.interfaces import PeerId
@@ -19,32 +20,26 @@ OTHERS_S = 5.0  # after one failed to reduce: who else does is to be heard, so t
 LARGEST_RATIO = 1e4  # of what one peer alone tells to what all others tell: a hundred times their norm
 
 
+@dataclass(eq=False)
 class AllReduceAttempt:
-    """`peers` are asked, each for the groups that it is in; it is over when all have answered. `run` is the run's id, `within_s`
-    the seconds that they have for it, and `clock` in seconds, too."""
+    """Attempt at an all-reduce. `peers` are asked, each for the groups that it is in; the attempt is over when all have answered.
+    `run` is the run's id, `within_s` the seconds that they have for it, and `clock` in seconds, too."""
 
-    def __init__(
-        self,
-        step: int,
-        attempt: int,
-        groups: Sequence[Group],
-        peers: Collection[PeerId],
-        *,
-        run: bytes = b"",
-        within_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.step = step
-        self.attempt = attempt
-        self.began_s = clock()
-        self.within_s = within_s
+    step: int
+    attempt: int
+    groups: Sequence[Group]
+    peers: Collection[PeerId]
+    _: KW_ONLY
+    run: bytes = b""
+    within_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.began_s = self.clock()
         self.failures: dict[PeerId, PeerId] = {}  # who failed -> whom it accused; itself, where it named nobody
         self.late: set[PeerId] = set()  # were not done in time, and accuse nobody
-        self.groups = groups
-        self._run = run
-        self._clock = clock
         self._failed_at_s: float | None = None  # when the first one failed
-        self._waiting = set(peers)
+        self._waiting = set(self.peers)
         self._squares: dict[int, dict[PeerId, float]] = {}  # by group and who tells it
         self._suspects: dict[PeerId, PeerId] = {}  # who suspects whom
 
@@ -63,12 +58,12 @@ class AllReduceAttempt:
 
     def is_decided(self) -> bool:
         """Return whether nothing more is waited for: all have answered, or one failed and the others had time to say so."""
-        waited_s = 0.0 if self._failed_at_s is None else self._clock() - self._failed_at_s
+        waited_s = 0.0 if self._failed_at_s is None else self.clock() - self._failed_at_s
         return self.over or (bool(self.failures) and waited_s >= OTHERS_S)
 
     def request(self, peer: PeerId) -> Reduce:
         """What one of them is asked."""
-        return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)), self._run, self.within_s)
+        return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)), self.run, self.within_s)
 
     def _groups_of(self, peer: PeerId) -> list[Group]:
         return [group for group in self.groups if any(member.peer == peer for member in group.members)]
@@ -109,7 +104,7 @@ class AllReduceAttempt:
         if peer not in self._waiting:
             return False
         self._waiting.discard(peer)
-        self._failed_at_s = self._clock() if self._failed_at_s is None else self._failed_at_s
+        self._failed_at_s = self.clock() if self._failed_at_s is None else self._failed_at_s
         return True
 
     @property

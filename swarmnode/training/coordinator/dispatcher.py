@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.frames import FrameKind
@@ -37,34 +37,28 @@ NEWCOMERS = "newcomers"  # all trainers who have fed nothing yet, as strikes kno
 MAX_PROVEN = 1024
 
 
+@dataclass(eq=False)
 class Dispatcher:
-    """Gives out the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's own,
-    read whenever something is to be decided."""
+    """Dispatcher of the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's
+    own, read whenever something is to be decided."""
 
-    def __init__(
-        self,
-        units: int,
-        members: Mapping[PeerId, WorkerHandle],
-        trainer_connections: TrainerConnections,
-        strikes: Strikes,
-        link_times: LinkTimes,
-        *,
-        clock: Callable[[], float],
-    ) -> None:
-        self.ledger = StepLedger(0, units, 0)
+    units: int
+    members: Mapping[PeerId, WorkerHandle]
+    trainer_connections: TrainerConnections
+    strikes: Strikes
+    link_times: LinkTimes
+    _: KW_ONLY
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.ledger = StepLedger(0, self.units, 0)
         self.term = 0
         self.key = b""  # of the term's seals
         self._run = b""  # the id of the run in force
         self._positions = 0  # of one of its microbatches
-        self._units = units
-        self._members = members
-        self._trainer_connections = trainer_connections
-        self._strikes = strikes
-        self._link_times = link_times
         self._transfers = Transfers()
         self._proven: dict[PeerId, None] = {}  # trainers who have fed something
         self._known: tuple[int, frozenset[PeerId]] | None = None  # for which step and whom links were looked up
-        self._clock = clock
         self._numbers = itertools.count()
         self._times = AnswerTimes()
 
@@ -80,8 +74,8 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Lease every microbatch that is free, as long as trainers and stages have room. Peers that are backing off get none."""
         ledger = self.ledger
-        usable = [member for member in self._members.values() if member.state is WorkerState.USABLE]
-        workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
+        usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
+        workers = {member.peer: member.worker for member in usable if not self.strikes.rests(member.peer)}
         self._know_links(ledger.step, workers)
         free = ledger.free()
         for given, number in enumerate(free):
@@ -98,7 +92,7 @@ class Dispatcher:
     def passing_s(self, step: int, microbatches: int) -> float:
         """What so many microbatches will take, all alone; 0 where no stage is measured, or units have nobody. A stage that has just
         come is taken to be as fast as most."""
-        members = (member for member in self._members.values() if member.state is WorkerState.USABLE)
+        members = (member for member in self.members.values() if member.state is WorkerState.USABLE)
         workers = {member.peer: member.worker for member in members}
         measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
         if not measured_s:
@@ -106,32 +100,32 @@ class Dispatcher:
         self._know_links(step, workers)
         usual_s = statistics.median(measured_s)
         likely = {peer: replace(worker, unit_s=worker.unit_s or usual_s) for peer, worker in workers.items()}
-        return passing_s(self._units, likely, self._transfers, microbatches)
+        return passing_s(self.units, likely, self._transfers, microbatches)
 
     def _know_links(self, step: int, workers: Mapping[PeerId, Replica]) -> None:
         """Anew in each step, and where other stages take part; and how many microbatches at once keep each of them busy."""
         known = step, frozenset(workers)
         if known != self._known:
             self._known, peers = known, sorted(workers)
-            between = self._link_times.between(peers, self._positions)
-            self._transfers.know(peers, *between, self._link_times.homes(peers))
-            keep_busy(self._units, workers, self._transfers)
+            between = self.link_times.between(peers, self._positions)
+            self._transfers.know(peers, *between, self.link_times.homes(peers))
+            keep_busy(self.units, workers, self._transfers)
 
     def _free_trainer(self) -> TrainerLine | None:
         """Who has most room for another microbatch, if anybody has. Beside trainers who have fed something those who have not share
         one microbatch, and a pause when it failed: they may all be one stranger's, who invents more of them."""
-        load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self._trainer_connections}
-        able = [line for line in load if load[line] < 1 and not self._strikes.rests(line.peer)]
+        load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self.trainer_connections}
+        able = [line for line in load if load[line] < 1 and not self.strikes.rests(line.peer)]
         if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
             able = [line for line in able if line.peer in self._proven]
         return min(able, key=lambda line: load[line], default=None)
 
     def _tries_newcomers(self) -> bool:
         tried = any(record.trainer not in self._proven for record in self.ledger.out)
-        return not tried and not self._strikes.rests(NEWCOMERS)
+        return not tried and not self.strikes.rests(NEWCOMERS)
 
     def _give(self, trainer: TrainerLine, number: int, route: tuple[Wire, ...]) -> None:
-        lease, now_s, step = (self.term << LEASE_BITS) + next(self._numbers), self._clock(), self.ledger.step
+        lease, now_s, step = (self.term << LEASE_BITS) + next(self._numbers), self.clock(), self.ledger.step
         within_s = self._times.wait_s(FrameKind.LEASE, work_s=self._work_s(route))
         record = OutstandingLease(lease, number, route, trainer.peer, now_s, now_s + within_s)
         self.ledger.grant(record)
@@ -142,13 +136,13 @@ class Dispatcher:
 
     def _work_s(self, route: tuple[Wire, ...]) -> float:
         """Of computing on the way, what is booked before it included; 0 where some stage was not measured yet."""
-        workers = [(self._members[peer].worker, span) for peer, span in route if peer in self._members]
+        workers = [(self.members[peer].worker, span) for peer, span in route if peer in self.members]
         if not all(worker.unit_s for worker, _ in workers):
             return 0.0
         return sum(worker.finish_s(span.units) for worker, span in workers)
 
     def _book(self, record: OutstandingLease, sign: int) -> None:
-        workers = {peer: self._members[peer].worker for peer, _ in record.route if peer in self._members}
+        workers = {peer: self.members[peer].worker for peer, _ in record.route if peer in self.members}
         book(record.route, workers, self._transfers, sign)
 
     # -- what becomes of them
@@ -164,14 +158,14 @@ class Dispatcher:
             return
         self.ledger.done(record, body.loss)
         self._book(record, -1)
-        self._times.note(FrameKind.LEASE, self._clock() - record.given_at_s)
+        self._times.note(FrameKind.LEASE, self.clock() - record.given_at_s)
         self._prove(trainer.peer)
         for peer in (trainer.peer, *(peer for peer, _ in record.route)):
-            self._strikes.forgive(peer)
+            self.strikes.forgive(peer)
 
     def _prove(self, trainer: PeerId) -> None:
         if trainer not in self._proven:
-            self._strikes.forgive(NEWCOMERS)
+            self.strikes.forgive(NEWCOMERS)
             self._proven[trainer] = None
             if len(self._proven) > MAX_PROVEN:
                 del self._proven[next(iter(self._proven))]
@@ -190,7 +184,7 @@ class Dispatcher:
 
     def expire(self) -> None:
         """Call back what has been out for too long."""
-        now_s = self._clock()
+        now_s = self.clock()
         late = [record for record in self.ledger.out if now_s > record.until_s]
         for record in late:
             log.warning("microbatch %d is late by its deadline of %.1f s", record.number, now_s - record.given_at_s)
@@ -201,9 +195,9 @@ class Dispatcher:
     def _call_back(self, record: OutstandingLease, suspects: frozenset[PeerId] | None = None) -> None:
         """Have trainer and stages forget a lease, and hear what the stages had counted by then."""
         self._book(record, -1)
-        members = {peer: self._members[peer] for peer, _ in record.route if peer in self._members}
+        members = {peer: self.members[peer] for peer, _ in record.route if peer in self.members}
         release = Release((record.lease,), self._run)
-        for trainer in self._trainer_connections:
+        for trainer in self.trainer_connections:
             if trainer.peer == record.trainer:
                 trainer.send(release)
         self.ledger.call_back(record, members, suspects)
@@ -218,10 +212,10 @@ class Dispatcher:
             is_stranger = bool(self._proven) and record.trainer not in self._proven
             suspects = frozenset({record.trainer, *(() if is_stranger else (peer for peer, _ in record.route))})
         for peer in suspects:
-            self._strikes.strike(peer)
+            self.strikes.strike(peer)
         if record.trainer in suspects and record.trainer not in self._proven:
-            self._strikes.strike(NEWCOMERS)
-        elif self._strikes.in_a_row(record.trainer) >= OUT:
+            self.strikes.strike(NEWCOMERS)
+        elif self.strikes.in_a_row(record.trainer) >= OUT:
             self._proven.pop(record.trainer, None)
         return suspects
 
@@ -245,5 +239,5 @@ class Dispatcher:
         """All leases are void; the members' bookings with them."""
         self.ledger.void()
         self._transfers.clear()
-        for member in self._members.values():
+        for member in self.members.values():
             member.worker.booked_units = member.worker.in_flight = 0

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from swarmnode.codec.body import Body
@@ -37,51 +38,48 @@ PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's tur
 LET_GO_S = 60.0  # the same, if a coordinator let this stage go: it leads the others, and calls us again after a pause
 
 
+@dataclass(eq=False)
 class CoordinatorElection:
-    """Owns the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
+    """Owner of the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        stage: TrainingStage,
-        units: int,
-        link_times: LinkTimes,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        on_crash: OnCrash | None = None,
-        decisions: DecisionLog | None = None,
-        awaits_others: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._directory = directory
-        self._stage = stage
-        self._clock = clock
+    directory: Directory
+    stage: TrainingStage
+    units: int
+    link_times: LinkTimes
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    on_crash: OnCrash | None = None
+    decisions: DecisionLog = field(default_factory=DecisionLog)
+    awaits_others: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
         self._office = Office(
-            units,
+            self.units,
             self._dial,
-            Strikes(clock),
-            link_times,
-            check_run=partial(check_positions, stage.segment),
-            found_false=stage.found_false,
-            codecs=stage.compressor.allowed,
-            clock=clock,
-            decisions=decisions or DecisionLog(),
-            awaits_others=awaits_others,
+            Strikes(self.clock),
+            self.link_times,
+            check_run=partial(check_positions, self.stage.segment),
+            found_false=self.stage.spot_checks.found,
+            codecs=self.stage.compressor.allowed,
+            clock=self.clock,
+            decisions=self.decisions,
+            awaits_others=self.awaits_others,
         )
         self._machine = Coordination()
-        self._vacant_since_s = clock()
+        self._vacant_since_s = self.clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
         self._where: tuple[int, dict[int, int]] | None = None  # the step of our stage, and what it has counted
-        self._still_since_s = clock()  # there
-        self._tasks = Tasks("election", on_crash=on_crash)
+        self._still_since_s = self.clock()  # there
+        self._tasks = Tasks("election", on_crash=self.on_crash)
         self._changed = asyncio.Event()
-        stage.may_lead = self._may_lead
-        stage.on_work = self._work
-        stage.following.on_followed = self._followed
-        stage.following.on_lost = self._lost
+        self.stage.may_lead = self._may_lead
+        self.stage.on_work = self._work
+        self.stage.following.on_followed = self._followed
+        self.stage.following.on_lost = self._lost
 
     def __repr__(self) -> str:
-        return f"<CoordinatorElection of {self._stage!r}, {self._coordinator or self._machine}>"
+        return f"<CoordinatorElection of {self.stage!r}, {self._coordinator or self._machine}>"
 
     @property
     def phase(self) -> Phase:
@@ -102,7 +100,7 @@ class CoordinatorElection:
     async def _follow_directory(self) -> None:
         revision = -1
         while True:
-            revision = await self._directory.changed(revision)
+            revision = await self.directory.changed(revision)
             self._changed.set()
 
     async def _watch(self) -> None:
@@ -112,41 +110,41 @@ class CoordinatorElection:
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
             except asyncio.TimeoutError:
                 if self._coordinator is not None:
-                    await self._directory.refresh()  # it slows down in calm times; who comes is to be useful soon
+                    await self.directory.refresh()  # it slows down in calm times; who comes is to be useful soon
             self._changed.clear()
-            where = self._stage.state.step, self._stage.state.masks
+            where = self.stage.state.step, self.stage.state.masks
             if where != self._where:
-                self._where, self._still_since_s = where, self._clock()
+                self._where, self._still_since_s = where, self.clock()
             if self._has_leader():
-                self._vacant_since_s = self._clock()
+                self._vacant_since_s = self.clock()
             else:
                 await self._happen(Event.DESERTED)
             if not self._has_leader() and self._is_our_turn():
                 await self._happen(Event.OUR_TURN)
             if self._coordinator is not None:
-                self._coordinator.enlist(ready_peers(self._directory))
+                self._coordinator.enlist(ready_peers(self.directory))
 
     def _has_leader(self) -> bool:
         """Whether somebody coordinates who may."""
-        coordinator = self._stage.coordinator
+        coordinator = self.stage.following.coordinator
         return self._coordinator is not None or (coordinator is not None and self._may_lead(coordinator))
 
     def _is_our_turn(self) -> bool:
         """Whether we are the eldest that may; who does not take over for a while is passed over, and then the next."""
-        able = list(filter(self._may_lead, ready_peers(self._directory)))
-        passed_over = int((self._clock() - self._vacant_since_s) // self._pass_over_s)
-        return self._directory.network.peer_id in able[: passed_over + 1]
+        able = list(filter(self._may_lead, ready_peers(self.directory)))
+        passed_over = int((self.clock() - self._vacant_since_s) // self._pass_over_s)
+        return self.directory.network.peer_id in able[: passed_over + 1]
 
     def _may_lead(self, peer: PeerId) -> bool:
-        return self._stage.gate.may_lead(peer, ready_peers(self._directory))
+        return self.stage.gate.may_lead(peer, ready_peers(self.directory))
 
     def _is_stalled(self) -> bool:
         """Whether the one that leads gives out no work: a trainer asks here, every unit has somebody who is ready, and nothing
         was done for long."""
         held = {
-            unit for peer in self._directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
+            unit for peer in self.directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
-        return self._clock() - self._still_since_s >= STALLED_S and len(held) >= self._office.units
+        return self.clock() - self._still_since_s >= STALLED_S and len(held) >= self._office.units
 
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -160,30 +158,30 @@ class CoordinatorElection:
     async def _settle(self) -> None:
         """Of those that began together, one is the eldest; and another one's word may be on its way."""
         await asyncio.sleep(SETTLE_S)
-        await self._directory.refresh()
+        await self.directory.refresh()
         if self._machine.phase is Phase.CANDIDATE:
             await self._happen(Event.SETTLED if self._is_our_turn() else Event.NOT_OUR_TURN)
 
     def _take_over(self) -> None:
-        term = term_after(self._stage.term, self._directory.network.peer_id)
+        term = term_after(self.stage.following.term, self.directory.network.peer_id)
         self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
         log.info("this node leads the training from now on")
-        able = len(list(filter(self._may_lead, ready_peers(self._directory))))
-        vacant_s = self._clock() - self._vacant_since_s
+        able = len(list(filter(self._may_lead, ready_peers(self.directory))))
+        vacant_s = self.clock() - self._vacant_since_s
         facts = f"nobody has led for {vacant_s:.0f} s", f"it is this node's turn among {able} that may"
         self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
         """Our stage follows somebody, us included."""
-        facts = (f"its term is {self._stage.term}, the highest that was heard of",)
+        facts = (f"its term is {self.stage.following.term}, the highest that was heard of",)
         self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
-        if peer != self._directory.network.peer_id:
+        if peer != self.directory.network.peer_id:
             self._let_go()
 
     def _heard_term(self, term: int) -> None:
         """Our coordinator heard of a higher term, or failed: it lets go, and the next one has a higher term still."""
-        following = self._stage.following
+        following = self.stage.following
         following.term = max(following.term, term)
         self._let_go()
 
@@ -205,31 +203,31 @@ class CoordinatorElection:
         )
         self._office.decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
-            self._directory.suspect(peer, str(error))
+            self.directory.suspect(peer, str(error))
         self._changed.set()
 
     async def _dial(
         self, peer: PeerId, on_frame: Callable[[Frame, Body], None], on_lost: Callable[[PeerError], None]
     ) -> Line:
-        if peer != self._directory.network.peer_id:
+        if peer != self.directory.network.peer_id:
             try:
-                return await self._stage.switchboard.call(peer, on_frame, on_lost)
+                return await self.stage.switchboard.call(peer, on_frame, on_lost)
             except PeerLost as error:
-                self._directory.suspect(peer, str(error))
+                self.directory.suspect(peer, str(error))
                 raise
         here, there = Loopback.pair(peer)
         here.on_frame, here.on_lost = on_frame, on_lost
-        self._stage.follow(there)
+        self.stage.follow(there)
         return here
 
     def _work(self, channel: Channel, body: Work) -> None:
         """A trainer asks: we lead, or say who does."""
         if self._coordinator is not None:
             self._coordinator.work(channel, body)
-        elif self._stage.coordinator is not None and not self._is_stalled():
-            channel.close(Failed(0, self._stage.coordinator, ErrorCode.ELSEWHERE))
+        elif self.stage.following.coordinator is not None and not self._is_stalled():
+            channel.close(Failed(0, self.stage.following.coordinator, ErrorCode.ELSEWHERE))
         else:
-            self._stage.following.desert()
+            self.stage.following.desert()
             channel.close(Error(ErrorCode.ELSEWHERE))
 
 

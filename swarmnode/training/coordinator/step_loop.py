@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,38 +63,29 @@ class Office:
     strikes: Strikes
     link_times: LinkTimes
     check_run: Callable[[Run], None]
-    found_false: Callable[[], set[PeerId]]
+    found_false: Set[PeerId]
     codecs: Collection[int]
     clock: Callable[[], float]
     decisions: DecisionLog
     awaits_others: Callable[[], bool]
 
 
+@dataclass(eq=False)
 class StepLoop:
-    """`run` from `step` on. `puts_off` says whether a first step waits for others."""
+    """Steps of a `run`, from `step` on. `puts_off` says whether a first step waits for others."""
 
-    def __init__(
-        self,
-        run: Run,
-        step: int,
-        office: Office,
-        worker_group: WorkerGroup,
-        dispatcher: Dispatcher,
-        trainer_connections: TrainerConnections,
-        averaging_groups: AveragingGroups,
-        puts_off: Callable[[], bool],
-    ) -> None:
-        self.run = run
-        self.step = step
-        self._raw_run = encode_run(run)
-        self._office = office
-        self._units = office.units
-        self._worker_group = worker_group
-        self._dispatcher = dispatcher
-        self._trainer_connections = trainer_connections
-        self._averaging_groups = averaging_groups
-        averaging_groups.warm_starts.clear()
-        self._puts_off = puts_off
+    run: Run
+    step: int
+    office: Office
+    worker_group: WorkerGroup
+    dispatcher: Dispatcher
+    trainer_connections: TrainerConnections
+    averaging_groups: AveragingGroups
+    puts_off: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._raw_run = encode_run(self.run)
+        self.averaging_groups.warm_starts.clear()
         self._all_reduce: AllReduceAttempt | None = None
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
@@ -110,9 +101,9 @@ class StepLoop:
         return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
 
     def _begin_step(self) -> None:
-        self._ledger = StepLedger(self.step, self._units, self.run.microbatches)
-        self._dispatcher.begin(self.run, self._ledger)
-        self._began_at_s = self._office.clock()
+        self._ledger = StepLedger(self.step, self.office.units, self.run.microbatches)
+        self.dispatcher.begin(self.run, self._ledger)
+        self._began_at_s = self.office.clock()
 
     @property
     def counted(self) -> int:
@@ -127,24 +118,22 @@ class StepLoop:
     @property
     def awaits_others(self) -> bool:
         """Whether nothing is leased, as others are on their way to their places, who have to be sent what is learnt afterwards."""
-        return self.step == 0 and self._as_founded and self._puts_off()
+        return self.step == 0 and self._as_founded and self.puts_off()
 
     # -- to the first step
 
     def begin(self) -> None:
         """Everybody to step 0, with the parameters that the last run led to."""
-        behind = [
-            member for member in self._worker_group if member.state not in (WorkerState.USABLE, WorkerState.ASKED)
-        ]
-        for member in self._worker_group.usable():
+        behind = [member for member in self.worker_group if member.state not in (WorkerState.USABLE, WorkerState.ASKED)]
+        for member in self.worker_group.usable():
             member.command(Begin(self._raw_run))
         for member in behind:
             self._sync(member)
 
     def gather(self, found: RecoveryPlan) -> None:
         """Everybody to the step that a rendezvous found."""
-        self._as_founded = found.anew or all(member.is_as_founded for member in self._worker_group.answered())
-        members = self._worker_group.members
+        self._as_founded = found.anew or all(member.is_as_founded for member in self.worker_group.answered())
+        members = self.worker_group.members
         told = next((members[peer].status for peer in found.stay if peer in members), None)
         for peer in found.stay | found.commit | found.restore:
             member = members[peer]
@@ -162,7 +151,7 @@ class StepLoop:
         for peer in found.sync:
             self._sync(members[peer])
         if (
-            told is not None and self.step > 0 and not self._trainer_connections.history
+            told is not None and self.step > 0 and not self.trainer_connections.history
         ):  # it may have died before it could tell
             self._tell_step(told.loss, 0.0, told.norm, len(found.stay))
 
@@ -172,7 +161,7 @@ class StepLoop:
 
     def _sync(self, member: WorkerHandle) -> None:
         """Let a stage that is behind hear the all-reduces from now on, and fetch the state from its replicas."""
-        holders = tuple(other.peer for other in self._worker_group.usable() if other.span.overlaps(member.span))
+        holders = tuple(other.peer for other in self.worker_group.usable() if other.span.overlaps(member.span))
         member.command(Sync(self._raw_run, self.step + (self._all_reduce is not None), holders))
 
     # -- what is told
@@ -209,7 +198,7 @@ class StepLoop:
                 self._take_counts(member, status)
         elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
             log.warning("stage %s could not come to step %d", member.peer, self.step)
-            self._office.strikes.strike(member.peer)
+            self.office.strikes.strike(member.peer)
             self._astray = True
         elif status.answers == FrameKind.COMMIT or (
             status.answers == FrameKind.SYNC and status.condition != Condition.READY
@@ -223,16 +212,16 @@ class StepLoop:
 
     def released(self, record: OutstandingLease) -> None:
         """A lease that failed is nobody's any more: do without whom it was by now clear that it fails, if others can do it all."""
-        for peer in self._dispatcher.blame(record):
-            if self._office.strikes.in_a_row(peer) >= OUT and self._worker_group.can_spare(peer):
-                self._worker_group.dismiss(peer, f"it failed {OUT} times in a row")
+        for peer in self.dispatcher.blame(record):
+            if self.office.strikes.in_a_row(peer) >= OUT and self.worker_group.can_spare(peer):
+                self.worker_group.dismiss(peer, f"it failed {OUT} times in a row")
 
     def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
         if self._all_reduce is not None and (body.run, body.attempt) == (self.run.id, self._all_reduce.attempt):
             member.answered(FrameKind.REDUCE)
             if self._all_reduce.hear(member.peer, body):
-                self._office.strikes.forgive(member.peer)
-                self._averaging_groups.hear(member.peer, body.rates)
+                self.office.strikes.forgive(member.peer)
+                self.averaging_groups.hear(member.peer, body.rates)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
         """A stage met NaN, or it could not reduce."""
@@ -252,17 +241,17 @@ class StepLoop:
         if unit >= 0 and not member.span.start <= unit < member.span.end:
             return  # of what it does not hold it knows nothing
         self._claims[member.peer] += 1
-        ends = (0, self._units - 1)
+        ends = (0, self.office.units - 1)
         held = ends if unit < 0 else (unit,)
         others = [
             other
-            for other in self._worker_group.usable()
+            for other in self.worker_group.usable()
             if other.peer != member.peer and any(other.span.start <= one < other.span.end for one in held)
         ]
         if len(self._claims) > 1 or (not others and self._claims[member.peer] > 1):
             self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
         else:
-            self._office.strikes.strike(member.peer)
+            self.office.strikes.strike(member.peer)
 
     def lose(self, peer: PeerId) -> None:
         """A stage is gone."""
@@ -276,7 +265,7 @@ class StepLoop:
         return event in CONDITIONS and CONDITIONS[event](self)
 
     def _is_uncovered(self) -> bool:
-        return self._astray or bool(self._worker_group.uncovered(self._units))
+        return self._astray or bool(self.worker_group.uncovered(self.office.units))
 
     def _is_counted(self) -> bool:
         """Return whether everything is counted once, and nothing leased; what is missing is leased before."""
@@ -285,14 +274,14 @@ class StepLoop:
         ledger = self._ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)
-            self._worker_group.members[peer].command(Discard(self.run.id))
+            self.worker_group.members[peer].command(Discard(self.run.id))
         if self._begins:
-            self._began_at_s = self._office.clock()
+            self._began_at_s = self.office.clock()
         self._expect_of_those_here()
-        self._dispatcher.dispatch()
+        self.dispatcher.dispatch()
         self._begins = self._begins and not ledger.leases
-        hearing = self._worker_group.hearing(self.step)
-        resting = any(self._office.strikes.rests(member.peer) for member in hearing)
+        hearing = self.worker_group.hearing(self.step)
+        resting = any(self.office.strikes.rests(member.peer) for member in hearing)
         return ledger.complete() and not ledger.leases and not resting
 
     def _outcome(self) -> Event | None:
@@ -314,38 +303,38 @@ class StepLoop:
             self._leave_out(convicted)
         if not all_reduce.failed:
             return
-        self._averaging_groups.clusters.give_up()
+        self.averaging_groups.clusters.give_up()
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
-        elif self._office.strikes.strike(culprit) > 1 and self._worker_group.can_spare(culprit):
-            self._worker_group.dismiss(culprit, "the replicas cannot agree with it")
+        elif self.office.strikes.strike(culprit) > 1 and self.worker_group.can_spare(culprit):
+            self.worker_group.dismiss(culprit, "the replicas cannot agree with it")
 
     def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
         """By most of the others that contribute with it; or by this node's own stage, which has seen it itself."""
-        return all_reduce.convicted or min(self._office.found_false() & all_reduce.contributors, default=None)
+        return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
 
     def _leave_out(self, peer: PeerId) -> None:
         """For as long as this node leads: others compute what it had counted, and nothing of what it contributed is committed."""
         reason = "its replicas find that what it contributes is not the gradient of its microbatches"
         log.warning("stage %s is left out: %s", peer, reason)
-        self._office.strikes.ban(peer)
-        self._worker_group.dismiss(peer, reason)
-        self._trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
+        self.office.strikes.ban(peer)
+        self.worker_group.dismiss(peer, reason)
+        self.trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
 
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
-        hearing = self._worker_group.hearing(self.step)
-        groups = self._averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
+        hearing = self.worker_group.hearing(self.step)
+        groups = self.averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
         self._all_reduce = AllReduceAttempt(
             self.step,
-            next(self._averaging_groups.attempts),
+            next(self.averaging_groups.attempts),
             groups,
             [member.peer for member in hearing],
             run=self.run.id,
             within_s=within_s,
-            clock=self._office.clock,
+            clock=self.office.clock,
         )
         for member in hearing:
             answer_s = member.times.wait_s(FrameKind.RELEASE, rtt_s=member.line.rtt_s or 0.0)
@@ -354,20 +343,20 @@ class StepLoop:
     def commit(self) -> None:
         """The word that ends the step."""
         assert self._all_reduce is not None
-        usable, loss, norm = self._worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
-        self._times.note(FrameKind.REDUCE, self._office.clock() - self._all_reduce.began_s)
-        self._averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
+        usable, loss, norm = self.worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
+        self._times.note(FrameKind.REDUCE, self.office.clock() - self._all_reduce.began_s)
+        self.averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
         link_s = slowest_link_s(0.0 if member.status is None else member.status.slowest_link_s for member in usable)
         word = Commit(self.step, norm, self.run.id, loss, beat_s, link_s)
-        for member in self._worker_group.hearing(self.step):
+        for member in self.worker_group.hearing(self.step):
             if member.state is WorkerState.LISTENING:
                 member.send(word)  # which it answers only where it came too late
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
-        step_s = self._office.clock() - self._began_at_s
+        step_s = self.office.clock() - self._began_at_s
         self._tell_step(loss, step_s, norm, len(usable), self.step)
         self.step += 1
         self._claims.clear()
@@ -390,12 +379,12 @@ class StepLoop:
 
     def _stages_here(self) -> tuple[int, tuple[PeerId, ...]]:
         """The step, and who takes part in it."""
-        return self.step, tuple(member.peer for member in self._worker_group.usable())
+        return self.step, tuple(member.peer for member in self.worker_group.usable())
 
     def _forecast_s(self) -> float:
         """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
-        passing_s = self._dispatcher.passing_s(self.step, self.run.microbatches)
-        averaging_s = self._averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
+        passing_s = self.dispatcher.passing_s(self.step, self.run.microbatches)
+        averaging_s = self.averaging_groups.expected_s(self.run, self.step, self.worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
 
     def _learn_from(self, step_s: float, forecast_s: float) -> None:
@@ -408,21 +397,21 @@ class StepLoop:
                 f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s that were expected",
                 f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
             )
-            self._office.decisions.note(Topic.TRAINING, "expects of a step what stages and links have measured", facts)
+            self.office.decisions.note(Topic.TRAINING, "expects of a step what stages and links have measured", facts)
 
     def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
         done, expected_s = self.step - 1 if step is None else step, self.expected_s if step_s else 0.0
-        self._trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
+        self.trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
 
     def stop(self) -> None:
         """The run is over, or cannot go on: the last good step stays."""
         stopped, self._stopped = self._stopped or Stopped(self.step, self.run.id), None
         self._all_reduce = None
-        self._dispatcher.clear()
+        self.dispatcher.clear()
         if stopped.code:
-            for member in self._worker_group.usable():
+            for member in self.worker_group.usable():
                 member.command(Discard(self.run.id))
-        self._trainer_connections.tell(stopped)
+        self.trainer_connections.tell(stopped)
 
 
 FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]] = {

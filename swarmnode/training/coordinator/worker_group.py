@@ -1,4 +1,5 @@
-"""Worker group: the stages that a coordinator speaks to, and each of them as it sees it."""
+"""Worker group: the stages that a coordinator speaks to, the state and the open commands of each, and the loopback to its own
+stage."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Union
 
@@ -210,27 +211,22 @@ class WorkerHandle:
         return HoldingReport(self.span, step, begun or fresh, begun and status.reduced, kept, founded)
 
 
+@dataclass(eq=False)
 class WorkerGroup:
-    """`dial` opens a conversation with a stage. `joined` is called for each that answers the call, `heard` for what it says,
-    `lost` once it is gone, with the reason. Who failed lately (`strikes`) is called again after a pause that grows."""
+    """Stages of a training, as the coordinator follows them. `dial` opens a conversation with a stage. `joined` is called for each
+    that answers the call, `heard` for what it says, `lost` once it is gone, with the reason. Who failed lately (`strikes`) is
+    called again after a pause that grows."""
 
-    def __init__(
-        self,
-        dial: Dial,
-        strikes: Strikes,
-        *,
-        clock: Callable[[], float],
-        joined: Callable[[WorkerHandle], None],
-        heard: Callable[[WorkerHandle, Body], None],
-        lost: Callable[[PeerId, str], None],
-    ) -> None:
+    dial: Dial
+    strikes: Strikes
+    _: KW_ONLY
+    clock: Callable[[], float]
+    joined: Callable[[WorkerHandle], None]
+    heard: Callable[[WorkerHandle, Body], None]
+    lost: Callable[[PeerId, str], None]
+
+    def __post_init__(self) -> None:
         self.members: dict[PeerId, WorkerHandle] = {}
-        self._dial = dial
-        self._strikes = strikes
-        self._clock = clock
-        self._joined = joined
-        self._heard = heard
-        self._lost = lost
         self._dialing: set[PeerId] = set()
         self._tasks = Tasks("worker_group", on_crash=None)  # who is not reached is called again
 
@@ -249,38 +245,38 @@ class WorkerGroup:
     def enlist(self, peers: Iterable[PeerId]) -> None:
         """These stages are there: speak to those that are new."""
         for peer in peers:
-            if peer not in self.members and peer not in self._dialing and not self._strikes.rests(peer):
+            if peer not in self.members and peer not in self._dialing and not self.strikes.rests(peer):
                 self._dialing.add(peer)
                 self._tasks.spawn(self._call(peer), f"call {peer}")
 
     async def _call(self, peer: PeerId) -> None:
         try:
-            line = await self._dial(
+            line = await self.dial(
                 peer, lambda _frame, body: self._hear(peer, body), lambda error: self._lose(peer, error)
             )
         except SwarmnodeError as error:
             log.info("stage %s cannot be reached: %s", peer, error)
-            self._strikes.strike(peer)
+            self.strikes.strike(peer)
             return
         finally:
             self._dialing.discard(peer)
-        member = self.members[peer] = WorkerHandle(peer, line, self._clock)
-        self._joined(member)
+        member = self.members[peer] = WorkerHandle(peer, line, self.clock)
+        self.joined(member)
 
     def _hear(self, peer: PeerId, body: Body) -> None:
         if isinstance(body, End | Error):
             self._lose(peer)
         elif peer in self.members:
-            self._heard(self.members[peer], body)
+            self.heard(self.members[peer], body)
 
     def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
         member = self.members.pop(peer, None)
         if member is not None:
             reason = str(error or "it let go")
             log.info("stage %s is lost: %s", peer, reason)
-            self._strikes.strike(peer)
+            self.strikes.strike(peer)
             member.line.close()
-            self._lost(peer, reason)
+            self.lost(peer, reason)
 
     def dismiss(self, peer: PeerId, reason: str) -> None:
         """Go on without a stage that does not do its part."""

@@ -73,29 +73,23 @@ class ShownMicrobatch:
     returned: Sequence[Tensor]
 
 
+@dataclass(eq=False)
 class Examination:
-    """Of what `peer` did in the step that the learner is at. `usual`: what comes in at each first unit here; `dice` draws what the
-    peer must not foresee."""
+    """Examination of the work of `peer` in the step that the learner is at. `usual`: what comes in at each first unit here; `dice`
+    draws what the peer must not foresee."""
 
-    def __init__(
-        self,
-        board: Switchboard,
-        peer: PeerId,
-        committer: Committer,
-        learner: DeviceLearners,
-        usual: Mapping[int, Shapes],
-        dice: Random,
-    ) -> None:
-        self.peer = peer
+    board: Switchboard
+    peer: PeerId
+    committer: Committer
+    learner: DeviceLearners
+    usual: Mapping[int, Shapes]
+    dice: Random
+
+    def __post_init__(self) -> None:
         self.commitment = b""  # as it was signed
         self._entries: dict[Place, bytes] = {}
-        self._board = board
-        self._committer = committer
-        self._learner = learner
-        self._step = learner.step
-        self._usual = usual
-        self._dice = dice
-        self._seed = dice.randbytes(SEED_BYTES)
+        self._step = self.learner.step
+        self._seed = self.dice.randbytes(SEED_BYTES)
 
     def __repr__(self) -> str:
         return f"<Examination of {self.peer[-8:]} at step {self._step}>"
@@ -103,15 +97,15 @@ class Examination:
     async def fetch(self) -> ShownMicrobatch | None:
         """One microbatch of those that it committed to, drawn now; None where it has none of our units, or one unlike all that came
         here. Raises FalseWork, PeerError, NetworkDown."""
-        segment = self._learner.segment
+        segment = self.learner.segment
         entries = await self._commitment()
         self._entries = entries
         able = [place for place in entries if segment.start <= place[1] < segment.end]
         if not able:
             return None
-        number, start = self._dice.choice(able)
-        question = GetMicrobatch(self._learner.run.id, self._step, number, start, self._seed)
-        reply, payload = await ask_one(self._board, self.peer, question, MicrobatchReply)
+        number, start = self.dice.choice(able)
+        question = GetMicrobatch(self.learner.run.id, self._step, number, start, self._seed)
+        reply, payload = await ask_one(self.board, self.peer, question, MicrobatchReply)
         record = reply.record
         if (record.number, record.start) != (number, start) or record.digest != entries[number, start]:
             raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
@@ -119,10 +113,10 @@ class Examination:
 
     async def _commitment(self) -> dict[tuple[int, int], bytes]:
         reply, payload = await ask_one(
-            self._board, self.peer, GetCommitment(self._learner.run.id, self._step), CommitmentReply
+            self.board, self.peer, GetCommitment(self.learner.run.id, self._step), CommitmentReply
         )
-        said = open_commitment(reply.commitment, self._committer.swarm, self._committer.verify)
-        asked = (self.peer, self._learner.run.id, self._step, hashlib.sha256(payload).digest())
+        said = open_commitment(reply.commitment, self.committer.swarm, self.committer.verify)
+        asked = (self.peer, self.learner.run.id, self._step, hashlib.sha256(payload).digest())
         if (said.peer, said.run, said.step, said.entries) != asked:
             raise FalseWork("a commitment to something else than was asked", peer=self.peer)
         self.commitment = reply.commitment
@@ -135,8 +129,8 @@ class Examination:
         shown: Counter[int] = Counter()
         due = list(self._entries.items())
         while due:
-            question = GetSketches(self._learner.run.id, self._step, len(self._entries) - len(due))
-            reply, payload = await ask_one(self._board, self.peer, question, SketchesReply)
+            question = GetSketches(self.learner.run.id, self._step, len(self._entries) - len(due))
+            reply, payload = await ask_one(self.board, self.peer, question, SketchesReply)
             tiles, view = self._tiles(reply), memoryview(payload)
             for record, (place, digest) in zip(reply.records, due, strict=False):
                 if (record.number, record.start) != place or record.digest != digest:
@@ -152,10 +146,10 @@ class Examination:
 
     def _tiles(self, reply: SketchesReply) -> dict[int, int]:
         """How long the sketch of each block is: of those that are held here, and of those that the peer tells of."""
-        segment, told = self._learner.segment, {one.block: one.tiles for one in reply.blocks}
+        segment, told = self.learner.segment, {one.block: one.tiles for one in reply.blocks}
         own = {
             block: tile_count(sum(parameter.numel() for parameter in parameters))
-            for block, parameters in self._learner.parameters(segment.start, segment.end).items()
+            for block, parameters in self.learner.parameters(segment.start, segment.end).items()
         }
         if any(own.get(block, count) != count for block, count in told.items()):
             raise ProtocolError("sketches of another model", peer=self.peer)
@@ -165,7 +159,7 @@ class Examination:
         self, record: MicrobatchRecord, tiles: Mapping[int, int], view: memoryview, sums: BlockSketches
     ) -> memoryview:
         """Add a microbatch's sketch, with which `view` begins, to those of its blocks; what comes behind it."""
-        is_end = record.start == 0 or record.end == self._learner.segment.units
+        is_end = record.start == 0 or record.end == self.learner.segment.units
         blocks = [SHARED] * (is_end and SHARED in tiles) + list(range(record.start, record.end))
         if not tiles.keys() >= set(blocks):
             raise ProtocolError("sketches of units of which nothing is known", peer=self.peer)
@@ -197,13 +191,13 @@ class Examination:
 
     def _is_usual(self, record: MicrobatchRecord) -> bool:
         """Who shows it decides nothing about our memory; and it may have been sent what it did not ask for."""
-        values, run = (*record.received.values, *record.labels.values), self._learner.run
-        known = self._usual.get(record.start)
+        values, run = (*record.received.values, *record.labels.values), self.learner.run
+        known = self.usual.get(record.start)
         return is_of_its_size(values, run) and (shapes_of(values) == known if known is not None else run.sequence > 0)
 
     def compare(self, shown: ShownMicrobatch, calibration: Calibration) -> Judgement | None:
         """On the executor, while the step lasts: None where it is over. Raises FalseWork where no computing is needed to see it."""
-        record, learner = shown.record, self._learner
+        record, learner = shown.record, self.learner
         if learner.step != self._step:
             return None
         device, seed = learner.segment.device, step_seed(learner.run.id, self._step)
@@ -219,7 +213,7 @@ class Examination:
 
     def _gradients(self, shown: ShownMicrobatch) -> Gradients:
         record = shown.record
-        values = decode_values(record.gradients.values, shown.gradients, self._learner.segment.device)
+        values = decode_values(record.gradients.values, shown.gradients, self.learner.segment.device)
         flowing = iter(values)
         return tuple(next(flowing) if present else None for present in record.present)
 
@@ -228,15 +222,15 @@ class Examination:
     ) -> Iterator[Judgement]:
         """Of what was sent on, of what was returned, and of what was added to the parameters' gradients."""
         record, units = shown.record, shown.record.end - shown.record.start
-        number_format = "bfloat16" if self._learner.run.autocast else "float32"
-        outputs = () if record.end == self._learner.segment.units else again.outputs
+        number_format = "bfloat16" if self.learner.run.autocast else "float32"
+        outputs = () if record.end == self.learner.segment.units else again.outputs
         returned = [gradient for gradient in again.gradients if gradient is not None] if record.returned.values else ()
         for values, crossing, theirs in (
             (outputs, record.sent, shown.sent),
             (returned, record.returned, shown.returned),
         ):
             codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
-            if codec == Codec.TOPK and self._learner.run.compression.feedback:
+            if codec == Codec.TOPK and self.learner.run.compression.feedback:
                 continue  # it holds what was left out of others, too
             ours = sketches(as_sent(values, crossing.values), self._seed)
             pairs = zip(ours, theirs, strict=True)

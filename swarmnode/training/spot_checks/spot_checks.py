@@ -1,4 +1,4 @@
-"""Spot checks of one stage: it shows others what it did, and computes some of what they did once more.
+"""Spot checks: microbatches of replicas that a stage computes once more, and the accusations that it hears.
 
 When a step's gradients are about to be summed everything is counted, and everybody still has the step's parameters: then a stage
 may draw one of its replicas, and one of the microbatches that it has committed to. Who is false is named from now on whenever
@@ -13,10 +13,10 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass, field
 
 from swarmnode.codec.averaging_messages import How, Reduce
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.messages import Hello
 from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Forward
@@ -27,10 +27,9 @@ from swarmnode.errors import NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.interfaces import Buffer, Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.peer.questions import ask
 from swarmnode.plan.audits.judgement import CONTRIBUTED, Calibration, Judgement
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost
@@ -91,45 +90,37 @@ class Suspicions:
                 self._standing.accused_in_vain(author, accused)
 
 
+@dataclass(eq=False)
 class SpotChecks:
-    """`memory` says how much a recomputation needs at most; `standing` keeps what is found of whom over restarts."""
+    """Spot checks of one stage. A recomputation takes its memory from `ledger`; `standing` keeps the results over restarts."""
 
-    def __init__(
-        self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
-        committer: Committer,
-        executor: Executor,
-        standing: Standing,
-        ledger: MemoryLedger,
-        *,
-        budget: AuditBudget | None = None,
-        dice: random.Random | None = None,
-    ) -> None:
-        self.records = StepRecords(link_config.ledger)
+    peer: LocalPeer
+    committer: Committer
+    executor: Executor
+    standing: Standing
+    ledger: MemoryLedger
+    _: KW_ONLY
+    budget: AuditBudget = field(default_factory=AuditBudget)
+    dice: random.Random = field(default_factory=random.SystemRandom)
+
+    def __post_init__(self) -> None:
+        self.records = StepRecords(self.peer.link_config.ledger)
         self.found: set[PeerId] = set()  # false, by what was computed here
         self.counts: Counter[str] = Counter()
-        self._committer = committer
-        self._executor = executor
-        self._standing = standing
-        self._ledger = ledger
-        self._budget = budget or AuditBudget()
-        self._dice = dice or random.SystemRandom()
         self._calibration = Calibration()
-        self._suspicions = Suspicions(standing)
+        self._suspicions = Suspicions(self.standing)
         self._checked = (b"", -1)  # the last run and step
         self._drawn: PeerId | None = None  # in that step, and not looked at yet
         self._watched: ContributionSketch | None = None
-        self._board = Switchboard(network, SPOT_CHECK_PROTOCOL, hello, link_config)
+        self._board = board_of(self.peer, SPOT_CHECK_PROTOCOL)
         self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
         self._server = check_server(
-            network, hello, link_config, committer, self.records, lambda peer: peer in self._members, self._hear
+            self.peer, self.committer, self.records, lambda asker: asker in self._members, self._hear
         )
-        self._telling = Tasks("accusations", on_crash=link_config.supervisor.ends_conversation)
+        self._telling = Tasks("accusations", on_crash=self.peer.link_config.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
-        return f"<SpotChecks {self._budget!r}, {dict(self.counts)}, {self.records!r}>"
+        return f"<SpotChecks {self.budget!r}, {dict(self.counts)}, {self.records!r}>"
 
     def readings(self) -> Readings:
         """What came of the checks so far."""
@@ -184,7 +175,7 @@ class SpotChecks:
             return
         kept = self.records.of(learner.run.id, learner.step).values()
         usual = {one.place[1]: shapes_of(one.body.values + one.labels_values) for one in kept}
-        examination = Examination(self._board, drawn, self._committer, learner, usual, self._dice)
+        examination = Examination(self._board, drawn, self.committer, learner, usual, self.dice)
         try:
             within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
             judgement = await asyncio.wait_for(self._examine(examination, reduce, learner), within_s)
@@ -192,30 +183,30 @@ class SpotChecks:
             self._find(examination, reduce, str(error))
         except WITHOUT_RESULT as error:
             log.info("a spot check of %s came to nothing: %s", drawn, error or "no answer in time")
-            self._standing.forfeit(drawn)
+            self.standing.forfeit(drawn)
             self._note(drawn, "void")
         else:
             self._settle(examination, reduce, judgement)
-        await self._standing.keep()
+        await self.standing.keep()
 
     def _draw(self, reduce: Reduce, learner: DeviceLearners) -> PeerId | None:
         """Whom to look at in this step: who is suspected, or, now and then, anybody."""
         step = learner.run.id, learner.step
         averages = learner.run.averaging.every > 1  # then parameters differ
-        others = contributors(reduce) - self.found - {self._committer.peer}
+        others = contributors(reduce) - self.found - {self.committer.peer}
         self._checked = step
         if averages or not others or not learner.segment.is_portable:
             return None
         counted = max(map(int.bit_count, learner.counted.values()), default=0)
         cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)  # in passes
-        peer = self._dice.choice(sorted(others))
-        chance = self._budget.chance(cost, self._standing.trust(peer))
+        peer = self.dice.choice(sorted(others))
+        chance = self.budget.chance(cost, self.standing.trust(peer))
         suspected = self._suspicions.next(others)
-        if suspected is not None and self._budget.afford(cost):
+        if suspected is not None and self.budget.afford(cost):
             return suspected
-        if self._dice.random() >= chance:
+        if self.dice.random() >= chance:
             return None
-        self._budget.spend(cost)
+        self.budget.spend(cost)
         return peer
 
     async def _examine(self, examination: Examination, reduce: Reduce, learner: DeviceLearners) -> Judgement | None:
@@ -223,8 +214,8 @@ class SpotChecks:
         contributed = await self._examine_contribution(examination, reduce, learner)
         if shown is None or (contributed is not None and contributed.false):
             return contributed
-        with self._ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
-            return await self._executor.call(
+        with self.ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
+            return await self.executor.call(
                 Urgency.CONTROL,
                 lambda: examination.compare(shown, self._calibration),
                 kind="spot check",
@@ -250,15 +241,15 @@ class SpotChecks:
             self._find(examination, reduce, f"{beyond}, by up to {judgement.worst:.3g} times")
         else:
             self._note(examination.peer, "passed")
-            self._standing.pass_audit(examination.peer, judgement.compared)
+            self.standing.pass_audit(examination.peer, judgement.compared)
 
     def _find(self, examination: Examination, reduce: Reduce, why: str) -> None:
         peer = examination.peer
         log.warning("peer %s computes falsely in the training: %s", peer, why)
         self._note(peer, "false")
         self.found.add(peer)
-        self._standing.shun(peer)
-        others = contributors(reduce) - {self._committer.peer, peer}
+        self.standing.shun(peer)
+        others = contributors(reduce) - {self.committer.peer, peer}
         accusation = Accusation(reduce.run, peer, examination.commitment)
         for other in sorted(others):
             self._telling.spawn(self._tell(other, accusation), f"tell {other}")
@@ -282,7 +273,7 @@ class SpotChecks:
     def _hear(self, author: PeerId, accusation: Accusation) -> None:
         """Somebody found a peer false, and shows what that peer signed: a reason to look there next."""
         try:
-            commitment = open_commitment(accusation.commitment, self._committer.swarm, self._committer.verify)
+            commitment = open_commitment(accusation.commitment, self.committer.swarm, self.committer.verify)
         except ProtocolError as error:
             log.info("an accusation without a reason: %s", error)
             return

@@ -1,7 +1,8 @@
-"""Step records: what this stage did with the microbatches of the step in force, kept for as long as a replica may ask for it.
+"""Step records: a stage's records of the microbatches of the step in force, its commitment to them, and the server that shows both
+to replicas.
 
-They are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and training
-goes on: it is the check that is given up.
+Records are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and
+training goes on: it is the check that is given up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 from torch import Tensor
 
 from swarmnode.codec.frames import MAX_BODY_BYTES
-from swarmnode.codec.messages import End, Error, Hello
+from swarmnode.codec.messages import End, Error
 from swarmnode.codec.spot_check_messages import (
     MAX_RECORDS,
     SPOT_CHECK_PROTOCOL,
@@ -41,9 +42,9 @@ from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_s
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
-from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import Answer, QuestionServer
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.signed import Sign, Verify
@@ -56,8 +57,6 @@ MAX_KEPT_BYTES = 1 << 30  # of a step
 _PLACE = struct.Struct("<HH")
 
 Place = tuple[int, int]
-
-
 """Number of a microbatch and first unit: a stage counts it once at each."""
 
 
@@ -235,9 +234,7 @@ class Committer:
 
 
 def check_server(
-    network: Network,
-    hello: Hello,
-    link_config: LinkConfig,
+    peer: LocalPeer,
     committer: Committer,
     records: StepRecords,
     may_ask: Callable[[PeerId], bool],
@@ -262,7 +259,7 @@ def check_server(
             kept = kept[question.first :]
         return await asyncio.to_thread(tell, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
 
-    return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, Question, answer)
+    return QuestionServer(peer, SPOT_CHECK_PROTOCOL, Question, answer)
 
 
 def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrobatch]) -> Answer:

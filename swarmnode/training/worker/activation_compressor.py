@@ -1,4 +1,5 @@
-"""Activation compressor: what a stage's values travel as, link by link and direction by direction."""
+"""Activation compressor: the codec of a stage's values for each link and direction, the time that each link takes for them, and
+the error feedback of top-k."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ class ActivationCompressor:
         self.on_choice: OnChoice = lambda _peer, _direction, _choice: None
         self._lock = threading.Lock()  # each device of the node has a thread
         self._own = Compression(mode)
-        self._allowed = frozenset(allowed)
+        self.allowed = frozenset(allowed)  # codecs of the swarm
         self._feedback = ErrorFeedback(ledger or MemoryLedger())
         self._durations = LinkDurations()
         self._beat_s = 0.0  # how long the slowest stage computes
@@ -158,11 +159,6 @@ class ActivationCompressor:
     def choices(self) -> Mapping[Link, Choice]:
         """By peer and direction."""
         return self._choices.copy()  # at once: the executor adds links meanwhile
-
-    @property
-    def allowed(self) -> Collection[int]:
-        """Codecs of the swarm."""
-        return self._allowed
 
     @property
     def slowest_link_s(self) -> float:
@@ -184,7 +180,7 @@ class ActivationCompressor:
 
     def _adopt(self, asked: Compression) -> None:
         self._asked = asked
-        self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self._allowed) else self._own
+        self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self.allowed) else self._own
         if asked.rule not in (AUTO, self._in_force.rule):
             log.warning("the run asks for --compress %s, which this swarm does not allow", asked.rule)
         self._controllers.clear()
@@ -225,7 +221,7 @@ class ActivationCompressor:
     @property
     def _ladder(self) -> Collection[int]:
         rule = self._in_force.rule
-        return self._allowed if rule == AUTO else {codec_of(rule)}
+        return self.allowed if rule == AUTO else {codec_of(rule)}
 
     def _sparse(self, link_s: float | None) -> Choice:
         """Against the slowest link of all, as far as the coordinator has told it; else of this stage's."""

@@ -1,4 +1,5 @@
-"""What a stage lets in: microbatches of its run and step, along routes that pass it, from who holds their lease."""
+"""Admission: the check of microbatches and labels against the run, the route, the seal of their lease, and the size of a
+microbatch."""
 
 from __future__ import annotations
 

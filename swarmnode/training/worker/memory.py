@@ -1,4 +1,4 @@
-"""What training takes of the device's ledger: weights, gradients, the optimiser's memory, and each microbatch's activations.
+"""Training memory: weights, gradients, the optimiser's memory and the activations of each microbatch, in the device's ledger.
 
 A microbatch is let in where there is room for what it keeps until its gradients come; else its sender hears BUSY. One at a time is
 always let in, or training would stand still: its room is kept from the start of the run.
@@ -29,9 +29,8 @@ log = logging.getLogger(__name__)
 
 IN_FLIGHT = 4  # microbatches at once, in short pipelines
 MAX_IN_FLIGHT = 64  # whatever room there is, those of the step to come included
-SMALL_PAYLOADS_BYTES = (
-    2 * MAX_IN_FLIGHT * LARGE_BYTES
-)  # there and back, of microbatches so small that nobody else counts them
+# There and back, of microbatches so small that nobody else counts them.
+SMALL_PAYLOADS_BYTES = 2 * MAX_IN_FLIGHT * LARGE_BYTES
 CHUNKS_BYTES = 64 << 20  # of all-reduces that are here at any time, at most
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 MAPPED_BYTES = 900_000  # from here on a tensor gets pages of its own
@@ -88,7 +87,10 @@ class TrainingMemory:
         kept_bytes = sum(unit.activation_bytes for unit in estimates)
         pass_bytes = largest_bytes = max(unit.activation_bytes for unit in estimates)
         if autocast_dtype(self._segment.device, wanted=run.autocast) is torch.float16:
-            pass_bytes += _largest_block_bytes(self._segment)  # its gradients, before they are added to the sums
+            blocks = (
+                self._segment.parameters().values()
+            )  # of the largest the gradients, before they are added to the sums
+            pass_bytes += max(sum(tensor.nbytes for tensor in named.values()) for named in blocks)
         learning_bytes = (1 + _remembered(run)) * self._for_good[Account.WEIGHTS].size_bytes
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
@@ -162,10 +164,6 @@ def segment_bytes(segment: Segment) -> int:
     """Of parameters and buffers, each once."""
     named = (*segment.parameters().values(), *segment.buffers().values())
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
-
-
-def _largest_block_bytes(segment: Segment) -> int:
-    return max(sum(tensor.nbytes for tensor in named.values()) for named in segment.parameters().values())
 
 
 def _remembered(run: Run) -> float:

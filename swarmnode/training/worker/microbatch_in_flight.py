@@ -1,4 +1,5 @@
-"""Microbatch in flight: one microbatch at one hop. Values come in, are computed, and go on; gradients come back, and so do ours.
+"""Microbatch in flight: the life of one microbatch at one hop, and the hop's figures. Values come in, are computed, and go on;
+gradients come back, and so do ours.
 
 One conversation with the sender and one with the next hop carry it; the end of either, in whatever way, is its end.
 """
@@ -74,7 +75,7 @@ class MicrobatchStage(Protocol):
     parts: TrainingParts
     state: StageState
     labels: LabelQueue
-    spot_checks: SpotChecks | None
+    spot_checks: SpotChecks
 
     def lost_counts(self) -> None:
         """A pass back broke off, and with it went what its device had counted."""
@@ -112,7 +113,7 @@ class MicrobatchInFlight:
         self.kept: KeptMicrobatch | None = None  # for replicas that check
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
-        self._ended = False
+        self.ended = False  # whether nothing is expected of it any more
         self._timer = asyncio.get_running_loop().call_later(patience_s(body), self._give_up)
         channel.on_frame = self._hear_sender
         channel.on_lost = lambda _error: self.end()
@@ -129,11 +130,6 @@ class MicrobatchInFlight:
         return [part for part, _ in self._passed]
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing is expected of it any more."""
-        return self._ended
-
-    @property
     def held_bytes(self) -> int:
         """Of what came in and is not computed yet."""
         return len(self._payload)
@@ -142,7 +138,7 @@ class MicrobatchInFlight:
         """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
         try:
             loss = await self._there_and_back()
-            if not self._ended:
+            if not self.ended:
                 infos, payload = self._returned
                 self._finish(Backward(loss, self._present, infos, self.body.run), payload)
         except SwarmnodeError as error:
@@ -162,9 +158,9 @@ class MicrobatchInFlight:
 
     def end(self) -> None:
         """Forget it all; whoever computes for it stops. Safe to call twice."""
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         self._timer.cancel()
         self._channel.close()
         if self._next is not None:
@@ -182,7 +178,7 @@ class MicrobatchInFlight:
         """Over the devices one after another, and back in reverse; the loss."""
         *before, (last, span) = self._passed
         is_end = self.body.hop + 1 == len(self.body.route)
-        if is_end and not self._ended:
+        if is_end and not self.ended:
             self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
         if self._passed[0][0].executor is not last.executor or last.executor is not self._stage.parts.bench:
             await self._stage.state.updated()  # which is made on the first device's thread
@@ -210,7 +206,7 @@ class MicrobatchInFlight:
 
         def compute() -> T:
             with part.learner.lock:
-                if self._ended:
+                if self.ended:
                     raise PeerLost("the microbatch was given up")
                 return function()
 
@@ -257,7 +253,7 @@ class MicrobatchInFlight:
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = decode_values(body.values, self._payload, device)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
-            self.kept = None if checks is None else checks.remember(learner, body, self._payload, self._labels)
+            self.kept = checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
         values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
         with self._passing(FORWARD, part, units):
@@ -328,7 +324,7 @@ class MicrobatchInFlight:
         body = self.body
         hop = body.route[body.hop + 1]
         channel = await self._stage.switchboard.call(hop.peer, self._hear_next, self._lose_next)
-        if self._ended:
+        if self.ended:
             channel.close()
             raise PeerLost("the microbatch was given up")
         self._next = channel

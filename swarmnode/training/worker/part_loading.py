@@ -1,4 +1,4 @@
-"""Part loading: a span's units onto a node's devices, ready to be trained, served as they are learnt, and measured."""
+"""Part loading: the units of a span on a node's devices, loaded, tried by a dummy run, estimated, and measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swarmnode.compute.capacity.speed import Speeds, measure_training
-from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
 from swarmnode.compute.graph.costs.rates import measure_rates
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
@@ -22,9 +21,8 @@ from swarmnode.compute.throttle import TRAINING_WORK, Throttle
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment, Values, moved
-from swarmnode.measuring.capability import Capability, SpeedCache
-from swarmnode.measuring.hardware import Hardware, LentDevice
-from swarmnode.peer.host import Host
+from swarmnode.measuring.capability import Capability
+from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
 from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.serving.span_part import LoadedSpan
 from swarmnode.swarm.records.run import Run
@@ -33,6 +31,8 @@ from swarmnode.training.worker.pass_estimator import PassEstimator
 from swarmnode.training.worker.training_parts import LoadUnits, TrainingPart
 
 LoadedSegments = Sequence[Sequence[tuple[int, Segment]]]
+"""Of each replica its parts: the number of the device, and the units that are ready to be trained there"""
+
 BUDGET_S = 1.0  # for all passes, where that is enough for the fewest
 FEWEST_PASSES, MOST_PASSES = 2, 5
 LEASE = -1  # no coordinator's
@@ -66,9 +66,6 @@ def _there_and_back(learner: Learner, start: int, end: int, values: Values, labe
         learner.backward(LEASE, grads)
     finally:
         learner.discard()  # else the next pass would go through what is counted
-
-
-"""Of each replica its parts: the number of the device, and the units that are ready to be trained there"""
 
 
 def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
@@ -106,13 +103,10 @@ async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> 
     return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
 
 
-def make_part(
-    host: Host, checkpoint: Checkpoint, hardware: Hardware, executors: Sequence[Executor], device: int, segment: Segment
-) -> TrainingPart:
+def make_part(place: Workplace, checkpoint: Checkpoint, device: int, segment: Segment) -> TrainingPart:
     """A device's part of a replica, which estimates its passes and counts its memory."""
-    lent = hardware.lent[device]
+    lent, clock = place.hardware.lent[device], place.host.clock.compute
     estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))  # asked twice as a run begins
-    clock = host.clock.compute
     estimator = PassEstimator(
         segment.device,
         estimated,
@@ -123,7 +117,7 @@ def make_part(
     )
     return TrainingPart(
         segment,
-        executors[device],
+        place.executors[device],
         memory=TrainingMemory(lent.ledger, segment, estimated),
         stopwatch=Stopwatch(segment.device, clock=clock, throttle=lent.throttle),
         estimator=estimator,
@@ -131,11 +125,10 @@ def make_part(
     )
 
 
-async def measure_part(
-    host: Host, part: TrainingPart, hardware: Hardware, lent: LentDevice, cache: SpeedCache
-) -> Capability:
+async def measure_part(place: Workplace, part: TrainingPart, lent: LentDevice) -> Capability:
     """On the part's own thread, unless this device is known with any span: what work has shown last says more than a trial."""
-    conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
+    host, cache = place.host, place.speed_cache
+    conditions = place.hardware.training_conditions(host.swarm.id, part.span.units, lent)
     known, clock = cache.newest(conditions), host.clock.monotonic
     if known.training_units_per_s:
         return Capability(known, conditions, cache, clock=clock)

@@ -1,4 +1,4 @@
-"""Pass estimator: what a microbatch will take this device, before any was computed.
+"""Pass estimator and unit time: the seconds of a microbatch on one device, estimated before any was computed, and timed afterwards.
 
 The work of its passes at measured rates says which units are alike, and how long all take. A dummy run says how long they really
 do: rates know nothing of what caches, allocators and calls make of a whole pass.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -81,29 +82,23 @@ class UnitTime:
         self._one_way_s += (pass_s / units - self._one_way_s) * max(NEWEST, 1 / self._passes)
 
 
+@dataclass(eq=False)
 class PassEstimator:
-    """Of one device as a `throttle` lends it. Used on its thread: rates are measured when first asked for."""
+    """Estimates for one device as a `throttle` lends it. Used on its thread: rates are measured when first asked for."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        estimates: Estimates,
-        measure: MeasureRates,
-        dummy_run: DummyRun,
-        ledger: MemoryLedger,
-        *,
-        throttle: Throttle | None = None,
-    ) -> None:
-        self._device = device
-        self._ledger = ledger
-        self._estimates = estimates
-        self._measure = measure
-        self._dummy_run = dummy_run
-        self._throttle = throttle or Throttle()
+    device: torch.device
+    estimates: Estimates
+    measure: MeasureRates
+    dummy_run: DummyRun
+    ledger: MemoryLedger
+    _: KW_ONLY
+    throttle: Throttle = field(default_factory=Throttle)
+
+    def __post_init__(self) -> None:
         self._rates: dict[torch.dtype | None, Rates] = {}
 
     def __repr__(self) -> str:
-        return f"<PassEstimator of {self._device}, {len(self._rates)} rates measured>"
+        return f"<PassEstimator of {self.device}, {len(self._rates)} rates measured>"
 
     def unit_s(self, learner: Learner) -> float:
         """Seconds for one of a learner's units, there and back, in its run; 0 where work cannot be estimated, or there is no memory
@@ -119,25 +114,25 @@ class PassEstimator:
         except (CheckpointError, ProtocolError, NotFinite) as error:
             log.info("no dummy run: %s", error)
             passes_s = sum(estimates_s)
-        least_s = self._throttle.least_of_work_s(TRAINING_WORK * learner.run.positions)
-        return self._throttle.lent_s(passes_s / units.units, least_s)
+        least_s = self.throttle.least_of_work_s(TRAINING_WORK * learner.run.positions)
+        return self.throttle.lent_s(passes_s / units.units, least_s)
 
     def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
         """Of each unit, by its work."""
-        estimates = self._estimates(run)[slice(*units)]
-        rates = self._rates_of(autocast_dtype(self._device, wanted=run.autocast))
+        estimates = self.estimates(run)[slice(*units)]
+        rates = self._rates_of(autocast_dtype(self.device, wanted=run.autocast))
         return [one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates]
 
     def _tried_s(self, learner: Learner, units: Span, estimates_s: Sequence[float]) -> float:
         """Of all units. Where that takes long, one of those is tried that are estimated alike: of layers that are the same."""
         if sum(estimates_s) <= LONG_S:
-            return self._dummy_run(learner, *units)
+            return self.dummy_run(learner, *units)
         one_of = dict(zip(estimates_s, range(*units), strict=True))
-        tried_s = {estimate_s: self._dummy_run(learner, unit, unit + 1) for estimate_s, unit in one_of.items()}
+        tried_s = {estimate_s: self.dummy_run(learner, unit, unit + 1) for estimate_s, unit in one_of.items()}
         return sum(tried_s[estimate_s] for estimate_s in estimates_s)
 
     def _rates_of(self, dtype: torch.dtype | None) -> Rates:
         if dtype not in self._rates:
-            with self._ledger.reserve(Account.ACTIVATIONS, MEASURING_BYTES):
-                self._rates[dtype] = self._measure(self._device, dtype)
+            with self.ledger.reserve(Account.ACTIVATIONS, MEASURING_BYTES):
+                self._rates[dtype] = self.measure(self.device, dtype)
         return self._rates[dtype]

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.codec.messages import KIND_OF, End, Error, Fault, Hello
+from swarmnode.codec.messages import KIND_OF, End, Error, Fault
 from swarmnode.codec.training_fields import MAX_RATES
 from swarmnode.codec.training_messages import (
     Begin,
@@ -35,14 +36,12 @@ from swarmnode.codec.training_messages import (
     Work,
 )
 from swarmnode.compute.executor import Urgency
-from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
-from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.completed_work import CompletedWork
-from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
 from swarmnode.training.coordinator.answer_times import SAVE_S
 from swarmnode.training.coordinator.worker_group import Line
@@ -62,77 +61,49 @@ RETRY_S = 0.5
 WAITED_FOR_S = 60.0  # nobody who wants to move stays longer than that for the others' averaging
 
 
+@dataclass(eq=False)
 class TrainingStage:
-    """`may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
+    """Stage of a training. `may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
 
-    def __init__(
-        self,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
-        parts: TrainingParts,
-        checkpoint_manager: CheckpointManager,
-        *,
-        compressor: ActivationCompressor | None = None,
-        completed: CompletedWork | None = None,
-        spot_checks: SpotChecks | None = None,
-        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
-    ) -> None:
-        self.parts = parts
-        self.segment = parts.segment
-        self._peer = network.peer_id
-        self.meter = TrainingMeter(parts.span)
-        self.compressor = compressor or ActivationCompressor("none", ())
-        self.bench = parts.bench
-        self.switchboard = Switchboard(
-            network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+    peer: LocalPeer
+    parts: TrainingParts
+    checkpoint_manager: CheckpointManager
+    _: KW_ONLY
+    compressor: ActivationCompressor
+    spot_checks: SpotChecks
+
+    def __post_init__(self) -> None:
+        self.segment = self.parts.segment
+        self._peer_id = self.peer.network.peer_id
+        self.meter = TrainingMeter(self.parts.span)
+        self.bench = self.parts.bench
+        links = self.peer.link_config
+        self.switchboard = board_of(
+            self.peer, TRAIN_PROTOCOL, accept=self._accept, on_peer_lost=self.peer.lost_neighbour
         )
-        self.gate = link_config.gate
-        self.following = Following(on_crash=link_config.supervisor.ends_peer)
-        self.state = StageState(parts, checkpoint_manager)
+        self.gate = links.gate
+        self.following = Following(on_crash=links.supervisor.ends_peer)
+        self.state = StageState(self.parts, self.checkpoint_manager)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
-        self.spot_checks = spot_checks
-        self._checkpoint_manager = checkpoint_manager
-        self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
-        self._admission_queue = AdmissionQueue(parts)
+        self._all_reducer = AllReducer(self._peer_id, self.switchboard, self.bench, self.compressor.allowed)
+        self._admission_queue = AdmissionQueue(self.parts)
         self.labels = self._admission_queue.labels
-        self.completed = completed or CompletedWork()
+        self.completed = self.peer.completed
         self._settled = asyncio.Event()
         self._settled.set()
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
-        self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
-        self._in_flight = Tasks("microbatches", on_crash=link_config.supervisor.ends_conversation)
+        self._tasks = Tasks("training stage", on_crash=links.supervisor.ends_peer)
+        self._in_flight = Tasks("microbatches", on_crash=links.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
         return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
 
-    @property
-    def term(self) -> int:
-        """The highest that it has heard."""
-        return self.following.term
-
-    @property
-    def coordinator(self) -> PeerId | None:
-        """Whom it follows."""
-        return self.following.coordinator
-
-    @property
-    def run(self) -> Run | None:
-        """The run that it is in."""
-        return self.state.run
-
-    @property
-    def learner(self) -> DeviceLearners:
-        """Raises LocalError before a run has begun."""
-        return self.state.learner
-
     async def start(self) -> None:
         """Answer from now on."""
         await self.switchboard.start()
-        if self.spot_checks is not None:
-            await self.spot_checks.start()
+        await self.spot_checks.start()
 
     async def close(self) -> None:
         """Keep the step that is reached, and leave."""
@@ -140,8 +111,7 @@ class TrainingStage:
         await self._tasks.close()
         await self.following.close()
         await self.switchboard.close()
-        if self.spot_checks is not None:
-            await self.spot_checks.close()
+        await self.spot_checks.close()
         if self.state.condition == Condition.READY and not self.state.is_as_founded:
             try:
                 await asyncio.wait_for(self.state.save(), SAVE_S)
@@ -190,9 +160,14 @@ class TrainingStage:
     def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
         hop, state = body.route[body.hop], self.state
         able = state.condition == Condition.READY and state.step <= body.step <= state.step + 1
-        if body.term != self.term or not able or state.run is None or self._admission_queue.is_released(body.lease):
+        if (
+            body.term != self.following.term
+            or not able
+            or state.run is None
+            or self._admission_queue.is_released(body.lease)
+        ):
             return ErrorCode.STALE
-        refusal = refusal_of(body, sender, self._peer, state.run, self.following.key)
+        refusal = refusal_of(body, sender, self._peer_id, state.run, self.following.key)
         if refusal is not None:
             return refusal
         if not self.segment.start <= hop.start < hop.end <= self.segment.end:
@@ -202,7 +177,7 @@ class TrainingStage:
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A microbatch is over, in whatever way: what it kept goes."""
         self._admission_queue.ended(microbatch)
-        if self.spot_checks is not None and microbatch.kept is not None:
+        if microbatch.kept is not None:
             self.spot_checks.records.close(microbatch.kept)
         for part in microbatch.parts:
             self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
@@ -217,13 +192,9 @@ class TrainingStage:
 
     def _discard(self) -> None:
         self._admission_queue.give_up_all()
-        self._forget_records()
-        discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
+        self.spot_checks.records.clear()
+        discarding = self.bench.call(Urgency.CONTROL, self.state.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
-
-    def found_false(self) -> set[PeerId]:
-        """By its own spot checks."""
-        return set() if self.spot_checks is None else self.spot_checks.found
 
     def blame(self, error: NotFinite) -> None:
         """Let the coordinator know which unit met NaN."""
@@ -288,7 +259,7 @@ class TrainingStage:
 
     async def _tell(self, line: Line, kind: int = 0) -> None:
         def tell() -> Status:
-            return self.state.status(self.term, kind, self.compressor.slowest_link_s)
+            return self.state.status(self.following.term, kind, self.compressor.slowest_link_s)
 
         status = await self.bench.call(Urgency.CONTROL, tell, kind="status", owner=line.peer)
         if line.open:
@@ -327,17 +298,18 @@ class TrainingStage:
         try:
             if body.run != self.state.run_id:
                 raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
-            if await state.counts_less(body, self._peer):
+            if await state.counts_less(body, self._peer_id):
                 await self._tell(line, FrameKind.DISCARD)  # first, or the same would be asked for again
                 raise ProtocolError("a REDUCE counts on microbatches that are not counted here", code=ErrorCode.STALE)
             with self.meter.averaging.timing():
-                watched = None if self._checking is None else self._checking.watch(body, self.learner)
-                reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening, watched=watched)
+                term, learner = self.following.term, state.learner
+                watched = None if self._checking is None else self._checking.watch(body, learner)
+                reducing = self._all_reducer.reduce(term, body, learner, listening=listening, watched=watched)
                 agreed = await asyncio.wait_for(reducing, body.within_s or None)
                 state.agree(agreed, body.groups)
             suspect = agreed.suspect
             if self._checking is not None:
-                suspect = await self._checking.check(body, self.learner) or suspect
+                suspect = await self._checking.check(body, self.state.learner) or suspect
             rates = [PathRate(peer, bps) for peer, bps in agreed.rates_bps.items()]
             answer = Reduced(
                 body.step, body.attempt, tuple(agreed.squares), body.run, suspect, tuple(rates[:MAX_RATES])
@@ -372,16 +344,11 @@ class TrainingStage:
             self._answer(line, FrameKind.COMMIT)
             return
         self._settled.set()
-        self._forget_records()
+        self.spot_checks.records.clear()
         self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step(self.state.step):
             self._forward(*arrival)
-
-    def _forget_records(self) -> None:
-        """Nobody can check the step any more."""
-        if self.spot_checks is not None:
-            self.spot_checks.records.clear()
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
         await asyncio.shield(done)  # the update is made, whatever becomes of us

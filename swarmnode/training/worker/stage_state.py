@@ -1,4 +1,4 @@
-"""Stage state: the run that a stage is in, the step that it is at, and the ways in which it gets to another one.
+"""Stage state: run and step of a stage, the ways in which it gets to another step, and the steps that a listener has missed.
 
 Shared state changes on the loop without an await in between; the learner's tensors live on the executor.
 """

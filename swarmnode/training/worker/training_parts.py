@@ -1,4 +1,4 @@
-"""The devices over which a node's units are laid in training: parts one behind another, or all units on each of several devices.
+"""Training parts: the devices over which a node's units are laid, one behind another, or all units on each of several devices.
 
 A microbatch goes through the parts of one replica, which computes for other microbatches at other devices meanwhile (GPipe, arXiv
 1811.06965). Which one is decided once for each index of a step: replicas that both count it would count it twice.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from swarmnode.codec.body import SHARED
@@ -29,27 +30,21 @@ LoadUnits = Callable[[int, int], Segment]
 """(start, end): these units as the swarm was founded with them. Raises CheckpointError, LocalError."""
 
 
+@dataclass(eq=False)
 class TrainingPart:
-    """What one device holds of the units that a node trains: its thread, its memory, and the learner of the run in force. Used
+    """Part of a node's units on one device: its thread, its memory, and the learner of the run in force. Used
     on the loop, but for the learner."""
 
-    def __init__(
-        self,
-        segment: Segment,
-        executor: Executor,
-        *,
-        memory: TrainingMemory | None = None,
-        stopwatch: Stopwatch | None = None,
-        estimator: PassEstimator | None = None,
-        load: LoadUnits | None = None,
-    ) -> None:
-        self.segment = segment
-        self.executor = executor
-        self.memory = memory or TrainingMemory(MemoryLedger(), segment)
-        self.stopwatch = stopwatch or Stopwatch(segment.device)
+    segment: Segment
+    executor: Executor
+    _: KW_ONLY
+    memory: TrainingMemory
+    stopwatch: Stopwatch
+    estimator: PassEstimator | None = None
+    load: LoadUnits | None = None
+
+    def __post_init__(self) -> None:
         self.unit_time = UnitTime()
-        self._estimator = estimator
-        self._load = load
         self._learner: Learner | None = None
 
     def __repr__(self) -> str:
@@ -91,16 +86,16 @@ class TrainingPart:
 
     def _refound(self) -> None:
         """One unit after another: there may be no room for a second copy of all."""
-        if self._load is None:
+        if self.load is None:
             raise LocalError("nothing is known here of what the swarm was founded with")
         held = self.segment.parameters()
         for unit in range(self.segment.start, self.segment.end):
             tensors = (tensor for block in (unit, SHARED) for tensor in held.get(block, {}).values())
             with self.memory.ledger.reserve(Account.CHECKPOINTS, sum(tensor.nbytes for tensor in tensors)):
-                refound(self.segment, self._load(unit, unit + 1))
+                refound(self.segment, self.load(unit, unit + 1))
 
     def _estimate(self, learner: Learner) -> None:
-        self.unit_time.begin(0.0 if self._estimator is None else self._estimator.unit_s(learner))
+        self.unit_time.begin(0.0 if self.estimator is None else self.estimator.unit_s(learner))
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
         """Something between passes, on its thread."""

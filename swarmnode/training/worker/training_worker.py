@@ -1,5 +1,5 @@
-"""Training worker: a volunteer's place in a training swarm. It trains its units, leads when it is its turn, and serves
-what is trained."""
+"""Training worker: a volunteer's stage in a training swarm, and the mean time of its steps. The worker trains its units, leads
+when it is its turn, and serves what is trained."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from swarmnode.checkpoints.backups import BackupSender
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.checkpoints.shared_states import SharedStates
-from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.decisions import Topic
-from swarmnode.measuring.capability import Capability, SpeedCache, at_once, speeds_section
-from swarmnode.measuring.hardware import SPEEDS_FILE, Hardware, Workplace
+from swarmnode.measuring.capability import Capability, at_once, speeds_section
+from swarmnode.measuring.hardware import Hardware, Workplace
 from swarmnode.measuring.meters import TRAIN
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -73,69 +73,60 @@ class StepTime:
         return max(0, steps - self._last[0]) * self.step_s if steps > self._last[0] else 0.0
 
 
+@dataclass(eq=False)
 class TrainingWorker(Stage):
-    """The training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
+    """Training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
 
-    def __init__(
-        self,
-        host: Host,
-        hardware: Hardware,
-        training: TrainingStage,
-        checkpoint_manager: CheckpointManager,
-        serving: ServingStage | None,
-        capabilities: Sequence[Capability],
-        units: int,
-        awaits_others: Callable[[], bool],
-    ) -> None:
-        self._host = host
-        self._width = hardware.width
+    host: Host
+    hardware: Hardware
+    training: TrainingStage
+    checkpoint_manager: CheckpointManager
+    serving: ServingStage | None
+    capabilities: Sequence[Capability]
+    units: int
+    awaits_others: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._width = self.hardware.width
         self._step_time = StepTime()
-        self._training = training
-        self._checkpoint_manager = checkpoint_manager
-        self._serving = serving
-        self._capabilities = dict(zip(training.parts, capabilities, strict=True))
-        self._backups = BackupSender(host, lambda: checkpoint_manager.store, hardware.config.min_holders)
-        self._restoration = Restoration(host, training, checkpoint_manager, units)
-        clock = host.clock.monotonic
+        self._capabilities = dict(zip(self.training.parts, self.capabilities, strict=True))
+        self._backups = BackupSender(self.host, lambda: self.checkpoint_manager.store, self.hardware.config.min_holders)
+        self._restoration = Restoration(self.host, self.training, self.checkpoint_manager, self.units)
+        clock = self.host.clock.monotonic
         self._election = CoordinatorElection(
-            host.directory,
-            training,
-            units,
-            LinkTimes(host.directory, units, hardware.width, hardware.parameters, clock=clock),
+            self.host.directory,
+            self.training,
+            self.units,
+            LinkTimes(self.host.directory, self.units, self.hardware.width, self.hardware.parameters, clock=clock),
             clock=clock,
-            on_crash=host.supervisor.ends_peer,
-            decisions=host.decisions,
-            awaits_others=awaits_others,
+            on_crash=self.host.supervisor.ends_peer,
+            decisions=self.host.decisions,
+            awaits_others=self.awaits_others,
         )
 
     def __repr__(self) -> str:
-        return f"<TrainingWorker {self._training!r}, {self._election!r}>"
+        return f"<TrainingWorker {self.training!r}, {self._election!r}>"
 
     @classmethod
     async def load(
         cls,
-        host: Host,
+        place: Workplace,
         checkpoint: Checkpoint,
-        hardware: Hardware,
         units: Span,
-        executors: Sequence[Executor],
         states: SharedStates,
         awaits_others: Callable[[], bool],
     ) -> TrainingWorker:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
-        cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
-        layout = hardware.lay_out(units, cache, host.swarm.id)
+        host, hardware = place.host, place.hardware
+        layout = hardware.lay_out(units, place.speed_cache, host.swarm.id)
         loaded = [[await load_units(checkpoint, part, hardware) for part in replica] for replica in layout]
-        serving = await _serve(host, checkpoint, hardware, executors, loaded)
-        parts = TrainingParts(
-            [[make_part(host, checkpoint, hardware, executors, *one) for one in replica] for replica in loaded]
-        )
+        serving = await _serve(place, checkpoint, loaded)
+        parts = TrainingParts([[make_part(place, checkpoint, *one) for one in replica] for replica in loaded])
         checkpoint_manager = _checkpoint_manager(host, states, parts)
         training = _stage(host, hardware, parts, checkpoint_manager)
         devices = [device for replica in loaded for device, _ in replica]
         capabilities = [
-            await measure_part(host, part, hardware, hardware.lent[device], cache)
-            for part, device in zip(parts, devices, strict=True)
+            await measure_part(place, part, hardware.lent[device]) for part, device in zip(parts, devices, strict=True)
         ]
         worker = cls(
             host, hardware, training, checkpoint_manager, serving, capabilities, checkpoint.units, awaits_others
@@ -150,33 +141,33 @@ class TrainingWorker(Stage):
     def bound(self) -> bool:
         """Whether something was learnt of these units that no other node has. While others have nobody that counts for little: this
         node may take them beside its own, of which the last kept state is on its disk (`plan/training/placement.py`)."""
-        return self._training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
+        return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
 
     async def settled(self) -> None:
         """Wait for a moment in which nobody waits for this stage."""
-        await self._training.settled()
+        await self.training.settled()
 
     def rest_s(self) -> float:
         """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
-        run = self._training.run
+        run = self.training.state.run
         return math.inf if run is None else self._step_time.rest_s(run.steps)
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
-        self._step_time.note(self._training.state.step, self._host.clock.monotonic())
-        step = self._training.state.learnt_step
+        self._step_time.note(self.training.state.step, self.host.clock.monotonic())
+        step = self.training.state.learnt_step
         news = TrainingNews(training_step=step, step_load=self._step_load(), sends=self._sends())
         own = news, self._speeds()
-        return own if self._serving is None else (*self._serving.sections(), *own)
+        return own if self.serving is None else (*self.serving.sections(), *own)
 
     def _step_load(self) -> StepLoad:
-        run = self._training.run
+        run = self.training.state.run
         return StepLoad() if run is None else step_load_of(run, self._width)
 
     def _compare_with_real_work(self) -> None:
         """What the run in force shows: until it has timed microbatches, the estimate of one, which is tried as the run begins."""
-        if (run := self._training.run) is None:
+        if (run := self.training.state.run) is None:
             return
         for part, capability in self._capabilities.items():
             unit_time = part.unit_time
@@ -196,20 +187,20 @@ class TrainingWorker(Stage):
             f"it takes {units * unit_time.timed_s:.3g} s, {off:+.0%} off the {units * unit_time.expected_s:.3g} s of its estimate",
             f"the next run's estimate is multiplied by {unit_time.correction:.2f}",
         )
-        self._host.decisions.note(
+        self.host.decisions.note(
             Topic.TRAINING, "estimates a microbatch before it has computed one", facts, units=part.span
         )
 
     def _speeds(self) -> WorkSpeeds:
         """Of all devices at once: microbatches follow one another."""
-        replicas = self._training.parts.replicas
+        replicas = self.training.parts.replicas
         return speeds_section(
             at_once([(part.span.units, self._capabilities[part].speeds) for part in replica] for replica in replicas)
         )
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
-        training, span = self._training, self._training.meter.label
+        training, span = self.training, self.training.meter.label
         norm, loss = training.state.last
         yield Reading(table.TRAINING_STEP, training.state.step, (span,))
         if training.state.step:
@@ -220,15 +211,14 @@ class TrainingWorker(Stage):
             yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
         yield Reading(table.QUEUE, training.bench.queued, (span, TRAIN))
         yield from training.meter.readings()
-        if training.spot_checks is not None:
-            yield from training.spot_checks.readings()
-        if self._serving is not None:
-            yield from self._serving.readings()
+        yield from training.spot_checks.readings()
+        if self.serving is not None:
+            yield from self.serving.readings()
 
     def _sends(self) -> dict[bytes, int]:
         """The strongest codec to each peer."""
         sends: dict[bytes, int] = {}
-        for (peer, _), choice in self._training.compressor.choices.items():
+        for (peer, _), choice in self.training.compressor.choices.items():
             if choice.codec:
                 digest = peer_digest(peer)
                 sends[digest] = max(choice.codec, sends.get(digest, 0))
@@ -244,51 +234,43 @@ class TrainingWorker(Stage):
             details = {"peer": peer, "direction": direction, "codec": codec, "reason": choice.reason}
             loop.call_soon_threadsafe(functools.partial(tell, "compressing", text, **details))
 
-        self._training.compressor.on_choice = on_choice
+        self.training.compressor.on_choice = on_choice
 
     async def drain(self, timeout_s: float) -> None:
         """Hand the coordinator's role on, and let the sessions move to other peers."""
         await self._election.close()
-        if self._serving is not None:
-            await self._serving.drain(timeout_s)
+        if self.serving is not None:
+            await self.serving.drain(timeout_s)
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Keep the step that is reached, here and where nobody else has it at another peer's, and free everything."""
         await self._restoration.close()
         await self._election.close()
-        await self._training.close()
+        await self.training.close()
         left = await self._backups.hand_over()
         if left:
             log.warning("the newest state of units %s is on this disk alone: nobody took it", list(left))
         await self._backups.close()
-        await self._checkpoint_manager.close()
-        if self._serving is not None:
-            await self._serving.close()
+        await self.checkpoint_manager.close()
+        if self.serving is not None:
+            await self.serving.close()
 
 
-async def _serve(
-    host: Host,
-    checkpoint: Checkpoint,
-    hardware: Hardware,
-    executors: Sequence[Executor],
-    loaded: LoadedSegments,
-) -> ServingStage | None:
+async def _serve(place: Workplace, checkpoint: Checkpoint, loaded: LoadedSegments) -> ServingStage | None:
     """What is trained, as it is learnt; nobody serves modules."""
     if isinstance(checkpoint, GraphCheckpoint):
         return None
     twins = [[await load_served(checkpoint, *one) for one in replica] for replica in loaded]
-    return await ServingStage.serve(Workplace(host, hardware, executors), twins)
+    return await ServingStage.serve(replace(place, adapters=None), twins)
 
 
 def _checkpoint_manager(host: Host, states: SharedStates, parts: TrainingParts) -> CheckpointManager:
     return CheckpointManager(
-        host.network,
-        host.hello,
-        host.link_config,
+        host,
         host.config.home / "training" / host.swarm.id.hex()[:16],
         states.state_server,
         states.backups,
-        blocks=parts.segment.parameters(),
+        blocks=frozenset(parts.segment.parameters()),
     )
 
 
@@ -297,9 +279,7 @@ def _stage(
 ) -> TrainingStage:
     assert host.swarm.manifest is not None
     spot_checks = SpotChecks(
-        host.network,
-        host.hello,
-        host.link_config,
+        host,
         Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
         parts.bench,
         host.standing,
@@ -307,13 +287,9 @@ def _stage(
         budget=AuditBudget(hardware.config.audit_share),
     )
     return TrainingStage(
-        host.network,
-        host.hello,
-        host.link_config,
+        host,
         parts,
         checkpoint_manager,
         compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
-        completed=host.completed,
         spot_checks=spot_checks,
-        on_neighbour_lost=host.lost_neighbour,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swarmnode.plan.training.layout import CLEARLY, STANDING_BY, common_layout, cut
+from swarmnode.plan.training.layout import CLEARLY, STANDING_BY, cut, likely_layouts
 from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, choose_training_place
 from swarmnode.plan.training.step_forecast import Clusters, StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import Span
@@ -39,7 +39,7 @@ def settled(load: TrainingLoad, network: TrainingNetwork, capacities: list[int])
 
 def settled_from(spans: list[Span], forecast: StepForecast, capacities: list[int], rounds: int = 9) -> list[Span]:
     """They choose in turn until nobody moves."""
-    layout = common_layout(forecast, capacities)
+    layout = likely_layouts(forecast, capacities)[0].layout
     for _ in range(rounds):
         before = list(spans)
         for peer in range(len(spans)):
@@ -91,7 +91,7 @@ def test_stages_of_unequal_cards_are_about_as_fast() -> None:
     hold a half each."""
     network = replace(islands([6]), work_per_s_N=np.array([10.0, 5.0, 10.0, 5.0, 5.0, 5.0]))
     forecast = StepForecast(load(0.0, 0.0), network)
-    layout = common_layout(forecast, [UNITS // 2] * 6)
+    layout = likely_layouts(forecast, [UNITS // 2] * 6)[0].layout
     for stage in layout.stages:
         holders = np.array([place == stage for place in layout.places])
         assert network.work_per_s_N[holders].sum() / stage.units == 40.0 / UNITS
@@ -103,7 +103,9 @@ def test_more_is_held_where_halves_are_not_as_fast() -> None:
     """Of four cards each is twice as fast as the next, so that the slower half would be waited for. With gradients that weigh more
     that is shorter nevertheless."""
     network = replace(islands([4]), work_per_s_N=np.array([40.0, 20.0, 10.0, 5.0]))
-    light, heavy = (common_layout(StepForecast(load(size, 1e5), network), [UNITS] * 4) for size in (1e5, 1e7))
+    light, heavy = (
+        likely_layouts(StepForecast(load(size, 1e5), network), [UNITS] * 4)[0].layout for size in (1e5, 1e7)
+    )
     assert set(light.places) == {Span(0, 8)}
     assert set(heavy.places) == {Span(0, 5), Span(5, 8)}
 
@@ -112,7 +114,7 @@ def test_teams_of_a_fast_and_a_slow_card_have_stages_as_long() -> None:
     """Two cards, each four times as fast as each of the two others: one of both on each half, which averages less than a stage of
     the fast ones would."""
     network = replace(islands([4]), work_per_s_N=np.array([40.0, 10.0, 40.0, 10.0]))
-    layout = common_layout(StepForecast(load(1e7, 1e5), network), [UNITS] * 4)
+    layout = likely_layouts(StepForecast(load(1e7, 1e5), network), [UNITS] * 4)[0].layout
     teams = [{peer for peer, place in enumerate(layout.places) if place == stage} for stage in layout.stages]
     assert list(layout.stages) == [Span(0, 4), Span(4, 8)]
     assert all(sum(network.work_per_s_N[list(team)]) == 50.0 for team in teams)
@@ -121,7 +123,7 @@ def test_teams_of_a_fast_and_a_slow_card_have_stages_as_long() -> None:
 def test_stages_are_as_long_as_their_holders_are_fast() -> None:
     """Two islands, one with cards three times as fast: these hold three quarters of the model."""
     network = replace(islands([2, 2]), work_per_s_N=np.array([30.0, 10.0, 30.0, 10.0]))
-    layout = common_layout(StepForecast(load(2e6, 1e5), network), [UNITS] * 4)
+    layout = likely_layouts(StepForecast(load(2e6, 1e5), network), [UNITS] * 4)[0].layout
     assert list(layout.places) == [Span(0, 6), Span(6, 8)] * 2
 
 
@@ -134,7 +136,7 @@ def test_many_peers_spare_sooner_than_few(peers: int, spare: int) -> None:
     network = TrainingNetwork(
         np.full(peers, 20.0), np.where(apart_NN, 0.05, 0.001), np.where(apart_NN, FAR_BPS, NEAR_BPS)
     )
-    layout = common_layout(StepForecast(load(5e5, 1e4), network), [UNITS] * peers)
+    layout = likely_layouts(StepForecast(load(5e5, 1e4), network), [UNITS] * peers)[0].layout
     spares = [peer for peer, place in enumerate(layout.places) if place == STANDING_BY]
     assert spares == np.flatnonzero(is_far_N)[:spare].tolist()
 
@@ -144,7 +146,7 @@ def test_cards_are_not_dealt_out_in_parts() -> None:
     takes three units instead."""
     units = 12
     twelve = TrainingLoad(32, 1e5, np.full(units, 1e6), np.ones(units), np.full(units, 3e6))
-    layout = common_layout(StepForecast(twelve, islands([8], work_per_s=5.0)), [4] * 8)
+    layout = likely_layouts(StepForecast(twelve, islands([8], work_per_s=5.0)), [4] * 8)[0].layout
     assert Counter(layout.places) == {Span(start, start + 3): 2 for start in range(0, units, 3)}
 
 
@@ -161,7 +163,7 @@ def test_where_gradients_weigh_more_whole_stages_stay_on_their_islands() -> None
 def test_no_island_is_left_out_because_replicas_could_stand_on_both(gradient_bytes: float) -> None:
     """Averaging across the slow link would take long. Each island has whole stages of its own instead."""
     forecast = StepForecast(load(gradient_bytes), islands([4, 4], work_per_s=20.0))
-    layout = common_layout(forecast, [UNITS] * 8)
+    layout = likely_layouts(forecast, [UNITS] * 8)[0].layout
     assert Counter(layout.places[0::2]) == {Span(0, 2): 2, Span(2, 4): 2}
     assert Counter(layout.places[1::2]) == {Span(4, 6): 2, Span(6, 8): 2}
 
@@ -169,7 +171,7 @@ def test_no_island_is_left_out_because_replicas_could_stand_on_both(gradient_byt
 def test_who_is_far_from_two_islands_is_left_out_of_both() -> None:
     """A ninth peer with stages of its own would make all averaging, or all pipelines, cross the slow link."""
     network = islands([4, 4, 1], work_per_s=20.0)
-    layout = common_layout(StepForecast(load(5e7), network), [UNITS] * 9)
+    layout = likely_layouts(StepForecast(load(5e7), network), [UNITS] * 9)[0].layout
     assert [peer for peer, place in enumerate(layout.places) if place == STANDING_BY] == [2]
 
 
@@ -177,7 +179,7 @@ def test_no_layout_is_forecast_to_be_clearly_faster() -> None:
     """Of a fast island and a slow one: nobody finds a grid of the fast cards alone, or of all, that takes less."""
     network = replace(islands([4, 4]), work_per_s_N=np.array([40.0, 5.0] * 4))
     forecast = StepForecast(load(1e8), network)
-    layout = common_layout(forecast, [UNITS] * 8)
+    layout = likely_layouts(forecast, [UNITS] * 8)[0].layout
 
     for count in (1, 2):  # each unit has two holders
         stages = [Span(start, start + UNITS // count) for start in range(0, UNITS, UNITS // count)]
@@ -235,7 +237,7 @@ def test_every_unit_has_two_holders_first() -> None:
 def test_who_is_spare_takes_the_place_of_those_that_are_lost() -> None:
     capacities = [UNITS // 2] * 3
     forecast = StepForecast(load(), islands([3]))
-    layout = common_layout(forecast, capacities)
+    layout = likely_layouts(forecast, capacities)[0].layout
     peers = TrainingPeers([Span(0, 4), STANDING_BY, STANDING_BY], capacities)
     assert choose_training_place(forecast, layout, peers, 1) == TrainingPlace(Span(4, 8), math.inf)
 
@@ -243,7 +245,7 @@ def test_who_is_spare_takes_the_place_of_those_that_are_lost() -> None:
 def test_who_would_leave_units_alone_says_so() -> None:
     forecast = StepForecast(load(), islands([1, 1]))
     peers = TrainingPeers([Span(0, 2), STANDING_BY], [2, 2])
-    assert choose_training_place(forecast, common_layout(forecast, [2, 2]), peers, 1) is None
+    assert choose_training_place(forecast, likely_layouts(forecast, [2, 2])[0].layout, peers, 1) is None
 
 
 def test_what_hangs_on_one_peer_attracts_a_newcomer_before_anything_else() -> None:
@@ -347,7 +349,7 @@ def test_one_that_is_content_stays() -> None:
     network = islands([2, 2])
     peers = TrainingPeers(settled(load(1e8), network, [UNITS] * 4), [UNITS] * 4)
     forecast = StepForecast(load(1e8), network)
-    layout = common_layout(forecast, peers.capacity_units)
+    layout = likely_layouts(forecast, peers.capacity_units)[0].layout
     places = [choose_training_place(forecast, layout, peers, peer) for peer in range(4)]
     assert places == [TrainingPlace(span) for span in peers.spans]
 

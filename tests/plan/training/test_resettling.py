@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swarmnode.plan.training.layout import STANDING_BY, StageLayout, common_layout
+from swarmnode.plan.training.layout import STANDING_BY, StageLayout, likely_layouts
 from swarmnode.plan.training.placement import TrainingPeers
 from swarmnode.plan.training.resettling import Resettling
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
@@ -60,7 +60,7 @@ def test_all_come_to_their_places_and_each_unit_has_a_holder_all_the_time(seed: 
     network = places(*sizes, far_bps=10 ** chance.uniform(7, 9))
     network = replace(network, work_per_s_N=np.array([chance.choice([50.0, 100.0, 200.0]) for _ in range(sum(sizes))]))
     forecast, peers = forecast_on(network), range(sum(sizes))
-    layout = common_layout(forecast, [UNITS] * len(peers))
+    layout = likely_layouts(forecast, [UNITS] * len(peers))[0].layout
     spans = [chance.choice([STANDING_BY, WHOLE, FIRST, LAST, Span(2, 6), Span(0, 3), Span(3, 8)]) for _ in peers]
     spans[chance.choice(peers)] = WHOLE
     learnt, arrives = {one for one, span in enumerate(spans) if span.units}, dict[int, int]()

@@ -105,9 +105,9 @@ def test_the_last_stage_tells_losses_of_what_it_has_counted(two: StepLedger) -> 
 def test_what_a_stage_says_replaces_what_was_known_or_adds_to_it(two: StepLedger) -> None:
     two.report("first", FIRST, {0: 0b001})
     two.report("first", FIRST, {0: 0b010}, adds=True)
-    assert two.peers["first"].mask(0) == 0b011
+    assert two.holdings["first"].mask(0) == 0b011
     two.report("first", FIRST, {0: 0b010})
-    assert two.peers["first"].mask(0) == 0b010
+    assert two.holdings["first"].mask(0) == 0b010
 
 
 events = st.lists(
@@ -141,7 +141,7 @@ def test_without_conflicts_nothing_is_counted_twice(sequence: list[tuple[str, st
         held.lose(peer)
     assert held.conflicts() == []
     for unit in range(UNITS):
-        masks = [holding.mask(unit) for holding in held.peers.values()]
+        masks = [holding.mask(unit) for holding in held.holdings.values()]
         assert sum(mask.bit_count() for mask in masks) == held._union(unit).bit_count()
 
 
@@ -158,5 +158,5 @@ def test_missing_is_what_some_unit_has_not_counted(sequence: list[tuple[str, str
 def test_discarding_keeps_the_replica_with_most_counts(sequence: list[tuple[str, str, int]]) -> None:
     held = play(sequence)
     losers = set(held.conflicts())
-    weights = {peer: held._weight(peer) for peer in held.peers}
+    weights = {peer: held._weight(peer) for peer in held.holdings}
     assert not losers or max(weights.values()) == max(weights[peer] for peer in weights if peer not in losers)

@@ -30,9 +30,8 @@ from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSess
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.session_spec import SessionSpec, ids_entry
 from swarmnode.serving.pipeline import Pipeline
-from swarmnode.serving.server import StageServer
 from swarmnode.serving.worker import Worker
-from tests.peer.toy_swarm import HELLO, ToyPeer, ToyRouter
+from tests.peer.toy_swarm import HELLO, ToyPeer, ToyRouter, stage_server
 
 POSITIONS = 32
 VOCABULARY = 97
@@ -56,7 +55,7 @@ class Volunteer:
         self.worker = Worker(StageRunner(stage, RunnerConfig(cache_bytes=1 << 22)), self.executor)
         config = LinkConfig()
         pipeline = Pipeline([self.worker], config.ledger)
-        self.server = StageServer(ToyPeer(self.network, config), [pipeline], ServerConfig())
+        self.server = stage_server(ToyPeer(self.network, config), [pipeline], ServerConfig())
 
 
 class TinySwarm:

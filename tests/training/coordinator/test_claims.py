@@ -60,7 +60,7 @@ def test_a_claim_while_roll_is_called_changes_nothing(tmp_path: Path) -> None:
         await scene.join(0, 1)
         coordinator, stage = scene.swarm.volunteers
         training = asyncio.ensure_future(scene.train())
-        await until(lambda: stage.stage.coordinator == coordinator.peer, "a coordinator")
+        await until(lambda: stage.stage.following.coordinator == coordinator.peer, "a coordinator")
         assert phase_of(coordinator) is Phase.RENDEZVOUS, "unit 2 has nobody"
         for volunteer in scene.swarm.volunteers:
             claim(volunteer, volunteer.segment.start)

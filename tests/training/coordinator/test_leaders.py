@@ -36,7 +36,7 @@ async def test_who_may_not_lead_is_refused_and_changes_nothing(scene: Scene) -> 
     scene.stage.may_lead = lambda peer: peer == leader
     answer = await (await scene.talk(1)).ask(Lead(TERM + 1, KEY))
     assert answer == Error(ErrorCode.REFUSED)
-    assert scene.stage.coordinator == leader and scene.stage.term == TERM
+    assert scene.stage.following.coordinator == leader and scene.stage.following.term == TERM
     assert isinstance(await line.ask(Lead(TERM, KEY)), Status), "the one in force goes on"
 
 
@@ -55,13 +55,17 @@ async def test_volunteers_lead_until_a_trainers_node_comes(tmp_path: Path) -> No
     gate = TrainersFirst()
     async with TrainingSwarm(tmp_path, gate) as swarm:
         elder, younger = await swarm.join(0, 3), await swarm.join(0, 3)
-        await until(lambda: swarm.coordinator is elder and younger.stage.coordinator == elder.peer, "the eldest's term")
+        await until(
+            lambda: swarm.coordinator is elder and younger.stage.following.coordinator == elder.peer,
+            "the eldest's term",
+        )
         trainer = await swarm.join(0, 3)
         gate.trainers.add(trainer.peer)
         await until(lambda: swarm.coordinator is trainer, "the trainer's term")
         for volunteer in (elder, younger):
-            await until(lambda v=volunteer: v.stage.coordinator == trainer.peer, f"{volunteer} to follow it")
+            await until(lambda v=volunteer: v.stage.following.coordinator == trainer.peer, f"{volunteer} to follow it")
         swarm.kill(trainer)
         await until(
-            lambda: swarm.coordinator is elder and younger.stage.coordinator == elder.peer, "the eldest's again"
+            lambda: swarm.coordinator is elder and younger.stage.following.coordinator == elder.peer,
+            "the eldest's again",
         )

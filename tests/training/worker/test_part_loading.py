@@ -33,11 +33,12 @@ class Part:
 
 def measured(cache: SpeedCache) -> Capability:
     clock = SimpleNamespace(compute=lambda: 0.0, monotonic=lambda: 0.0)
-    host: Any = SimpleNamespace(clock=clock, swarm=SimpleNamespace(id=b""))
-    hardware: Any = SimpleNamespace(training_conditions=lambda _swarm, units, _lent: replace(WHOLE, units=units))
+    host = SimpleNamespace(clock=clock, swarm=SimpleNamespace(id=b""))
+    hardware = SimpleNamespace(training_conditions=lambda _swarm, units, _lent: replace(WHOLE, units=units))
     lent: Any = SimpleNamespace(throttle=Throttle())
     part: Any = Part()
-    return asyncio.run(measure_part(host, part, hardware, lent, cache))
+    place: Any = SimpleNamespace(host=host, hardware=hardware, speed_cache=cache)
+    return asyncio.run(measure_part(place, part, lent))
 
 
 @pytest.mark.parametrize("has_worked", [False, True])

@@ -42,7 +42,7 @@ def estimator(
     dummy_run: DummyRun = as_estimated,
     *,
     asked: list[torch.device] | None = None,
-    throttle: Throttle | None = None,
+    throttle: Throttle = Throttle(),
     limit_bytes: int | None = None,
 ) -> PassEstimator:
     def measure(device: torch.device, _dtype: torch.dtype | None) -> Rates:

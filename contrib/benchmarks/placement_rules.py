@@ -1,4 +1,4 @@
-"""The rules of other systems, to measure ours against: Petals and SWARM, each as its paper tells.
+"""Rules of placement of other systems, to measure ours against: Petals and SWARM, each as its paper tells.
 
 Petals (arXiv 2209.01188, section 3.2): a server takes the window whose blocks have the least throughput, compared as a
 sorted list; later it asks what the swarm would do if it moved, and moves where the present is worth less than 0.75 of that.
