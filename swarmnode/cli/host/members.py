@@ -1,4 +1,4 @@
-"""`swarmnode members`: who belongs to a swarm."""
+"""`swarmnode members`, `invite` and `revoke`: who belongs to a swarm, and who shall."""
 
 from __future__ import annotations
 

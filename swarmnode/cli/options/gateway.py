@@ -1,4 +1,4 @@
-"""What `serve` and `run --page` share: a gateway with its page, at a port of this machine."""
+"""Gateway of `serve` and `run --page`, with its page, at a port of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.errors import NetworkDown
 from swarmnode.lending.control_client import GATEWAYS
-from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.net.tasks import until_first
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -94,13 +94,7 @@ def _origin(host: str, port: int) -> str:
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
     """A node's work, with a gateway to its swarm beside it, as a client of its own, as soon as the swarm can be reached. Raises
     what either ends with."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_answer(swarm, address))
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancel_and_wait(*tasks)
+    await until_first(work, _answer(swarm, address))
 
 
 async def _answer(swarm: Swarm, address: GatewayAddress) -> None:

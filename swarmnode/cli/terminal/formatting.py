@@ -1,4 +1,4 @@
-"""Tables on standard output."""
+"""Text for terminals: names of strangers made safe, durations, JSON lines and tables."""
 
 from __future__ import annotations
 

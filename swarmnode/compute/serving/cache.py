@@ -1,4 +1,4 @@
-"""The KV caches of all sessions within a budget of bytes: who shares a cohort, when buffers grow, and what is refused.
+"""KV caches of all sessions of a span, and the budget of bytes for them.
 
 A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory: of layers
 with a sliding window (`window.py`) what their buffers have at most, and the largest layer twice, for regrouping. Buffers grow
