@@ -13,7 +13,6 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Labels, Lead, Status
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.executor import WorkItem
-from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import PeerError
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -21,6 +20,7 @@ from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
+from tests.compute.inline_executor import InlineExecutor
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.net.virtual import in_virtual_time_with
 from tests.peer.training_swarm import HELLO, PATIENCE_S, one_part, toy_batches, toy_run
