@@ -277,7 +277,7 @@ class Fetcher:
             log.debug("%s", error)
             lacking = error.code == ErrorCode.NOT_FOUND
             if not lacking:
-                self._backoff.failed(source.name, at_least_s=error.retry_s)
+                self._backoff.failed(source.name, at_least_s=error.retry_s or 0.0)
                 return False
         except (PeerError, CheckpointError, NetworkDown) as error:
             log.warning("a source failed: %s", error)

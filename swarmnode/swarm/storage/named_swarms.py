@@ -52,12 +52,6 @@ def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
     return {swarm.name: swarm for swarms in lists for swarm in swarms}
 
 
-def find_public_swarm(name: str, home: Path | None) -> str | None:
-    """The invite to the public swarm of that name; None where no list knows it. Raises UsageError."""
-    known = known_swarms(home).get(name)
-    return None if known is None else known.invite
-
-
 def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
     content = parse_versioned(data, _List, source=source, what=WHAT, newest=FORMAT)
     for swarm in content.swarms:
