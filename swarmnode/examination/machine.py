@@ -17,7 +17,7 @@ from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
-from swarmnode.metrics.exposition import nvidia_cards
+from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from swarmnode.metrics.exposition import nvidia_cards
+from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.tasks import OnCrash, Tasks
 
 LOOK_S = 1.0

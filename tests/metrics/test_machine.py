@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarmnode.metrics import table
-from swarmnode.metrics.exposition import build, disk, machine
+from swarmnode.metrics.machine import build, disk, machine
 from swarmnode.version import __version__
 
 

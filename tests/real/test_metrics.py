@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.localswarm import NodeProcess
-from swarmnode.metrics.exposition import machine
+from swarmnode.metrics.machine import machine
 from tests.real.forked import ForkedSwarm
 from tests.real.prometheus import CONTRIB, Prometheus, free_port, needs_prometheus, promtool
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.formatting import origin
 from swarmnode.errors import NetworkDown
 from swarmnode.lending.control_client import GATEWAYS
 from swarmnode.net.tasks import until_first
@@ -64,8 +65,8 @@ class GatewayAddress:
             yield
 
     def _tell(self, port: int, token: str, models: list[str]) -> None:
-        url = f"{_origin(self.host, port)}/v1"
-        page = f"{_origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/#owner={token}"
+        url = f"{origin(self.host, port)}/v1"
+        page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/#owner={token}"
         if self.as_json:
             print_json({"event": "serving", "url": url, "page": page, "models": models})
         else:
@@ -85,10 +86,6 @@ async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict
     }
     answer |= {"sessions": len(client.running), "reroutes": client.reroutes}
     return {**answer, **(client.why(request.about) if request.command == "why" else {})}
-
-
-def _origin(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:

@@ -168,7 +168,7 @@ def names_a_swarm(source: str, home: Path | None) -> bool:
 def _named(name: str, home: Path | None) -> str | None:
     joined = None if home is None else JoinedSwarms(home).invite_to(name)
     public = known_swarms(home).get(name)
-    return joined or (public and public.invite)
+    return joined or (public.invite if public is not None else None)
 
 
 def _invited(text: str) -> Swarm:

@@ -1,0 +1,86 @@
+"""Figures of the machine for metrics: versions, disk, and NVIDIA cards by the library of their driver (NVML)."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swarmnode.files import existing
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Metric, Reading, Readings, Source
+from swarmnode.version import __version__
+
+log = logging.getLogger(__name__)
+
+
+def machine(home: Path) -> Source:
+    """Reads the machine; `home` is where the process keeps its state."""
+    nvml, handles = nvidia_cards()
+    cards = [Card(nvml, handle, index) for index, handle in enumerate(handles)]
+
+    def read() -> Readings:
+        yield build()
+        yield from disk(home)
+        yield from (reading for card in cards for reading in card.read())
+
+    return read
+
+
+def build() -> Reading:
+    """The versions that run; torch's only where it is loaded."""
+    torch = sys.modules.get("torch")
+    versions = (__version__, platform.python_version(), str(getattr(torch, "__version__", "")))
+    return Reading(table.BUILD, 1.0, versions)
+
+
+def disk(folder: Path) -> Readings:
+    """Of the disk on which `folder` is, or will be."""
+    usage = shutil.disk_usage(existing(folder))
+    yield Reading(table.DISK_FREE, usage.free)
+    yield Reading(table.DISK_SIZE, usage.total)
+
+
+class Card:
+    """One NVIDIA card. What its driver does not tell (power, on many laptops) is left out."""
+
+    def __init__(self, nvml: Any, handle: Any, index: int) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        model = nvml.nvmlDeviceGetName(handle)
+        self._labels = (str(index), model.decode() if isinstance(model, bytes) else model)
+
+    def __repr__(self) -> str:
+        return f"<Card {' '.join(self._labels)}>"
+
+    def read(self) -> Readings:
+        """Use, memory, temperature and power now."""
+        nvml, handle = self._nvml, self._handle
+        figures: dict[Metric, Callable[[], float]] = {
+            table.GPU_BUSY: lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            table.GPU_MEMORY_USED: lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            table.GPU_MEMORY_SIZE: lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            table.GPU_TEMPERATURE: lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            table.GPU_POWER: lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # milliwatts
+        }
+        for metric, figure in figures.items():
+            try:
+                yield Reading(metric, float(figure()), self._labels)
+            except nvml.NVMLError:
+                continue
+
+
+def nvidia_cards() -> tuple[Any, list[Any]]:
+    """Return NVML, and its handle of each NVIDIA card of this machine: of none if there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml, [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        log.info("no NVIDIA driver to ask: %s", error)
+        return pynvml, []
