@@ -1,4 +1,7 @@
-"""Files that are there after a power cut: written, flushed to the disk with the folder that names them, and only then relied on."""
+"""Files of this machine: locks, bounded reads, and writes that outlast a power cut.
+
+A file is flushed to the disk with the folder that names it before anything relies on it.
+"""
 
 from __future__ import annotations
 

@@ -13,10 +13,13 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 import tempfile
 import typing
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))  # replicas in one process belong to the tests
 
 from swarmnode.localswarm import LocalSwarm
 
@@ -63,8 +66,8 @@ def crossed_bytes(model: Any, way: dict[str, Any]) -> float:
 
     from swarmnode.codec.tensors import Codec
     from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
-    from swarmnode.compute.training.averaging.together import agree
     from swarmnode.swarm.records.run import Averaging
+    from tests.compute.training.averaging.together import agree
 
     averaging = Averaging(codec=Codec[way.get("codec", "none").upper()], rank=way.get("rank", 0))
     shapes = [parameter.shape for parameter in model.parameters()]

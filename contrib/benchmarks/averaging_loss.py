@@ -3,7 +3,7 @@
     python contrib/benchmarks/averaging_loss.py [--steps 300] [--every 25] [--ways none int8 …] [--seed 0]
 
 Two replicas of a byte-level GPT-2 (2 layers, 96 wide, sequence 64, 8 samples each) learn the standard library's sources. Gradients
-and pseudo-gradients go through the compressors that live replicas use (`compute/training/averaging/together.py`), encoded and
+and pseudo-gradients go through the compressors that live replicas use (`tests/compute/training/averaging/together.py`), encoded and
 decoded. With `every` above 1 replicas part after 100 steps of warm-up, as live ones do. `loss` is the mean of the last 20 steps,
 `held_out` that of the averaged model on text that was not learnt; `bytes` is what one of the two sends in a step, on average after
 the warm-up. `step_s` adds to a step's computing, measured here, what these bytes take at 8, 50 and 500 Mbit/s.
@@ -18,17 +18,20 @@ import sys
 import time
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from corpus import batches, read_corpus
 from torch import Tensor, nn
 
+sys.path.append(str(Path(__file__).parents[2]))  # replicas in one process belong to the tests
+
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
-from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.block import OuterOptimizer
 from swarmnode.swarm.records.run import Averaging
+from tests.compute.training.averaging.together import agree
 
 LAYERS, HIDDEN, SEQUENCE, SAMPLES = 2, 96, 64, 8
 LEARNING_RATE, LARGEST_NORM, WARMUP_STEPS, LAST_STEPS = 2e-3, 1.0, 100, 20

@@ -33,19 +33,21 @@ import torch
 from corpus import batches, read_corpus
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[2]))  # replicas in one process belong to the tests
+
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
 from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector, suspect
-from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.gradient_sketch import LEAST, gradient_sketch, in_rows
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.plan.audits.judgement import Calibration, judge_states
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.training.spot_checks.spot_checks import RECOMPUTED
+from tests.compute.training.averaging.together import agree
 
 HIDDEN, SEQUENCE, BATCH = 96, 64, 16
 REPLICAS = ("a", "b", "c", "liar")

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
@@ -30,7 +30,6 @@ from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress, matching_hashes
 from swarmnode.swarm.storage.states import StateStore, file_name
-from swarmnode.weights.chunk_server import weights_link
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.sources import PeerSource, Source
 
@@ -107,7 +106,7 @@ class Listing:
 def state_board(peer: LocalPeer) -> Switchboard:
     """The links for asking peers for states; the caller closes it."""
     longest = max(CHUNK_BYTES, MAX_STATE_BYTES // CHUNK_BYTES * HASH_BYTES)
-    return Switchboard(peer.network, STATE_PROTOCOL, peer.hello, weights_link(peer.link_config, longest))
+    return Switchboard(peer.network, STATE_PROTOCOL, peer.hello, replace(peer.link_config, max_payload_bytes=longest))
 
 
 async def list_states(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmnode.client.owner_client import OwnerClient
 from swarmnode.codec.measuring_messages import Trace
@@ -17,6 +17,8 @@ from swarmnode.peer.picture import picture_of
 from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.storage.swarmfile import Swarm
 
+Observer = TypeVar("Observer", bound="SwarmObserver")
+
 
 class SwarmObserver:
     """By the connection of `host`, which has joined and has the manifest."""
@@ -26,6 +28,16 @@ class SwarmObserver:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._host!r}>"
+
+    async def __aenter__(self: Observer) -> Observer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave the swarm."""
+        await self._host.close()
 
     @property
     def peer_id(self) -> PeerId:

@@ -114,14 +114,9 @@ def invites_given_out(guests: Sequence[IssuedInvite], picture: dict[str, Any]) -
     seen = Counter(member.get("invite") for member in picture["members"])
     return [
         {
-            "id": guest.invite,
-            "role": guest.role,
+            **guest.told(),
             "issued_at": guest.issued_at,
-            "expires_at": guest.expires_at or None,
-            "uses": guest.uses or None,
             "used": picture["uses"].get(guest.invite, 0) if guest.uses else seen[guest.invite],
-            "peer": guest.peer or None,
-            "group": guest.group,
             "note": guest.note,
             "revoked": guest.invite in picture["revocations"]["invites"],
         }

@@ -102,12 +102,6 @@ class SwarmClient(SwarmObserver):
             await host.manifest(patience_s=patience_s - (platform.clock.monotonic() - started_s))
         return cls(host, ClientConfig(patience_s=patience_s, audit_share=audit_share), trust)
 
-    async def __aenter__(self) -> SwarmClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def close(self) -> None:
         """Leave the swarm. Audits that are under way are given up."""
         await self._beginnings.close()

@@ -14,13 +14,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient, aconnect
 from swarmnode.client.text_stream import GeneratedText, TextStream
 from swarmnode.config import ClientConfig
 from swarmnode.net.tasks import cancel_the_rest
 from swarmnode.serving.client.generation import GenerateOptions, Generation
-from swarmnode.swarm.peers.standing import Trust, parse_trust
-from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,16 +58,14 @@ class SyncStream:
 class SyncSwarm:
     """Runs the client, in a thread that ends with `close`. Made by `connect`."""
 
-    def __init__(self, swarm: Swarm, *, home: Path | None, patience_s: float, trust: Trust, audit_share: float) -> None:
+    def __init__(self, joining: Coroutine[Any, Any, SwarmClient]) -> None:
         import uvloop
 
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarmnode-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self.run(
-                SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=trust, audit_share=audit_share)
-            )
+            self._client = self.run(joining)
         except BaseException:
             self._stop()
             raise
@@ -140,6 +136,4 @@ def connect(
     audit_share: float = ClientConfig.audit_share,
 ) -> SyncSwarm:
     """Join a swarm as a client: `with connect(...) as swarm`. Arguments and errors are those of `aconnect`."""
-    folder = None if home is None else Path(home)
-    known, trusted = load_swarm(swarm, folder), parse_trust(trust)
-    return SyncSwarm(known, home=folder, patience_s=patience_s, trust=trusted, audit_share=audit_share)
+    return SyncSwarm(aconnect(swarm, home=home, patience_s=patience_s, trust=trust, audit_share=audit_share))

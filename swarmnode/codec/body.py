@@ -1,4 +1,4 @@
-"""What all bodies have in common: their base, the types of their fields, and the bounds that msgspec checks while decoding."""
+"""Bodies of frames: their base class, the types of their fields, and the bounds that msgspec checks while decoding."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ MAX_RUN_BYTES = 4096
 MAX_STEP = 1 << 40
 
 SHARED = -1
+"""Block of the parameters that the first and the last unit share (tied embedding and head)"""
+
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-"""The block of parameters that the first and the last unit share (tied embedding and head)."""
 
 Block = Annotated[int, Meta(ge=SHARED, le=MAX_UNITS)]
 Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]

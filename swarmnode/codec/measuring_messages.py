@@ -1,4 +1,5 @@
-"""Bodies of frames by which peers measure one another: their speed while they work, and the bandwidth between them."""
+"""Bodies of frames that measure: a peer's speed while it works, the bandwidth between two, and `/swarmnode/trace/1`, the steps
+of a session at one hop (`protocol/frames.md`)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,6 @@ from swarmnode.errors import ProtocolError
 
 MAX_UNIT_US = (1 << 32) - 1
 MAX_PROBE_BYTES = 512 * 1024
-
-UnitMicroseconds = Annotated[int, Meta(ge=0, le=MAX_UNIT_US)]
 TRACE_ID_BYTES = 16
 TRACE_DOMAIN = b"swarmnode-trace-1\x00"
 MAX_TRACE_STEPS = 512
@@ -22,6 +21,7 @@ MAX_TRACE_US = (1 << 32) - 1
 MAX_CAME_US = 1 << 48
 MAX_BATCH = (1 << 16) - 1
 
+UnitMicroseconds = Annotated[int, Meta(ge=0, le=MAX_UNIT_US)]
 TraceId = Annotated[bytes, Meta(min_length=TRACE_ID_BYTES, max_length=TRACE_ID_BYTES)]
 Microseconds = Annotated[int, Meta(ge=0, le=MAX_TRACE_US)]
 

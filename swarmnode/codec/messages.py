@@ -1,4 +1,4 @@
-"""Bodies of frames: one msgpack array per kind (`protocol/frames.md`).
+"""Bodies of links, sessions and file transfers, and the table of all kinds of frames (`protocol/frames.md`).
 
 Bodies are arrays, so that a decode step costs few bytes. Newer versions append fields: a reader ignores trailing
 elements that it does not know, and missing trailing fields take their defaults.

@@ -1,4 +1,4 @@
-"""How the last hop draws tokens in RING mode."""
+"""Settings by which the last hop draws tokens in RING mode, and the encodings of logprobs and of the text so far."""
 
 from __future__ import annotations
 

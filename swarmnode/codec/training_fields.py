@@ -1,4 +1,4 @@
-"""What the bodies of training have in common: the types of their fields, their bounds, and rules between fields."""
+"""Fields of the bodies of training: their types, their bounds, and rules between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the block-wise codecs share: rows of one scale each, their scales, and pieces that stay in the CPU's cache.
+"""Block-wise codecs: int8 in groups of 64, int4 in tiles of 32 with a Hadamard transform for outliers, and what they share.
+
+Each row of a scale is one group. Work on the CPU goes in pieces that stay in its cache.
 
 Shape letters: N elements, M payload bytes, G groups (rows with one scale), W elements of a group,
 C bytes of a group's codes.

@@ -41,14 +41,13 @@ DTYPE_OF = {
     torch.int32: DType.INT32,
     torch.uint8: DType.UINT8,
 }
+TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
+
 HALVES = {int(Codec.BF16): torch.bfloat16, int(Codec.FP16): torch.float16}
-
-
-"""By codec that only rounds. A finite value beyond float16's range becomes infinite, which the receiver notices; bfloat16 has
-the range of float32."""
+"""Dtypes of the codecs that only round. A finite value beyond float16's range becomes infinite, which the receiver notices;
+bfloat16 has the range of float32."""
 
 _SMALL = (int(Codec.INT8), int(DType.FLOAT32))
-TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 
 
 def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Buffer]:

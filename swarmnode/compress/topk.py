@@ -1,4 +1,5 @@
-"""top-k: only the elements of largest magnitude, as 16-bit values, and where they were (`protocol/tensors.md`).
+"""Codecs of the elements of largest magnitude and their places: top-k with 16-bit values, top-k2 with values of two bits
+(`protocol/tensors.md`).
 
 Positions are a bitmask or short indices, whichever is smaller, which follows from the two counts. The threshold is
 that of a sample, since selecting exactly costs four times as much; the descriptor tells how many elements passed it.

@@ -1,4 +1,7 @@
-"""How long work takes on a device. A card is told what to do and does it later: what the host needs for that says nothing of it."""
+"""Timing of work on a device, and measurements of a device's memory and of a disk.
+
+A card gets its work and does it later, so that the time that the host needs says nothing of the card's.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,23 @@ from swarmnode.errors import LocalError
 MOST_UNREAD = 64  # passes behind which nobody has waited
 BUDGET_S = 0.2  # for the fastest of several passes; a single pass may take longer
 MOST_PASSES = 8
+READ_BYTES = 256 << 20  # of a device's memory: far more than any cache holds
+READ_PASSES = 5
+DISK_BYTES = 64 << 20
+PIECE = bytes(1 << 20)
 
 Clock = Callable[[], float]
 
 Tell = Callable[[float], None]
-MOST_BYTES = 256 << 20  # far more than any cache holds
-PASSES = 5
-SIZE_BYTES = 64 << 20
-PIECE = bytes(1 << 20)
+"""(seconds): called once, when they are known"""
 
 
-def measure_disk(folder: Path, *, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+def measure_disk(folder: Path, *, clock: Clock = time.perf_counter) -> tuple[float, float]:
     """Bytes/s written, until they are on the disk, and read, past the system's cache where it can be told to forget.
 
     The file is taken away again. Raises LocalError where nothing can be written there.
     """
-    pieces = max(1, SIZE_BYTES // len(PIECE))
+    pieces = max(1, DISK_BYTES // len(PIECE))
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             began_s = clock()
@@ -55,19 +59,16 @@ def measure_disk(folder: Path, *, clock: Callable[[], float] = time.perf_counter
     return pieces * len(PIECE) / max(written_s, 1e-9), pieces * len(PIECE) / max(read_s, 1e-9)
 
 
-def measure_read_rate(device: Device, *, clock: Callable[[], float] = time.perf_counter) -> float:
+def measure_read_rate(device: Device, *, clock: Clock = time.perf_counter) -> float:
     """Bytes per second, the best of a few passes over a buffer; half a second on a slow machine."""
-    size_bytes = max(4096, min(MOST_BYTES, device.free_bytes // 4)) // 4 * 4
+    size_bytes = max(4096, min(READ_BYTES, device.free_bytes // 4)) // 4 * 4
     buffer_N = torch.ones(size_bytes // 4, dtype=torch.float32, device=device.torch_device)
     best_s = float("inf")
-    for _ in range(PASSES):
+    for _ in range(READ_PASSES):
         began_s = clock()
         float(buffer_N.sum())  # waits for the device
         best_s = min(best_s, clock() - began_s)
     return size_bytes / max(best_s, 1e-9)
-
-
-"""(seconds): called once, when they are known"""
 
 
 def synchronize(device: torch.device) -> None:

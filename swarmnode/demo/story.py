@@ -164,18 +164,12 @@ class Story:
             folder = Path(name)
             with LocalSwarm(folder) as local:
                 swarm, nodes = await self._start(local, folder)
-                client = await SwarmClient.join(swarm, home=folder / "client")
-                try:
+                async with await SwarmClient.join(swarm, home=folder / "client") as client:
                     spans = await self._watch_them_choose(client, nodes)
-                    trainer = await _trainer(swarm, folder / "trainer")
-                    try:
+                    async with await _trainer(swarm, folder / "trainer") as trainer:
                         lesson, victim, training_s = await self._teach(trainer, nodes, folder / "text", spans)
                         text, tokens_per_s, ids = await self._complete(client)
                         identical = await self._compare(trainer, folder / "taught", ids)
-                    finally:
-                        await trainer.close()
-                finally:
-                    await client.close()
                 self._spectators.scene("Stopping everything")
                 await asyncio.to_thread(local.stop)
             left = sum(member.process.poll() is None for member in local.members)

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells of the cards of this machine: temperature, power, and what other programs use of them."""
+"""NVIDIA cards of this machine: temperature, power and use by other programs, and the guard that keeps them under ceilings."""
 
 from __future__ import annotations
 

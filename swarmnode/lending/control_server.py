@@ -1,4 +1,4 @@
-"""What a running node does where its owner tells it to, over HOME/control/<name>.sock (`command_socket.py`)."""
+"""Command sockets of nodes and gateways (HOME/control/<name>.sock), and a node's answers to its owner's commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarmnode.lending.lending import Keep, Lending
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 600.0
+MAX_WAIT_S = 600.0  # until what was told is so
 OWNER_ASKED = "you asked for it"
 MAX_LINE_BYTES = 4096
 REQUEST_TIMEOUT_S = 5.0

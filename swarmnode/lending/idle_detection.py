@@ -1,4 +1,7 @@
-"""Idle detection: for how long nobody has used this machine, by what the desktop tells logind and what was typed at terminals."""
+"""Idle detection and the other observations of this machine that rules ask for; and giving way to other programs.
+
+How long the machine is idle follows from what the desktop tells logind and from what was typed at terminals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node's lending: what its owner and its rules want of it, and how far it is on its way there."""
+"""Lending of one node: its state machine, and what its owner and its rules want of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds a node to its rules: looks at the machine again and again, and pauses or resumes its lending."""
+"""Watch over a node's rules, which pauses and resumes its lending, and the count of a month's traffic that a rule may bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces for whoever knows a session's trace id: the answering side, and asking every peer of a route."""
+"""Traces of sessions: what a hop keeps of its steps, the server that answers with it, and the question to all peers of a route."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.local_peer import LocalPeer
-from swarmnode.peer.questions import Answer, QuestionServer, ask
+from swarmnode.peer.questions import Answer, QuestionServer, ask_one
 
 log = logging.getLogger(__name__)
 
 TRACE_PROTOCOL = "/swarmnode/trace/1"
 ANSWER_S = 5.0
-SESSIONS = 64
+SESSIONS = 64  # that are over
 STEP = struct.Struct("<IIQIIIH")  # as TraceStep's fields
 
 
@@ -121,14 +121,8 @@ async def fetch_traces(own: LocalPeer, peers: Iterable[PeerId], trace: bytes) ->
 
 async def _fetch(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
     try:
-        return await asyncio.wait_for(_ask(board, peer, trace), ANSWER_S)
+        answer, _ = await asyncio.wait_for(ask_one(board, peer, GetTrace(trace), Trace), ANSWER_S)
     except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
         log.info("no trace from peer %s: %s", peer, error or "no answer")
         return None
-
-
-async def _ask(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
-    async for _frame, body in ask(board, peer, GetTrace(trace)):
-        if isinstance(body, Trace):
-            return body
-    return None
+    return answer

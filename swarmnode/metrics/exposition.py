@@ -12,12 +12,12 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -32,8 +32,6 @@ FAMILIES: dict[MetricKind, Callable[..., Family]] = {
     MetricKind.GAUGE: GaugeMetricFamily,
     MetricKind.HISTOGRAM: HistogramMetricFamily,
 }
-
-
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
@@ -161,11 +159,7 @@ class MetricsApp:
         return turned.wait(SCRAPE_TIMEOUT_S)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _ServerOfIPv6(_Server):
+class _ServerOfIPv6(ThreadingWSGIServer):
     address_family = socket.AF_INET6
 
 
@@ -180,4 +174,4 @@ def _listen(app: MetricsApp, host: str, port: int) -> WSGIServer:
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).version == 6:
             return make_server(host, port, app, _ServerOfIPv6, handler_class=_Quiet)
-    return make_server(host, port, app, _Server, handler_class=_Quiet)
+    return make_server(host, port, app, ThreadingWSGIServer, handler_class=_Quiet)

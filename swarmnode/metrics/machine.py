@@ -1,4 +1,4 @@
-"""What the machine tells: versions, disk, and NVIDIA cards where there are any. Read off the event loop."""
+"""Figures of the machine for metrics: versions, disk, and NVIDIA cards by the library of their driver (NVML)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key, kept in the file format that p2pd reads, and the peer id that follows from it.
+"""Identities: Ed25519 keys in the file format that p2pd reads, the peer ids that follow from them, and signatures.
 
 The id of an Ed25519 peer holds its public key (identity multihash, libp2p specs "Peer Ids and Keys"), so anyone can check its
 signatures knowing the id alone.
@@ -20,6 +20,7 @@ from swarmnode.files import existing, lock_alone, may_write, write_private
 from swarmnode.net.interfaces import PeerId
 
 SEED_BYTES = 32  # any are a private key (RFC 8032, section 5.1.5)
+MAX_SLOTS = 64  # of one home
 REMEMBERED_SIGNATURES = 1024
 
 # protobuf: field 1 (type) varint 1 = Ed25519; field 2 (data), length
@@ -27,9 +28,7 @@ _PRIVATE_HEAD = bytes([0x08, 0x01, 0x12, 0x40])
 _PUBLIC_HEAD = bytes([0x08, 0x01, 0x12, 0x20])
 _MULTIHASH_HEAD = bytes([0x00, 0x24])  # identity hash of 36 bytes
 
-
 Key = TypeVar("Key", bound="SigningKey")
-MAX_SLOTS = 64
 
 
 def check_home(home: Path) -> None:

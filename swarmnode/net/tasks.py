@@ -1,4 +1,4 @@
-"""Every background task has an owner, which awaits or cancels it."""
+"""Background tasks: each has an owner, which awaits or cancels it, and a supervisor, which hears of crashes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from swarmnode.errors import LocalError, PeerError
 
 log = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S = 0.5
+
+# As the intensity and period of an Erlang supervisor: one bug in one conversation costs that conversation alone.
+MOST_CRASHES = 5
+PERIOD_S = 60.0
 
 T = TypeVar("T")
 OnCrash = Callable[[BaseException], None]
-CANCEL_AGAIN_S = 0.5
 
 
 class Tasks:
@@ -109,11 +113,6 @@ async def cancel_the_rest() -> None:
     await cancel_and_wait(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
 
 
-# As the intensity and period of an Erlang supervisor: one bug in one conversation costs that conversation alone.
-MOST_CRASHES = 5
-PERIOD_S = 60.0
-
-
 class Supervisor:
     """Hears of every task of a peer that died of an error nobody expected. Whoever runs the peer waits for `broken`."""
 
@@ -156,11 +155,8 @@ class Supervisor:
 
     async def watch(self, work: Awaitable[T]) -> T:
         """The result of `work`; where the peer breaks first, `work` is cancelled and LocalError raised."""
-        task, broken = asyncio.ensure_future(work), asyncio.ensure_future(self.broken())
-        try:
-            await asyncio.wait({task, broken}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise broken.result()
-            return task.result()
-        finally:
-            await cancel_and_wait(task, broken)
+        task = asyncio.ensure_future(work)
+        await until_first(task, self._broken.wait())
+        if task.cancelled():
+            self.check()
+        return task.result()

@@ -1,4 +1,4 @@
-"""Answers questions for chunks of files: one after the other for each peer, as many peers at once as there is room for."""
+"""Server of chunks of files: it answers each peer's questions one after the other, and as many peers at once as it has room for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Chunk, Error, GetChunks
 from swarmnode.errors import ErrorCode, PeerError, ProtocolError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer
@@ -58,9 +57,9 @@ class ChunkServer:
         self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
         self._askers: dict[PeerId, _Asker] = {}
         self._tasks = Tasks(type(self).__name__, on_crash=peer.link_config.supervisor.ends_conversation)
-        patient = weights_link(peer.link_config, 0)  # questions carry no payload
+        bare = replace(peer.link_config, max_payload_bytes=0)  # questions carry no payload
         self._boards = [
-            Switchboard(peer.network, protocol, peer.hello, patient, accept=self._accept) for protocol in protocols
+            Switchboard(peer.network, protocol, peer.hello, bare, accept=self._accept) for protocol in protocols
         ]
 
     async def serve(self) -> None:
@@ -178,8 +177,3 @@ class ChunkServer:
             del self._offers[offer.file.root]
             self._hashes.pop(offer.file.root, None)
             log.warning("%s is not given to others any more: %s", offer.file.name, reason)
-
-
-def weights_link(config: LinkConfig, max_payload_bytes: int) -> LinkConfig:
-    """The link's configuration where weights travel: bounded answers."""
-    return replace(config, max_payload_bytes=max_payload_bytes)

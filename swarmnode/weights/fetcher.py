@@ -1,4 +1,4 @@
-"""Fetches chunks into the cache: from several sources at once, each chunk checked, liars and sleepers left out."""
+"""Fetcher of chunks into a cache, from several sources at once: it checks each chunk, and leaves out liars and sleepers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass
 
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
+from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 SOURCES_AT_ONCE = 4
 LOOK_AGAIN_S = 1.0  # whether a source that rested, or a run that is overdue, can be taken up
-MAX_REST_S = 60.0
+FIRST_REST_S, MAX_REST_S = 1.0, 60.0  # of a source that failed
 RUNS_AT_ONCE = 2  # asked of a quick source: the next one is on its way while the last is still coming
 QUICK_S = 2.0  # for a run; a slower source would seem silent while it still sends the one before
 RUN_CHUNKS = 8  # asked for at once: few questions, and little lost with a source
@@ -165,8 +166,7 @@ class Fetcher:
         self._sources = sources
         self._drop = drop
         self._bad: set[str] = set()  # gave something false: never asked again
-        self._rests: dict[str, float] = {}  # source -> loop time before which it is not asked
-        self._failures: dict[str, int] = {}  # in a row
+        self._backoff = Backoff(self._now, first_s=FIRST_REST_S, ceiling_s=MAX_REST_S)
         self._quick: set[str] = set()  # brought their last run in little time
         self.fetched_bytes = 0
 
@@ -238,7 +238,7 @@ class Fetcher:
             for source in self._sources()
             if source.name not in self._bad
             and source.name not in working
-            and self._rests.get(source.name, now_s) <= now_s
+            and not self._backoff.pause_s(source.name)
             and download.has_work_for(source.name, now_s)
         ]
         peers = [source for source in able if not source.last_resort]
@@ -271,30 +271,25 @@ class Fetcher:
         began_s, lacking = self._now(), False
         try:
             await self._bring(source, run, download, progress)
-            self._failures.pop(source.name, None)
+            self._backoff.succeeded(source.name)
             (self._quick.add if self._now() - began_s < QUICK_S else self._quick.discard)(source.name)
         except PeerRefused as error:
             log.debug("%s", error)
             lacking = error.code == ErrorCode.NOT_FOUND
             if not lacking:
-                self._rest(source, error.retry_s)
+                self._backoff.failed(source.name, at_least_s=error.retry_s or 0.0)
                 return False
         except (PeerError, CheckpointError, NetworkDown) as error:
             log.warning("a source failed: %s", error)
             if isinstance(error, ProtocolError):
                 self._bad.add(source.name)
             self._quick.discard(source.name)
-            self._rest(source)
+            self._backoff.failed(source.name)
             self._drop(source, str(error))
             return False
         finally:
             download.give_back(source.name, run, self._now(), lacking=lacking)
         return True
-
-    def _rest(self, source: Source, at_least_s: float | None = None) -> None:
-        """Leave a source alone for a while, longer after every failure in a row."""
-        failures = self._failures[source.name] = self._failures.get(source.name, 0) + 1
-        self._rests[source.name] = self._now() + max(at_least_s or 0.0, min(MAX_REST_S, 2.0 ** (failures - 1)))
 
     async def _bring(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> None:
         """A run of chunks from one source into the cache. Raises ProtocolError on the first that is not the file's own."""

@@ -1,4 +1,4 @@
-"""Where chunks of a checkpoint come from: other peers, or the hub that the manifest names."""
+"""Sources of a checkpoint's chunks: other peers, or the hub that the manifest names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmnode.codec.messages import Chunk, GetChunks
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.peer.questions import ask
+from swarmnode.peer.questions import ask, ask_one
 from swarmnode.swarm.records import manifest as manifests
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent
 
@@ -52,10 +52,8 @@ class PeerSource(Source):
 
     async def hashes(self, file: FileContent) -> Buffer:
         question = GetChunks(file.root, 0, 0)
-        async for frame, body in ask(self._board, self.name, question, silence_s=HASHING_S):
-            if isinstance(body, Chunk) and body.hashes:
-                return frame.payload
-        raise ProtocolError("a peer ended a conversation without an answer", peer=self.name)
+        _, hashes = await ask_one(self._board, self.name, question, Chunk, silence_s=HASHING_S)
+        return hashes
 
     async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
         number = first

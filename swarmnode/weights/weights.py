@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, Progress, is_weights, matching_hashes
 from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
-from swarmnode.weights.chunk_server import weights_link
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
 from swarmnode.weights.sources import HubSource, PeerSource, Source, largest_answer_bytes
@@ -60,7 +60,7 @@ class Weights:
             self._hint = None
         self._outline: Checkpoint | None = None
         self._damaged = False  # the founder's folder is here and cannot be used
-        bounded = weights_link(host.link_config, largest_answer_bytes(self._manifest))
+        bounded = replace(host.link_config, max_payload_bytes=largest_answer_bytes(self._manifest))
         self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
         self._cache: WeightCache | None = None
         self._fetcher: Fetcher | None = None

@@ -14,7 +14,6 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, End, Error, Input, Mode, Open, Output, Truncate, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import encode
-from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
@@ -27,6 +26,7 @@ from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.worker import Worker
 from tests.card.conftest import LAYERS, POSITIONS
+from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import HELLO, ToyPeer, link_config, stage_server
 

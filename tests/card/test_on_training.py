@@ -16,7 +16,6 @@ from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
-from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
@@ -26,6 +25,7 @@ from tests.card.conftest import LAYERS
 from tests.card.simulated import LOADED
 from tests.card.tables import SAMPLES, batch_of_tables
 from tests.compute.graph.models import split
+from tests.compute.training.averaging.together import agree
 
 UNITS = LAYERS + 2
 CPU = torch.device("cpu")

@@ -80,8 +80,8 @@ def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopwatch, "SIZE_BYTES", 1 << 20)
-    monkeypatch.setattr(stopwatch, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(stopwatch, "DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(stopwatch, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(stopwatch, "BUDGET_S", 0.001)
     save_llama(tmp_path, 2, vocab_size=64, hidden_size=64, intermediate_size=512)
     done = invoke("bench", str(tmp_path), "--json", "--device", "cpu", home=tmp_path / "home")

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from swarmnode.compute.executor import Urgency
-from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import ExecutorDied
+from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time
 
 

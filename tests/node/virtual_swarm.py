@@ -25,7 +25,6 @@ from swarmnode.client.training.client import TrainingClient
 from swarmnode.compute import stopwatch
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.graph.costs.rates import REFERENCE
-from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
 from swarmnode.errors import CheckpointError
@@ -45,6 +44,7 @@ from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from swarmnode.training.worker import part_loading
+from tests.compute.inline_executor import InlineExecutor
 
 LATENCY_S = 0.001
 PASS_S = 0.002  # that the device takes for whatever it does

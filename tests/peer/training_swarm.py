@@ -24,7 +24,6 @@ from swarmnode.codec.training_messages import Condition, StepReport
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
-from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
@@ -48,6 +47,7 @@ from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.memory import TrainingMemory
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
+from tests.compute.inline_executor import InlineExecutor
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 from tests.peer.toy_peer import ToyPeer
 

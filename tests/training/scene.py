@@ -13,7 +13,6 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Labels, Lead, Status
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.executor import WorkItem
-from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import PeerError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
@@ -27,6 +26,7 @@ from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
+from tests.compute.inline_executor import InlineExecutor
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.net.virtual import in_virtual_time_with
 from tests.peer.toy_peer import ToyPeer

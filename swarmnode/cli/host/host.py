@@ -210,12 +210,10 @@ def _free_everywhere() -> str:
 
 def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> str:
     """A line for a friend, entered into the book."""
-    from swarmnode.membership.owner import make_invite
+    from swarmnode.membership.owner import issue_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 
-    book = open_issued_invites(issued_invites_path(path))
-    line = make_invite(swarm, key, terms, book)
-    book.save()
+    line, _ = issue_invite(swarm, key, terms, open_issued_invites(issued_invites_path(path)))
     return line
 
 

@@ -1,4 +1,4 @@
-"""`swarmnode members`: who belongs to a swarm."""
+"""`swarmnode members`, `invite` and `revoke`: who belongs to a swarm, and who shall."""
 
 from __future__ import annotations
 
@@ -118,8 +118,7 @@ def invite(
     book = open_issued_invites(issued_invites_path(file))
     line, guest = issue_invite(loaded, owner.key_of(file), granted, book)
     if as_json:
-        fields = {"id": guest.invite, "role": guest.role, "expires_at": guest.expires_at or None, "uses": guest.uses}
-        print_json({"invite": line, **fields, "peer": guest.peer or None, "group": guest.group or None})
+        print_json({"invite": line, **guest.told(), "uses": guest.uses, "group": guest.group or None})
         return
     say(line)
     if qr:

@@ -62,12 +62,12 @@ def _shape_of(model: str) -> LayerShape:
 def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[str, Any]:
     from swarmnode.compute.capacity.module_speed import measure_modules, whole_layer
     from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
+    from swarmnode.files import existing
 
     chosen = device.dtype_for(device.default_dtype, dtype)
     modules = list(measure_modules(device, chosen, shape, positions=POSITIONS))
     layer = whole_layer(modules)
-    place = next(folder for folder in (home, *home.parents) if folder.exists())
-    written, read = measure_disk(place)
+    written, read = measure_disk(existing(home))
     return {
         "device": device.name,
         "dtype": str(chosen).removeprefix("torch."),

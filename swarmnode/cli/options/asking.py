@@ -1,4 +1,4 @@
-"""What the commands that ask a swarm share: whom they trust, for how long they wait, and a client that needs no torch."""
+"""Asking a swarm: the options of trust and patience, and a client that needs no torch."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> 
         loaded = open_swarm(swarm, home)
         client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
     leave_torch_out()
-    try:
+    async with client:
         yield client
-    finally:
-        await client.close()
 
 
 def leave_torch_out() -> None:

@@ -1,4 +1,4 @@
-"""Options that name a file to be written."""
+"""Files of the command line: TOML files of options that are read, and files that are written."""
 
 from __future__ import annotations
 

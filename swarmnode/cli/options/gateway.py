@@ -1,4 +1,4 @@
-"""What `serve` and `run --page` share: a gateway with its page, at a port of this machine."""
+"""Gateway of `serve` and `run --page`, with its page, at a port of this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.formatting import origin
 from swarmnode.errors import NetworkDown
 from swarmnode.lending.control_client import GATEWAYS
-from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.net.tasks import until_first
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -64,8 +65,8 @@ class GatewayAddress:
             yield
 
     def _tell(self, port: int, token: str, models: list[str]) -> None:
-        url = f"{_origin(self.host, port)}/v1"
-        page = f"{_origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/#owner={token}"
+        url = f"{origin(self.host, port)}/v1"
+        page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/#owner={token}"
         if self.as_json:
             print_json({"event": "serving", "url": url, "page": page, "models": models})
         else:
@@ -87,20 +88,10 @@ async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict
     return {**answer, **(client.why(request.about) if request.command == "why" else {})}
 
 
-def _origin(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
     """A node's work, with a gateway to its swarm beside it, as a client of its own, as soon as the swarm can be reached. Raises
     what either ends with."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_answer(swarm, address))
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancel_and_wait(*tasks)
+    await until_first(work, _answer(swarm, address))
 
 
 async def _answer(swarm: Swarm, address: GatewayAddress) -> None:

@@ -1,4 +1,4 @@
-"""What all roles share that can be watched: the options of metrics and logs, and how metrics are served."""
+"""Options of metrics, and the server of them, for all commands that stay."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from swarmnode.cli.options.option import option
 from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.formatting import origin
 from swarmnode.metrics.metric import Source
 
 port_option = partial(option, None, typed=int, metavar="PORT", min=0, max=65535)
@@ -68,11 +69,8 @@ class Watch:
 
         sources = Sources(swarm, live, await asyncio.to_thread(machine, self.home))
         async with serving(sources, self.host, self.port) as port:
-            self._tell(f"http://{self._address(port)}/metrics")
+            self._tell(f"{origin(self.host, port)}/metrics")
             yield
-
-    def _address(self, port: int) -> str:
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     def _tell(self, url: str) -> None:
         if self.as_json:

@@ -23,7 +23,7 @@ import typer
 from swarmnode.cli.options.option import option, taking_settings
 from swarmnode.cli.terminal.formatting import json_line, printable
 from swarmnode.errors import SwarmnodeError
-from swarmnode.net.tasks import cancel_and_wait, cancel_the_rest
+from swarmnode.net.tasks import cancel_the_rest, until_first
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 THREADS_S = 0.5  # for threads to end, once a command that was asked to stop is over
@@ -31,6 +31,7 @@ THREADS_S = 0.5  # for threads to end, once a command that was asked to stop is 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
 T = TypeVar("T")
+
 LEVELS = {
     logging.DEBUG: "debug",
     logging.INFO: "info",
@@ -38,9 +39,7 @@ LEVELS = {
     logging.ERROR: "error",
     logging.CRITICAL: "critical",
 }
-
-
-"""Under names of our own: hivemind renames logging's."""
+"""Names of log levels; hivemind renames logging's own."""
 
 
 class TextLines(logging.Formatter):
@@ -247,11 +246,5 @@ def leave_threads(exit_code: int) -> None:
 async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
     """The result of `work`; None where the user asked to stop first, after `work` was cancelled."""
     task = asyncio.ensure_future(work)
-    stopped = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        await cancel_and_wait(task, stopped)
+    await until_first(task, stop.wait())
+    return None if task.cancelled() else task.result()

@@ -1,4 +1,4 @@
-"""Tables on standard output."""
+"""Text for terminals: names of strangers made safe, durations, URLs, JSON lines and tables."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}:{rest:02} min"
     return f"{minutes // 60}:{minutes % 60:02} h"
+
+
+def origin(host: str, port: int) -> str:
+    """Return the beginning of a URL that leads to a host's name or IP address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class PlainTable(Table):

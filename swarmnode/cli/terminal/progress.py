@@ -1,4 +1,4 @@
-"""Progress bars on standard error, where somebody watches."""
+"""Progress bars on standard error of a terminal, and the effort of a search, which a time limit may cut short."""
 
 from __future__ import annotations
 

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 RECENT_STEPS = 20
 REPEAT_WAITING_S = 10.0  # a line that says the same again
 
-Sink = Callable[[dict[str, Any]], None]
 HEIGHT = 10  # lines on a terminal
 MAX_WIDTH = 100  # characters
 DOTS_WIDE, DOTS_HIGH = 2, 4
 _BLANK = 0x2800
 _BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row from the top]
+
+Sink = Callable[[dict[str, Any]], None]
+"""Receiver of each step as JSON"""
 
 
 def curve_with_notes(
@@ -97,9 +99,6 @@ def _labels(values: Sequence[float], height: int) -> list[str]:
         labels[-1] = f"{min(values):.4g}"
         labels[0] = f"{max(values):.4g}"
     return labels
-
-
-"""Takes each step as JSON."""
 
 
 class TrainingView:

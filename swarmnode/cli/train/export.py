@@ -49,13 +49,10 @@ def export(
     from swarmnode.client.training.client import TrainingClient
 
     async def fetch(stop: asyncio.Event) -> int | None:
-        client = await TrainingClient.join(known, home, patience_s=patience)
-        try:
+        async with await TrainingClient.join(known, home, patience_s=patience) as client:
             with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
                 exporting = client.export(target, force=force, patience_s=patience, progress=progress)
                 return await unless_stopped(exporting, stop)
-        finally:
-            await client.close()
 
     step = run_async(fetch)
     if step is None:

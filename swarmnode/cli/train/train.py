@@ -118,12 +118,11 @@ def train(
     watch = metrics.watch(home, as_json=as_json)
 
     async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
-        client = await TrainingClient.join(known, watch.home, patience_s=patience)
-        try:
-            async with watch.over(known.name, lambda: [*meter.readings(), *client.readings()]):
-                return await client.train(data, settings, meter, stop)
-        finally:
-            await client.close()
+        async with (
+            await TrainingClient.join(known, watch.home, patience_s=patience) as client,
+            watch.over(known.name, lambda: [*meter.readings(), *client.readings()]),
+        ):
+            return await client.train(data, settings, meter, stop)
 
     async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
         place = LocalDevice(alone.device, alone.threads or None)

@@ -61,12 +61,9 @@ def infer(
 
     async def produce(stop: asyncio.Event) -> tuple[Mapping[str, np.ndarray], float] | None:
         async with asking(swarm, home, patience_s=patience, trust=trust) as client:
-
-            async def compute() -> tuple[Mapping[str, np.ndarray], float]:
-                began_s = time.monotonic()
-                return await client.infer(arrays), time.monotonic() - began_s
-
-            return await unless_stopped(compute(), stop)
+            began_s = time.monotonic()
+            outputs = await unless_stopped(client.infer(arrays), stop)
+            return None if outputs is None else (outputs, time.monotonic() - began_s)
 
     result = run_async(produce)
     if result is None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 from swarmnode.cli.options.gateway import LOOPBACK, PORT
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import command, fail, say
+from swarmnode.files import write_private
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.swarm.records.manifest import EMBED, GENERATE
 
@@ -46,7 +46,7 @@ def launch(
     path = known.file.expanduser()
     if path.exists():
         fail(f"{path} is there already: add what `swarmnode launch {tool}` prints to it")
-    _write(path, text)
+    write_private(path, text.encode(), make_folder=True)  # a key may be in it
     say(f"Wrote {path}. Then: {known.then}")
 
 
@@ -65,12 +65,3 @@ def _endpoint(url: str, key: str) -> Endpoint:
         fail(f"no gateway answers at {url}: start `swarmnode serve`, or name the --model")
     named = {task: [name for name, each in told if each == task] for task in (GENERATE, EMBED)}
     return Endpoint(url, named[GENERATE], key, embedders=named[EMBED])
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o600)  # a key may be in it
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror or error}")

@@ -105,11 +105,8 @@ async def _founded(swarm: Swarm, home: Path, patience_s: float) -> tuple[Manifes
         if swarm.checkpoint is not None and swarm.checkpoint.is_dir():
             await asyncio.to_thread(_verify, swarm.manifest, swarm.checkpoint)
             return swarm.manifest, swarm.checkpoint
-    client = await TrainingClient.join(swarm, home, patience_s=patience_s)
-    try:
+    async with await TrainingClient.join(swarm, home, patience_s=patience_s) as client:
         return client.manifest, await client.founded()
-    finally:
-        await client.close()
 
 
 def _verify(manifest: Manifest, folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""Models that make one vector of a row of token ids: encoders with a pooling, and classifiers, of any family of transformers."""
+"""Encoders: models of transformers that make one vector of a row of token ids, with a pooling or as a classifier.
+
+The pooling is read from the files of sentence-transformers beside the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,7 @@ CLS, MEAN, MAX, LAST = "cls_token", "mean_tokens", "max_tokens", "lasttoken"
 MODES = (CLS, MEAN, MAX, LAST)
 
 SmallFile = Callable[[str], Path | None]
-
-
-"""A small file of a checkpoint by its name; None where there is none"""
+"""Reader of a checkpoint's small file: its path by its name; None if there is none"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Can this model be split, and how: decided from its config and its class alone, before anything is loaded.
+"""Families of models: how a model is cut into units, or why it cannot be, from its config and its class alone.
 
 Units of a causal language model with N layers: unit 0 is the embedding, units 1..N are layers 0..N-1, unit N+1 is the head
 (final norm and language model head). Nothing here knows a family by name: what a family looks like is learnt from its own

@@ -1,4 +1,4 @@
-"""A fresh model: the weights that a training begins with, drawn at random from a seed, for a transformers config."""
+"""Models of random weights: fresh ones that a training begins with, and tiny ones on which a family is tried."""
 
 from __future__ import annotations
 

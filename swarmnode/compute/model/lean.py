@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 TRUTHS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
+
 Filling = Callable[["LateModule"], None]
-
-
-"""Puts things into a new late module that need not wait for the real one."""
+"""Function that puts things into a new late module which need not wait for the real one"""
 
 
 class LateModule(types.ModuleType):

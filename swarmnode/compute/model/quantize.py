@@ -1,6 +1,6 @@
 """Weights in 8 or 4 bits, made from full ones while a span is loaded. Saves memory, not time.
 
-int8: rows of each matrix with a scale (`int8.py`). nf4: blocks of 64 in the 16 levels of a normal distribution, scales themselves
+int8: rows of each matrix with a scale. nf4: blocks of 64 in the 16 levels of a normal distribution, scales themselves
 in 8 bits (QLoRA, arXiv 2305.14314, section 3), by bitsandbytes, which is imported only here. Relative error of a product with
 normal weights: 0.008 and 0.09. Only plain linear layers inside blocks are quantised.
 """

@@ -1,4 +1,4 @@
-"""The KV caches of all sessions within a budget of bytes: who shares a cohort, when buffers grow, and what is refused.
+"""KV caches of all sessions of a span, and the budget of bytes for them.
 
 A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory: of layers
 with a sliding window (`window.py`) what their buffers have at most, and the largest layer twice, for regrouping. Buffers grow
@@ -9,7 +9,7 @@ into its sessions, which always fit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
@@ -118,7 +118,7 @@ class CachePool:
     @property
     def cohorts(self) -> list[Cohort]:
         """Every cohort once."""
-        return list({id(s.cohort): s.cohort for s in self.sessions.values() if s.cohort is not None}.values())
+        return _cohorts_of(self.sessions.values())
 
     @property
     def reserved_bytes(self) -> int:
@@ -260,8 +260,7 @@ class CachePool:
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
         """Whether there is room for a cohort of these members, beside what it leaves behind; the room is then claimed."""
-        touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
-        before = sum(self._bytes(old.members, old.capacity) for old in touched.values())
+        before = sum(self._bytes(old.members, old.capacity) for old in _cohorts_of(members))
         after = self._bytes(members, capacity)
         for rest in self._left_behind(members):
             after += self._bytes(rest, capacity_for(rest, 1))
@@ -274,8 +273,7 @@ class CachePool:
     def _left_behind(self, members: Sequence[CachedSession]) -> list[list[CachedSession]]:
         """The other members of the cohorts that these members leave, per cohort."""
         chosen = set(members)
-        touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
-        rests = ([other for other in cohort.members if other not in chosen] for cohort in touched.values())
+        rests = ([other for other in cohort.members if other not in chosen] for cohort in _cohorts_of(members))
         return [rest for rest in rests if rest]
 
     def _regroup(self, group: Sequence[CachedSession], capacity: int) -> Cohort:
@@ -306,6 +304,11 @@ class CachePool:
 def windows_of(span: ModelSpan) -> dict[int, Window]:
     """By layer of the whole model, for those that look back over a window."""
     return {layer: Window(size) for layer, size in sliding_layers(span.config).items()}
+
+
+def _cohorts_of(sessions: Iterable[CachedSession]) -> list[Cohort]:
+    """Return the cohorts of these sessions, each once."""
+    return list(dict.fromkeys(session.cohort for session in sessions if session.cohort is not None))
 
 
 def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: int) -> bool:

@@ -1,4 +1,7 @@
-"""What the sessions of a pass send to its device, brought there at once: gathered in one pinned buffer, for which nobody waits."""
+"""Transfers of a pass: the inputs of all its sessions to the device, and their outputs to the host, each in one copy.
+
+Inputs are gathered in a pinned buffer, for which nothing waits.
+"""
 
 from __future__ import annotations
 

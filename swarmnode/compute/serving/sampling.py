@@ -1,4 +1,6 @@
-"""Drawing tokens: a pure function of logits, parameters, row and position, so that a replay draws what was drawn before.
+"""Sampler of a session, and the draw of a token.
+
+The draw is a pure function of logits, parameters, row and position, so that a replay draws the same tokens.
 
 The randomness is counter-based: a hash of (seed, row, position) gives the one uniform number of a draw; there is no state to
 lose. Everything after the logits happens on the CPU in float32, so that every device draws the same from the same logits.

@@ -1,4 +1,4 @@
-"""Layers that look back over a window of positions keep no more than that, and a little for going back.
+"""Windows of layers that look back over some positions only, and the base of caches that keep no more than that.
 
 A pass at position p of such a layer sees the `size` positions up to and including its own. So `size - 1` of the past are kept, and
 `slack` more: for what is cut off again (rejected drafts), and for members of a cohort that lag behind its newest column. `room` is

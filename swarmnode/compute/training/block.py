@@ -19,6 +19,7 @@ from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.swarm.records.run import Averaging, Run
 
 Changes = dict[str, Tensor]
+"""Changes of running statistics by one pass, by name"""
 
 
 class OuterOptimizer:
@@ -49,9 +50,6 @@ class OuterOptimizer:
         self.anchor_N[:trained].sub_(self.velocity_N, alpha=self.learning_rate * self.momentum)
         self.anchor_N[trained:].sub_(mean_way_N[trained:])
         return self.anchor_N
-
-
-"""What one pass changed of running statistics, by name."""
 
 
 class Block:

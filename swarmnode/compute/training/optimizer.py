@@ -1,6 +1,6 @@
 """AdamW and SGD for the parameters of one block, by torch's fused kernels: one pass over memory, no temporary copies.
 
-Moments of adamw8bit are updated piece by piece (`adamw8bit.py`).
+The moments of adamw8bit are 8-bit codes in blocks of 256 (arXiv 2110.02861), updated piece by piece.
 """
 
 from __future__ import annotations

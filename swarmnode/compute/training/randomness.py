@@ -1,4 +1,6 @@
-"""Dropout that is the same on every device: who is dropped follows from (seed, unit, which draw, which element) alone.
+"""Randomness of a microbatch: its seed, the generators of its device, and dropout that is the same on every device.
+
+Which element is dropped follows from (seed, unit, number of the draw, element) alone.
 
 One seed makes a CPU, a card and a card with more processors draw different numbers. A microbatch that a replica computes again on
 another device would then not be the one that was lost, and a spot check would find an honest peer false. So masks are hashed from

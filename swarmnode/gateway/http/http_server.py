@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from swarmnode.errors import LocalError
+from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.limits.address_group import Claimant, address_group
 from swarmnode.net.limits.fair_share import FairShare
 
@@ -144,16 +145,8 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(MAX_CONNECTIONS)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
+        listener = bound(host, port, backlog=MAX_CONNECTIONS)
     except OSError as error:
         raise LocalError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port") from None
+    listener.setblocking(False)
     return listener

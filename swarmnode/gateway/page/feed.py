@@ -1,4 +1,4 @@
-"""What the page shows of one swarm: a picture, and as events what changes in it."""
+"""Feed of one swarm for the page: a picture, its changes as events, and the history of the last hour."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ KEEP_ALIVE = b": nothing new\n\n"
 MAX_SESSIONS = 64
 HIDDEN = ("addresses",)  # where machines are is nobody's business who looks at a page
 
-Picture = dict[str, Any]
-PERIOD_S = 10.0
+PERIOD_S = 10.0  # of the history
 KEPT = 360  # samples: an hour
 
+Picture = dict[str, Any]
+
 LossOf = Callable[[str], float | None]
-
-
-"""The loss of the last step of the swarm with this id, where a node of this machine trains it; called in a thread"""
+"""The loss of the last step of the swarm with this id, if a node of this machine trains it; called in a thread"""
 
 
 class SwarmHistory:
-    """Of one swarm, while `record` runs."""
+    """Samples of one swarm, taken while `record` runs."""
 
     def __init__(self, client: SwarmClient, loss_of: LossOf, *, now: Callable[[], float] = time.time) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""/api/v1/swarms/NAME/members, invites, revocations: what a swarm's owner does, where the .swarm file and the owner's key lie.
+"""/api/v1/swarms/NAME/members, invites and revocations: the commands of a swarm's owner, whose .swarm file and key lie here.
 
 As `swarmnode members`, `invite` and `revoke`. The password of the key comes with each request that needs it, and goes with it.
 """
@@ -20,7 +20,7 @@ from swarmnode.membership.owner import InviteQr, InviteTerms, find_invite, issue
 from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role
 from swarmnode.swarm.records.invite import MAX_INVITE_CHARS
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites, issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 from swarmnode.swarm.storage.owner_key import load_owner_key
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -73,16 +73,7 @@ async def invite(name: str, wanted: InviteCommand, page: Page = OWNED) -> dict[s
     swarm = page.feed(name).client.swarm
     async with page.book_lock:
         line, guest = await asyncio.to_thread(_issue, swarm, wanted)
-    return {
-        "id": guest.invite,
-        "invite": line,
-        "role": guest.role,
-        "expires_at": guest.expires_at or None,
-        "uses": guest.uses or None,
-        "peer": guest.peer or None,
-        "group": guest.group,
-        "qr": _qr_picture(line),
-    }
+    return {**guest.told(), "invite": line, "qr": _qr_picture(line)}
 
 
 @router.post("/revocations", response_model=RevocationReply)
@@ -100,7 +91,7 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
     return {"peer": peer, "invite": revoked.hex() if revoked else None, "told": told}
 
 
-def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, Any]:
+def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:
     owner = _unlock(swarm, wanted.password)
     return issue_invite(swarm, owner, wanted.terms(), _book_beside(_owners_file(swarm)))
 

@@ -139,18 +139,22 @@ class MemberReply(BaseModel):
     expires_at: int | None = None
 
 
-class GivenInvite(BaseModel):
-    """An invite that was given out, and how many `used` it. `uses` null is any number, `peer` null anybody, `expires_at` null
-    never."""
+class InviteReply(BaseModel):
+    """Terms of an invite. `uses` null is any number, `peer` null anybody, `expires_at` null never."""
 
     id: str
     role: str
-    issued_at: int
     expires_at: int | None
     uses: int | None
-    used: int
     peer: str | None
     group: str
+
+
+class GivenInvite(InviteReply):
+    """An invite that was given out, and how many `used` it."""
+
+    issued_at: int
+    used: int
     note: str
     revoked: bool
 
@@ -173,16 +177,10 @@ class QrPicture(BaseModel):
     path: str
 
 
-class NewInvite(BaseModel):
-    """`invite` is the line to hand out, which is kept nowhere; `qr` is null where it is too long for one."""
+class NewInvite(InviteReply):
+    """New invite: `invite` is the line to hand out, which is kept nowhere; `qr` is null if the line is too long for a picture."""
 
-    id: str
     invite: str
-    role: str
-    expires_at: int | None
-    uses: int | None
-    peer: str | None
-    group: str
     qr: QrPicture | None
 
 

@@ -175,7 +175,7 @@ def check_port_free(address: str) -> None:
     if endpoint is None or endpoint[1] == 0:
         return
     try:
-        _try_to_listen(*endpoint)
+        bound(*endpoint).close()
     except OSError as error:
         raise LocalError(f"cannot listen on {address}: {error.strerror or error}; choose another port") from None
 
@@ -185,7 +185,7 @@ def check_can_listen(option: str, host: str, port: int) -> None:
     try:
         if not host:
             raise ValueError("it is empty; say 0.0.0.0 where everybody is meant")
-        _try_to_listen(host, port)
+        bound(host, port).close()
     except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name
         raise LocalError(
             f"cannot listen at {option} {host}, port {port}: {getattr(error, 'strerror', None) or error}; "
@@ -193,16 +193,24 @@ def check_can_listen(option: str, host: str, port: int) -> None:
         ) from None
 
 
-def _try_to_listen(host: str, port: int) -> None:
+def bound(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
+    """Return a TCP socket that has this address, at a free port if `port` is 0; with a `backlog` it listens. Raises OSError if the
+    address cannot be had."""
     family, kind, protocol, _, endpoint = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
-        probe.bind(endpoint)
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
+        found.bind(endpoint)
+        if backlog is not None:
+            found.listen(backlog)
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    """Return a TCP port that nobody listens on at the moment."""
+    with bound(host, 0) as probe:
         port: int = probe.getsockname()[1]
         return port

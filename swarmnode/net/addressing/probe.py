@@ -1,4 +1,4 @@
-"""Whether anybody answers at an address, before something is made to depend on it."""
+"""Probes of addresses: whether a peer accepts a connection there, and at which address a STUN server sees this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Records: how bytes travel on a direct connection. Each is its length and so many bytes, sealed with AES-256-GCM (RFC 5116).
+"""Records of a direct connection, and the agreement on the keys that seal them.
+
+A record is its length and so many bytes, sealed with AES-256-GCM (RFC 5116). The keys follow from an ephemeral key of each side.
 
 The nonce is the record's number, so that one that is altered, missing, repeated or out of its place does not open. A record
 without contents is the end of what its sender has to say. After `RENEW_AFTER` records both sides take the next key (as TLS 1.3

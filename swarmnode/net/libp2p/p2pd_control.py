@@ -1,4 +1,4 @@
-"""Asking a running p2pd: each question on a unix connection of its own, which may become a stream.
+"""Questions to a running p2pd, and the streams that it opens or hands over: each has a unix connection of its own.
 
 A message is a protobuf behind its length as a varint (go-libp2p-daemon, specs/CONTROL.md).
 """
@@ -25,11 +25,11 @@ from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 MAX_ANSWER_BYTES = 4 << 20  # some 60 for each address of a connection, of which a bootstrap peer has thousands
 MAX_VARINT_BYTES = 10
 MOST_TEXTS = 1024  # that are remembered: the same peers are connected each time
-
-Request = p2pd_pb2.Request
 PIECE_BYTES = 1 << 20  # p2pd is slower with larger writes
 STAGING_BYTES = 16 * 1024
 MAX_PREAMBLE_BYTES = STAGING_BYTES
+
+Request = p2pd_pb2.Request
 
 
 class SocketStream(TransportStream, asyncio.BufferedProtocol):
@@ -154,7 +154,7 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
 def read_varint(data: bytes) -> tuple[int, int]:
     """(value, bytes used) of an unsigned LEB128 number; (0, 0) where it is not complete."""
     value = shift = 0
-    for position, byte in enumerate(data[:10]):
+    for position, byte in enumerate(data[:MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position + 1

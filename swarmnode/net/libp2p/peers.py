@@ -1,4 +1,7 @@
-"""Peer ids as texts, and as the bytes that go over the wire. base58 is slow in Python, and a node meets the same peers again."""
+"""Peers as p2pd has them: their ids as texts and as bytes of the wire, and the address groups in which they are.
+
+Both are remembered, as base58 is slow in Python and a question to p2pd slower, and a node meets the same peers again.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,11 @@ from swarmnode.net.libp2p.from_hivemind import PeerID
 from swarmnode.net.limits.address_group import address_group
 from swarmnode.net.limits.fair_share import Recent
 
-MOST = 4096  # that are remembered
 MAX_ID_BYTES = 64
-MAX_KNOWN = 8192
+MOST_IDS, MOST_GROUPS = 4096, 8192  # that are remembered
 
 Connected = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
-
-
-"""The peers that are connected now, and the multiaddrs at which they are. Raises NetworkDown."""
+"""The peers that are connected now, and their multiaddrs. Raises NetworkDown"""
 
 
 class AddressGroups:
@@ -28,7 +28,7 @@ class AddressGroups:
 
     def __init__(self, connected: Connected) -> None:
         self._connected = connected
-        self._known: Recent[PeerId, str] = Recent(MAX_KNOWN)
+        self._known: Recent[PeerId, str] = Recent(MOST_GROUPS)
         self._asking: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ def peer_name(raw: bytes) -> PeerId:
     return _name(raw) if len(raw) <= MAX_ID_BYTES else ""  # strangers send them: what is too long is not remembered
 
 
-@lru_cache(MOST)
+@lru_cache(MOST_IDS)
 def _name(raw: bytes) -> PeerId:
     try:
         name: PeerId = PeerID(raw).to_base58()
@@ -70,7 +70,7 @@ def _name(raw: bytes) -> PeerId:
     return name
 
 
-@lru_cache(MOST)
+@lru_cache(MOST_IDS)
 def hivemind_id(peer: PeerId) -> PeerID:
     """As hivemind's calls take it. Raises PeerLost where it is no peer id."""
     try:

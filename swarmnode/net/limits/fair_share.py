@@ -1,4 +1,7 @@
-"""Fair shares of what is bounded: where all places are taken, who holds most gives one up for who holds less (max-min fairness)."""
+"""Fair limits: a mapping of the latest entries, a pace by peer and address group, and places in max-min fairness.
+
+If all places are taken, the peer with most gives one up for a peer with less.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Generic, TypeVar
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 
-Item = TypeVar("Item", bound=Hashable)
 MAX_BUCKETS = 8192
+
+Item = TypeVar("Item", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 

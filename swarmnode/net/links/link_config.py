@@ -1,9 +1,8 @@
-"""What a link is told: how patient it is, how large its frames are, and what it shares with the node's other links."""
+"""Settings of a link: its patience, the size of its frames, and what it shares with the node's other links."""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from swarmnode.codec.messages import Hello
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.limits.address_group import Claimant, owner_of
-from swarmnode.net.limits.fair_share import FairPace, Pace
+from swarmnode.net.limits.fair_share import FairPace, Pace, Recent
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.heartbeat import HeartbeatConfig
 from swarmnode.net.links.rate_limiter import RateLimiter
@@ -28,10 +27,10 @@ FEWEST = 2  # what one peer says never decides
 
 
 class PeerVersions:
-    """Of all the node's links. Who greeted longest ago is forgotten first."""
+    """Versions of the protocol that peers speak, from the greetings on all the node's links; the latest greetings are kept."""
 
     def __init__(self) -> None:
-        self._newest: OrderedDict[str, int] = OrderedDict()
+        self._newest: Recent[str, int] = Recent(PEERS_KEPT)
 
     def __repr__(self) -> str:
         return f"<PeerVersions of {len(self._newest)} peers>"
@@ -41,11 +40,7 @@ class PeerVersions:
 
     def greeted(self, by: Claimant, hello: Hello) -> None:
         """A peer has said what it speaks."""
-        whose = owner_of(by)
-        self._newest[whose] = hello.spoken[1]
-        self._newest.move_to_end(whose)
-        if len(self._newest) > PEERS_KEPT:
-            self._newest.popitem(last=False)
+        self._newest[owner_of(by)] = hello.spoken[1]
 
     @property
     def newer(self) -> int | None:

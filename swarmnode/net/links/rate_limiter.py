@@ -1,4 +1,4 @@
-"""Rate limiter: how fast a node may send, over all its links together. And the queue of a link that has to keep to it."""
+"""Rate limiter of what a node sends over all its links, and the queue of a link that keeps to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Link statistics: what this peer's links have measured of the paths to others, in ordinary traffic."""
+"""Link statistics: round trips of one link, and the measurements of all links of a peer by path, from ordinary traffic."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from swarmnode.net.measuring.traffic import Arrivals
 SAMPLES_KEPT = 5  # of round trips: their median counts, for a single one may have queued behind a payload
 PEERS_KEPT = 256
 FRESH_S = 3600.0  # older bandwidths say little of now
-
-OnRtt = Callable[[PeerId, float], None]
-Guess = Callable[[PeerId], float | None]
 RISE = 0.2  # how much of a longer round trip counts at once
 QUEUE_BYTES = 64 * 1024  # less than this is sent in no time
+
+OnRtt = Callable[[PeerId, float], None]
+
+Guess = Callable[[PeerId], float | None]
+"""A round trip to a peer in seconds, told from something else than its answers; None if nothing tells it"""
 
 
 class RoundTrips:
@@ -75,9 +77,6 @@ class RoundTrips:
         # It falls at once: what delays a single answer is common, what hastens it is not.
         self.rtt_s = (1 - RISE) * (self.rtt_s or 0.0) + RISE * sample_s if rises else sample_s
         return sample_s
-
-
-"""A round trip to a peer in seconds, told from something else than its answers; None where nothing tells it"""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""Keepers: the peers nearest to a key of the table, who keep its records. Remembered for a while, as finding them costs most."""
+"""Keepers of records, which are the peers nearest to a key of the table, and an estimate of how many peers the table has.
+
+Keepers are remembered for a while, as finding them costs most.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from swarmnode.net.table.routing_table import ID_BITS, node_id
 REPLICAS = 5
 REMEMBERED_S = 500.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
 MAX_KEYS = 64
+SAMPLES = 9  # of the population
 
 Find = Callable[[int], Awaitable[Sequence[PeerId]]]
-SAMPLES = 9
+"""(place of a key) -> the peers nearest to it"""
 
 
 class Population:
-    """The median of the latest estimates; each is of one random place."""
+    """Number of peers of the table: the median of the latest estimates, each from one random place."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
@@ -44,9 +48,6 @@ class Population:
         if nearest:
             farthest = max(node_id(peer) ^ place for peer in nearest)
             self._estimates.append(max(len(nearest), (len(nearest) - 1) * (1 << ID_BITS) / (farthest + 1)))
-
-
-"""(place of a key) -> the peers nearest to it"""
 
 
 class Keepers:

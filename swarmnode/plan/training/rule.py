@@ -156,7 +156,7 @@ class TrainingRule:
         holds = own.state is State.READY and own.span.units > 0
         if place.span == own.span or (holds and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
-        if holds and not place.span.units and not self._under_way() and not self._knows_its_paths(view, own):
+        if holds and not place.span.units and not self.under_way() and not self._knows_its_paths(view, own):
             return None  # who stands by sends nothing, and would never learn that a path is fast
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         waits = not place.span.units and not (self.under_way() and place.gain > SETTLING)
@@ -167,7 +167,7 @@ class TrainingRule:
 
     def _knows_its_paths(self, view: View, own: PeerView) -> bool:
         """Return whether the paths from a peer to all others that can hold units have been measured."""
-        able = (peer for peer in view.peers if peer.peer != own.peer and self._capacity_of(peer))
+        able = (peer for peer in view.peers if peer.peer != own.peer and self.capacity_of(peer))
         return all((own.peer, peer.peer) in view.path_bps for peer in able)
 
     def _place(

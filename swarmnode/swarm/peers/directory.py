@@ -20,7 +20,7 @@ from swarmnode.errors import ProtocolError, SwarmnodeError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.net.interfaces import Enough, Network, PeerId
-from swarmnode.net.tasks import OnCrash, Tasks
+from swarmnode.net.tasks import OnCrash, Tasks, until_first
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.peer_table import PeerTable
 from swarmnode.swarm.peers.shards import LARGE, Shard, ShardSampling
@@ -355,12 +355,7 @@ class Directory:
 
     async def _pause(self, urgent: asyncio.Event, delay_s: float) -> None:
         """Wait until something is urgent, at most `delay_s`."""
-        waits = [asyncio.ensure_future(self._sleep(delay_s)), asyncio.ensure_future(urgent.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await until_first(self._sleep(delay_s), urgent.wait())
 
     def _publish_period_s(self) -> float:
         return self.config.publish_period_s(self.crowd)

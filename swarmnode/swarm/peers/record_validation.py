@@ -1,4 +1,7 @@
-"""Reports in the table: where they lie, for how long, and how many of one author."""
+"""Validation of the table's records: announcements, reports and notices, each under its key, in time, and from its author.
+
+Also the keys and subkeys of reports, by which few of one author can lie there.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,12 @@ from swarmnode.swarm.records.report import Report, open_report
 from swarmnode.swarm.records.signed import Verify
 from swarmnode.swarm.records.statement import Statement
 
-Now = Callable[[], float]
-LIFE_S = 3600.0
+LIFE_S = 3600.0  # of a report
 SLOTS = 4  # reports of one author; another one of the same accused replaces the first
 REPORT = b"report:"
+
+Now = Callable[[], float]
+"""Unix time in seconds"""
 
 
 def report_key(swarm: bytes) -> bytes:
@@ -47,9 +52,6 @@ def reports_in(records: Iterable[Record], swarm: bytes, verify: Verify) -> Itera
             yield open_report(record.value, swarm, verify)
         except ProtocolError:
             continue  # whoever stored it is not our concern: the table's validator refuses it
-
-
-"""Unix time in seconds"""
 
 
 def record_validator(

@@ -1,4 +1,4 @@
-"""Under which DHT keys a swarm's announcements lie.
+"""Shards: the DHT keys under which a swarm's announcements lie, and the sampling of them by which its size is known.
 
 A store rewrites a key's whole dictionary, so a key should hold at most some 100 peers. Announcements lie at places, and
 every place is cut into 2^L shards by the first bits of the peers' digests, at the level L that its number of peers asks for.
@@ -25,6 +25,12 @@ from typing import NamedTuple
 from swarmnode.net.interfaces import PeerId, Record, key_digest
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
 
+PEERS_PER_SHARD = 64
+MAX_LEVEL = 10  # 1,024 shards: 65,536 peers at one place
+RANGE_UNITS = 8
+MAX_RANGES = 4  # of one peer: more stores than this cost too much
+LARGE = 256  # peers from which on a swarm is large
+UNCERTAINTY = 1.5  # two peers' estimates of the same number may differ by this factor
 WHOLE = 96  # peers up to which a place is read whole, at all levels that its peers may be at
 WHOLE_LEVELS = 3
 NEWEST = 0.5  # weight of a newer size
@@ -32,17 +38,10 @@ SAMPLE_EVERY = 8  # reads
 THOROUGH_EVERY = 16  # reads of a large swarm: what one keeper holds back, another gives
 CALM_THOROUGH_EVERY = 4  # of a small one in which nothing moves: who is new is seen by then at the latest
 GROWTH = 2.0  # between two looks at the sample, once the size was known
-PEERS_PER_SHARD = 64
-MAX_LEVEL = 10  # 1,024 shards: 65,536 peers at one place
-RANGE_UNITS = 8
-MAX_RANGES = 4  # of one peer: more stores than this cost too much
-LARGE = 256  # peers from which on a swarm is large
-UNCERTAINTY = 1.5  # two peers' estimates of the same number may differ by this factor
 
 ALL, WIDE = "all", "wide"
+
 Place = str
-
-
 """ALL, WIDE, or the number of a range of units"""
 
 

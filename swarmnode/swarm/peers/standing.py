@@ -1,4 +1,6 @@
-"""Standing: what this peer has found out about others by auditing them, kept over restarts and forgotten in days.
+"""Trust in peers that the user names, and the standing of all peers in this peer's audits.
+
+A standing is kept over restarts and forgotten in days.
 
 Who passed many audits is trusted more: asked first, and audited less. Who was found to compute falsely is shunned. Where two
 contradict one another and nobody can tell who is right, both are in doubt; doubts with several others add up to a finding.
@@ -16,11 +18,11 @@ from typing import Union
 
 import msgspec
 
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import UsageError
 from swarmnode.net.addressing.addresses import ip_of
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.storage.small_files import read_kept, write_kept
+from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 log = logging.getLogger(__name__)
 
@@ -166,17 +168,14 @@ class Standing:
         known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
 
     def save(self) -> None:
-        """Write the file where something changed. Raises LocalError where it cannot be written."""
+        """Write the file if something changed. If it cannot be written, that is logged."""
         if self._changed:
             self._changed = False
-            write_kept(self._path, self._peers)
+            try_to_keep(self._path, self._peers, "what audits have found is")
 
     async def keep(self) -> None:
-        """Write the file as `save` does, beside the event loop; a failure is logged."""
-        try:
-            await asyncio.to_thread(self.save)
-        except LocalError as error:
-            log.warning("%s", error)
+        """Write the file as `save` does, beside the event loop."""
+        await asyncio.to_thread(self.save)
 
     def _passed(self, peer: PeerId) -> float:
         known = self._peers.get(peer)

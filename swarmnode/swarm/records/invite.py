@@ -20,9 +20,9 @@ import msgspec
 
 from swarmnode.codec.body import DECODE_ERRORS, first_broken
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.net.identity import SigningKey
+from swarmnode.net.identity import SEED_BYTES, SigningKey
 from swarmnode.swarm.records.certificate import Grant, open_grant
-from swarmnode.swarm.records.signed import PUBLIC_BYTES, SEED_BYTES, is_signed
+from swarmnode.swarm.records.signed import PUBLIC_BYTES, is_signed
 
 VERSION = 1
 OWNED_VERSION = 2

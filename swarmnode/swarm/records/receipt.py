@@ -1,4 +1,5 @@
-"""The receipt: what one peer did for another, signed by who was served (`protocol/records.md`).
+"""Receipts, by which a client signs for the work of a worker, and vouchers, by which a worker passes its credit to a client
+(`protocol/records.md`).
 
 The client counts by itself and names the worker, so that nobody can make a receipt for own work, raise one, or pass it off as
 another's. A batch of work has one receipt: the later one, which says more, replaces the one before.
@@ -17,13 +18,13 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify
 
 DOMAIN = b"swarmnode receipt 1\n"
+VOUCHER_DOMAIN = b"swarmnode voucher 1\n"
 MAX_UNIT_TOKENS = 1 << 53
 MAX_BATCH_S = 86_400  # of work on one receipt
+MAX_VOUCHER_S = 86_400
 MAX_TIME_S = 1 << 40
 
 UnitTokens = Annotated[int, Meta(ge=0, le=MAX_UNIT_TOKENS)]
-VOUCHER_DOMAIN = b"swarmnode voucher 1\n"
-MAX_VOUCHER_S = 86_400
 
 
 class Voucher(Signable, frozen=True):

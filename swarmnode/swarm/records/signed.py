@@ -18,10 +18,12 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.identity import SigningKey, has_signed
 from swarmnode.net.interfaces import PeerId
 
-Sign = Callable[[bytes], bytes]
-Verify = Callable[[PeerId, bytes, bytes], bool]
-SEED_BYTES = 32
 PUBLIC_BYTES = 32
+
+Sign = Callable[[bytes], bytes]
+
+Verify = Callable[[PeerId, bytes, bytes], bool]
+"""(peer id, data, signature) -> whether the peer's key made the signature over the data"""
 
 
 def is_signed(public: bytes, data: bytes, signature: bytes) -> bool:
@@ -33,9 +35,6 @@ def is_signed(public: bytes, data: bytes, signature: bytes) -> bool:
 @lru_cache(maxsize=256)
 def _public_key(public: bytes) -> Ed25519PublicKey | None:
     return Ed25519PublicKey.from_public_bytes(public) if len(public) == PUBLIC_BYTES else None
-
-
-"""(peer id, data, signature) -> whether the peer's key made the signature over the data"""
 
 
 class Signable(msgspec.Struct, array_like=True, frozen=True):

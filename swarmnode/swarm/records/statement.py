@@ -1,7 +1,8 @@
-"""The statement: what a hop says of a part of a session, signed with its own key (`protocol/records.md`).
+"""Statements of a hop on a part of a session, and commitments of a stage to its microbatches, signed with the peer's own key
+(`protocol/records.md`).
 
-Made only when it is asked for, from what the hop keeps anyway to be able to send it again. Whoever has it can show it to others: it
-binds the hop to what it took in, to what it sent on, and to the sketches of both.
+A statement is made only when it is asked for, from what the hop keeps anyway to be able to send it again. Any peer that has it can
+show it to others: it binds the hop to what it took in, to what it sent on, and to the sketches of both.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,17 @@ class IssuedInvite(msgspec.Struct, frozen=True):
     peer: PeerId
     group: str
     note: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """Return its terms as people and scripts read them: None is for ever, for any number of peers, and for any peer."""
+        return {
+            "id": self.invite,
+            "role": self.role,
+            "expires_at": self.expires_at or None,
+            "uses": self.uses or None,
+            "peer": self.peer or None,
+            "group": self.group,
+        }
 
 
 class _File(VersionedFile):

@@ -1,7 +1,8 @@
-"""Swarms that this machine joined, by name, and the one that was used last: `friends` instead of a line of 300 characters.
+"""Swarms by name: those that this machine joined, public ones, and the swarm that was used last.
 
 HOME/swarms/friends.invite   the invite, readable by its owner alone
-HOME/swarms/last             what was used last: such a name, or the path of a .swarm file
+HOME/swarms/last             the name, or the path of a .swarm file, that was used last
+HOME/swarms.json             public swarms, beside those of the package
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FOLDER = "swarms"
 SUFFIX = ".invite"
 LAST = "last"
 MAX_FILE_BYTES = 1 << 16
-FORMAT = 1
+FORMAT = 1  # of a list of public swarms
 FILE = "public_swarms.json"
 USER_FILE = "swarms.json"
 MAX_LIST_BYTES = 1 << 20
@@ -49,12 +50,6 @@ def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
         if own is not None:
             lists.append(_parse(own, str(path)))
     return {swarm.name: swarm for swarms in lists for swarm in swarms}
-
-
-def find_public_swarm(name: str, home: Path | None) -> str | None:
-    """The invite to the public swarm of that name; None where no list knows it. Raises UsageError."""
-    known = known_swarms(home).get(name)
-    return None if known is None else known.invite
 
 
 def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:

@@ -1,4 +1,7 @@
-"""What a peer remembers of a membership between runs: its certificate, the newest revocation list, who used limited invites."""
+"""Memory of a peer between runs: manifests, addresses of peers, and its membership of a swarm.
+
+It is only a help: what is missing or damaged is fetched or heard again.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 log = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 1 << 22
-MAX_PEERS = 64
-MAX_PEERS_FILE_BYTES = 1 << 18
 FOLDER = "manifests"
 SUFFIX = ".manifest"
+MAX_PEERS = 64
+MAX_PEERS_FILE_BYTES = 1 << 18
+MAX_MEMBERSHIP_BYTES = 1 << 22
 
 
 class ManifestCache:
-    """Those under one home folder. It is only a help: a missing or damaged one is fetched again."""
+    """Manifests under one home folder."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
@@ -61,7 +64,7 @@ class KnownPeer(msgspec.Struct, frozen=True):
 
 
 class KnownPeers:
-    """A bounded file of addresses. A missing or damaged file is an empty one: it is only a help."""
+    """Addresses of the peers that were seen last, in a file of bounded size."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,11 +107,11 @@ class _Content(msgspec.Struct):
 
 
 class MembershipFile:
-    """One file for each swarm and peer. A damaged one is an empty one: peers bring the list again."""
+    """Certificate, newest revocation list and uses of limited invites, in one file for each swarm and peer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._content = read_kept(path, _Content, max_bytes=MAX_FILE_BYTES) or _Content()
+        self._content = read_kept(path, _Content, max_bytes=MAX_MEMBERSHIP_BYTES) or _Content()
 
     def __repr__(self) -> str:
         return f"<MembershipFile {self.path.name}>"

@@ -1,4 +1,7 @@
-"""Small JSON files that a peer keeps between runs. They are only a help: a missing or damaged one is no error."""
+"""Small JSON files that a peer keeps between runs, and folders that appear whole.
+
+The small files are only a help: a missing or damaged one is no error.
+"""
 
 from __future__ import annotations
 

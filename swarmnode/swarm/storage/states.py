@@ -67,7 +67,7 @@ class StateStore:
             self._clean_up()
             self._keep_run()
             # Never changed, only exchanged: other threads may be reading.
-            self._steps = {step: self._read_files(path) for step, path in self._step_folders().items()}
+            self._steps = {step: self._read_files(path) for step, path in _numbered(self.folder, _STEP).items()}
         except OSError as error:
             raise disk_error(root, error) from error
 
@@ -183,7 +183,7 @@ class StateStore:
 
     def begun(self) -> list[int]:
         """Steps whose fetch was begun and did not end, oldest first."""
-        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _INCOMING.fullmatch(path.name)))
+        return sorted(_numbered(self.folder, _INCOMING))
 
     def take_in(self, step: int, fetched: Mapping[int, FileContent]) -> None:
         """All chunks of these blocks' files have come: they are a step of this store from now on."""
@@ -249,9 +249,6 @@ class StateStore:
     def _step_folder(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _step_folders(self) -> dict[int, Path]:
-        return {int(found[1]): path for path in self.folder.iterdir() if (found := _STEP.fullmatch(path.name))}
-
     def _clean_up(self) -> None:
         """What a killed process left: a step that was being replaced is put back, one half written goes."""
         for old in self.folder.glob(".old-*"):
@@ -311,8 +308,12 @@ def _is_of(folder: Path, run: bytes | Path) -> bool:
 
 
 def _furthest_step(folder: Path) -> tuple[int, float]:
-    steps = [int(found[1]) for path in folder.iterdir() if (found := _STEP.fullmatch(path.name))]
-    return max(steps, default=0), folder.stat().st_mtime
+    return max(_numbered(folder, _STEP), default=0), folder.stat().st_mtime
+
+
+def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    """Return what is in a folder under such names, by the number in the name."""
+    return {int(found[1]): path for path in folder.iterdir() if (found := name.fullmatch(path.name))}
 
 
 def _remove_unused(folder: Path) -> None:

@@ -26,7 +26,7 @@ from swarmnode.swarm.records.invite import (
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_public_swarm
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
 from swarmnode.swarm.storage.user_file import VersionedFile, is_user_file, parse_versioned, read_user_file
 
 FORMAT = 1
@@ -140,7 +140,7 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
 def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
     """The swarm that a .swarm file (its suffix may be left away), an invite, a file with an invite in it, or a name describes.
 
-    A file keeps the invite out of the list of processes. Names are those of swarms that were joined (`joined_swarms.py`), and
+    A file keeps the invite out of the list of processes. Names are those of swarms that were joined (`named_swarms.py`), and
     of public ones, in the package's list and in `swarms.json` of the home folder. Raises UsageError with what is wrong.
     """
     if isinstance(source, str) and looks_like_invite(source):
@@ -167,7 +167,8 @@ def names_a_swarm(source: str, home: Path | None) -> bool:
 
 def _named(name: str, home: Path | None) -> str | None:
     joined = None if home is None else JoinedSwarms(home).invite_to(name)
-    return joined or find_public_swarm(name, home)
+    public = known_swarms(home).get(name)
+    return joined or (public.invite if public is not None else None)
 
 
 def _invited(text: str) -> Swarm:

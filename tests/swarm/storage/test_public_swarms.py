@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import OwnedInvite, encode_invite, sign_swarm
-from swarmnode.swarm.storage.named_swarms import FILE, USER_FILE, find_public_swarm, known_swarms
+from swarmnode.swarm.storage.named_swarms import FILE, USER_FILE, known_swarms
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.swarm.society import OWNER, SWARM
 
@@ -27,10 +27,10 @@ def test_the_shipped_list_is_part_of_the_package_and_valid():
 
 def test_a_name_leads_to_the_swarm_with_its_owner(tmp_path: Path):
     write(tmp_path, {"name": "tiny", "invite": INVITE, "about": "a test"})
-    assert find_public_swarm("tiny", tmp_path) == INVITE
+    assert known_swarms(tmp_path)["tiny"].invite == INVITE
     swarm = load_swarm("tiny", tmp_path)
     assert (swarm.id, swarm.bootstraps, swarm.owner, swarm.private) == (SWARM, DOORS, OWNER.public, False)
-    assert find_public_swarm("other", tmp_path) is None
+    assert "other" not in known_swarms(tmp_path)
     with pytest.raises(UsageError, match="public swarm"):
         load_swarm("other", tmp_path)
 

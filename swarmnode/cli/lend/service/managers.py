@@ -1,4 +1,4 @@
-"""Services of systemd, of the user's own manager."""
+"""Managers of services: systemd's of the user, launchd's agents (macOS), and Windows' scheduled tasks (WSL)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScheduledTask:
         task = TASK.format(service.name)
         call_well("schtasks.exe", "/Create", "/F", "/SC", "ONLOGON", "/TN", task, "/TR", runs)
         call_well("schtasks.exe", "/Run", "/TN", task)
-        return f"It says what it does in {_log(service.name)}"
+        return f"It says what it does in {_task_log(service.name)}"
 
     def status(self, name: str) -> int:
         """As Windows has it."""

@@ -39,6 +39,8 @@ NEUTRAL = frozenset(
         *("eva_config", "runtime_config", "qalora_group_size", "velora_config", "bias", "init_lora_weights"),
     }
 )
+"""Fields that say nothing of the product beside its two matrices, or are checked by themselves. How inputs go into a matrix
+(`fan_in_fan_out`) the layer itself tells."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,6 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
             return found[0], found[1]
     return None
 
-
-"""Fields that say nothing of the product beside its two matrices, or are looked at by themselves. How inputs go into a matrix
-(`fan_in_fan_out`) the layer itself tells."""
 
 VARIANTS: Mapping[str, str] = {
     "use_dora": "DoRA, which scales the weights' columns",

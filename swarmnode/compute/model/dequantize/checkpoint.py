@@ -1,4 +1,4 @@
-"""A quantised checkpoint of safetensors written as a plain one, matrix after matrix."""
+"""Quantised checkpoints of safetensors, written as plain ones matrix after matrix."""
 
 from __future__ import annotations
 

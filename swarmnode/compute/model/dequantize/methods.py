@@ -1,4 +1,4 @@
-"""The methods of quantisation that are known here, by the name in a config, and how each packs a matrix."""
+"""Methods of quantisation by their name in a config: how each packs a matrix, and the matrix out of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Exchanges: in which rounds the replicas of some blocks come to one sum, and what they keep for the next time.
+"""Gradient compressors: in which rounds the replicas of some blocks come to one sum, and what they keep for the next time.
 
-An exchange only does arithmetic: `run` is a generator of rounds, and whoever drives it (`together.py` in one process,
-`training/averaging` over links) goes on when all parts of a round are taken. What is kept changes only by `accept`, when the step
-is committed, so that a failed attempt leaves no trace.
+A compressor only does arithmetic: `run` is a generator of rounds, and its driver (`training/averaging`, over links) goes on when
+all parts of a round are taken. What is kept changes only by `accept`, when the step is
+committed, so that a failed attempt leaves no trace.
 
 Memory beside the two vectors: none of their size, but with error feedback (int4, top-k, PowerSGD) the residual of the attempt,
 which takes the place of the last one when the step is committed.

@@ -1,4 +1,4 @@
-"""What low-rank compressors (`power_sgd.py`, `acp_sgd.py`) share: matrices as products of two factors, one of which is orthonormal.
+"""Low-rank compressors (PowerSGD, ACP-SGD): matrices as products of two factors, one of which is orthonormal.
 
 Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank, X either of O and I.
 """

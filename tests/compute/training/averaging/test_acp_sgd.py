@@ -10,9 +10,9 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
 from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
 from swarmnode.compute.training.averaging.parts import FlatVector, cut
-from swarmnode.compute.training.averaging.together import agree
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.run import Averaging, Run, check_run
+from tests.compute.training.averaging.together import agree
 
 RANK = 2
 SHAPES = [Size((40, 24)), Size((24,)), Size((24, 3, 11)), Size((3, 2))]

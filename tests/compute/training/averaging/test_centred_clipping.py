@@ -18,9 +18,9 @@ from swarmnode.compute.training.averaging.robust_aggregation import (
     median,
     suspect,
 )
-from swarmnode.compute.training.averaging.together import agree
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Averaging, Run, check_run
+from tests.compute.training.averaging.together import agree
 
 LENGTH = 4096
 PEERS = ("a", "b", "c", "liar")

@@ -17,9 +17,9 @@ from swarmnode.compute.training.averaging.parts import (
     cut,
     reduce_part,
 )
-from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.block import OuterOptimizer
 from swarmnode.swarm.records.run import Averaging
+from tests.compute.training.averaging.together import agree
 
 SHAPES = [Size((40, 24)), Size((24,)), Size((24, 33)), Size((7,))]
 LENGTH = sum(shape.numel() for shape in SHAPES)

@@ -1,4 +1,4 @@
-"""Replicas that agree within one process: what reducers do over links, told without them. For tests and benchmarks."""
+"""Replicas that agree within one process: what reducers do over links, told without them."""
 
 from __future__ import annotations
 
