@@ -141,10 +141,18 @@ def from_checkpoint(
 
 
 def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
-    """A checkpoint with plain weights, which was asked for as `model`; in the folder `out` where it was made of that."""
+    """Describe a checkpoint with plain weights, which was asked for as `model`; it is in the folder `out` if it was made of that.
+
+    Raises CheckpointError if its tensors are not those of its config, its family cannot be split, or its generation_config.json
+    asks for something that is not done.
+    """
     from swarmnode.compute.model.fresh import position_limit
+    from swarmnode.compute.model.generation_config import check_generation_config
+    from swarmnode.compute.model.tensor_check import check_tensors
     from swarmnode.compute.serving.loading import check_family
 
+    check_generation_config(checkpoint.path)
+    check_tensors(checkpoint)
     check_family(checkpoint.family)
     positions = position_limit(checkpoint.family)
     if isinstance(checkpoint, HubCheckpoint):
