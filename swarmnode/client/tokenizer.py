@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -44,10 +45,11 @@ class Tokenizer:
     @functools.cached_property
     def own(self) -> Any:
         """As transformers has it. Raises CheckpointError."""
-        import transformers
-
         from swarmnode.compute.model.lean import models_listed_once
 
+        # Not `import transformers`: that gives the module which another thread has begun to import, and transformers puts
+        # another one in its place at the end. On a node's first start the compute thread is at it.
+        transformers: Any = importlib.import_module("transformers")
         try:
             with models_listed_once():
                 return transformers.AutoTokenizer.from_pretrained(

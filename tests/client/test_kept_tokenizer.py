@@ -187,3 +187,17 @@ def test_a_kept_one_needs_no_transformers(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", reading], capture_output=True, text=True, check=True)
     assert done.stdout == "helloworld! set()\n"
+
+
+def test_another_thread_may_be_importing_transformers(tmp_path: Path) -> None:
+    """As on a node's first start, whose compute thread does. `import transformers` gives the module as it was begun, without
+    AutoTokenizer, which transformers replaces at its end."""
+    byte_level().save_pretrained(tmp_path)
+    begun = (
+        "import sys, threading; from pathlib import Path; from swarmnode.client.tokenizer import Tokenizer\n"
+        "threading.Thread(target=__import__, args=('transformers',)).start()\n"
+        "while 'transformers' not in sys.modules: pass\n"
+        f"print(len(Tokenizer(Path({str(tmp_path)!r})).encode('hello')))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", begun], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "3\n", found.stderr

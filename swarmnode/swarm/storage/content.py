@@ -25,6 +25,7 @@ PIECE_CHUNKS = 64  # that one thread hashes in one go
 HASH_BYTES = 32
 MAX_NAME_CHARS = 128
 MAX_FILE_BYTES = 1 << 44  # 16 TiB
+MAX_SMALL_BYTES = 1 << 28  # of a file that every peer takes whole; 256,000 tokens take some 30 MB
 CONFIG_NAME = "config.json"
 GRAPH_NAME = "graph.json"
 INDEX_NAME = "model.safetensors.index.json"
