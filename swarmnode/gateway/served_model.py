@@ -75,7 +75,9 @@ class TokenizerLoader:
             except NoRoute:
                 await self._client.changed()
             except Exception as error:  # a library's, too: /ready waits for this
-                log.warning("the tokenizer is not loaded, next try in %g s: %s: %s", pause_s, type(error).__name__, error)
+                log.warning(
+                    "the tokenizer is not loaded, next try in %g s: %s: %s", pause_s, type(error).__name__, error
+                )
                 await asyncio.sleep(pause_s)
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 

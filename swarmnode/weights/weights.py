@@ -32,8 +32,10 @@ MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
 
 
 def header_chunks(path: Path, file: FileContent) -> range:
-    """Return the numbers of the chunks of its header; its first 8 bytes, which are here, say how long that is. Raises CheckpointError
-    if it is longer than safetensors allows."""
+    """Return the numbers of the chunks of its header; its first 8 bytes, which are here, say how long that is.
+
+    Raises CheckpointError if it is longer than safetensors allows.
+    """
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:

@@ -107,3 +107,10 @@ def test_ways_to_draw_that_are_off_or_done(folder: Path, tmp_path: Path) -> None
     }
     (folder / "generation_config.json").write_text(json.dumps({**values, "eos_token_id": [1, 2], "max_length": 9}))
     assert from_checkpoint(str(folder), tmp_path / "out").folder == folder
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "vocab.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["a.B", None]}}))
+    with pytest.raises(CheckpointError, match="code of its own"):
+        from_checkpoint(str(folder), tmp_path / "out")

@@ -24,11 +24,10 @@ from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHea
 from swarmnode.compute.model.dequantize.gguf_sampling import generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
-from swarmnode.compute.model.generation_config import GENERATION_FILE
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import TOKENIZER_NAMES, Progress, has_tokenizer
+from swarmnode.swarm.storage.content import GENERATION_NAME, TOKENIZER_NAMES, Progress, has_tokenizer
 
 SUFFIX = ".gguf"
 DTYPE = torch.bfloat16
@@ -122,7 +121,7 @@ class GgufCheckpoint:
             raise CheckpointError(
                 f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
             ) from error
-        (out / GENERATION_FILE).write_text(json.dumps(values, indent=2) + "\n")
+        (out / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
     def _tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Of the file, by their names in a model that has no weights."""

@@ -15,8 +15,8 @@ from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import read_json
 from swarmnode.errors import CheckpointError
+from swarmnode.swarm.storage.content import GENERATION_NAME
 
-GENERATION_FILE = "generation_config.json"
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, MAX_TEMPERATURE),
     "top_p": (math.ulp(0.0), 1),
@@ -39,7 +39,7 @@ NOT_DONE: Mapping[str, Any] = {
 def check_generation_config(folder: Path) -> None:
     """Raise CheckpointError if the generation_config.json in a folder asks for something that is not done, or for a number out of
     bounds. A folder may lack it."""
-    file = folder / GENERATION_FILE
+    file = folder / GENERATION_NAME
     if not file.is_file():
         return
     values = read_json(file)
