@@ -13,8 +13,11 @@ from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME, no_init_weights
+from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError
+
+with lean():
+    from transformers.initialization import no_init_weights
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -135,8 +135,9 @@ def _attention_scalar(header: GgufHeader, values: Mapping[str, Any], defaults: A
 
 def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any], defaults: Any) -> None:
     """Raise CheckpointError if the file says something of its model that is neither read nor without effect."""
+    config = {**vars(defaults), **values, "head_dim": _head_size(values, defaults)}
     for key, value in header.items():
-        if key not in read and not _is_neutral(key, value, {**vars(defaults), **values}):
+        if key not in read and not _is_neutral(key, value, config):
             raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not read here")
     for key in ("split.count", "general.type"):
         found = header.general(key)
@@ -144,10 +145,17 @@ def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any],
             raise CheckpointError(f"its {key} is {str(found)[:64]}: this is not a whole model")
 
 
+def _head_size(values: Mapping[str, Any], defaults: Any) -> int:
+    """Return the size of a head: the config's, the family's own (Gemma's), or else an equal part of the hidden size."""
+    widths, counts = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
+    width, count = (next((values[name] for name in names if name in values), 1) for names in (widths, counts))
+    usual, own = defaults.hidden_size // defaults.num_attention_heads, getattr(defaults, "head_dim", None)
+    return int(values.get("head_dim") or (own if own and own != usual else width // count))
+
+
 def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
     """Return whether a key changes nothing of the model with these values of a config."""
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    head = config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads
+    head = config["head_dim"]
     window = {"attention.sliding_window": config.get("max_position_embeddings") or math.inf}
     same: dict[str, Any] = {
         "attention.key_length": head,
@@ -159,8 +167,9 @@ def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
         "rope.dimension_count": head,
         "rope.freq_base_swa": _local_base(config),
         "attention.max_alibi_bias": 8.0 if config["model_type"] == "bloom" else 0,
-        "attention.head_count_kv": heads,
+        "attention.head_count_kv": config.get("num_attention_heads") or config.get("n_head"),
         "expert_weights_norm": config.get("norm_topk_prob"),
+        "expert_feed_forward_length": config.get("intermediate_size"),  # of families that have no other
     }
     if key in _SILENT:
         return True
