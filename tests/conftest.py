@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
+
+from tests.trained import GEMMA3, MINILM, SMOLLM2, trained
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred processes would compile this house anew
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +32,34 @@ REAL = "tests/real/"
 FLUSHED = "tests/swarm/storage/"
 TOGETHER = (REAL, "tests/compute/graph/")
 """Folders for one worker: real swarms would disturb one another, and modules need be exported only once."""
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct: Llama's family, byte pairs, a chat template."""
+    return trained(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """The GGUF file of Gemma 3 270M: SentencePiece, layers with a window, no chat template."""
+    return trained(GEMMA3)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2: an encoder of texts."""
+    return trained(MINILM)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain checkpoint that is made of SmolLM2's GGUF file when a swarm is founded on it."""
+    from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    GgufCheckpoint(smollm2).write(folder)
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

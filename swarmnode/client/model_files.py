@@ -105,6 +105,7 @@ class KeptPipeline(msgspec.Struct, frozen=True):
     versions: str  # of the libraries that made it
     pipeline: str  # as `tokenizers` writes it
     separator: int | None
+    ends: tuple[int, ...]
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str]  # by the names that templates know them by
     template_settings: frozenset[str]
@@ -126,6 +127,7 @@ class KeptTokenizer(Tokenizer):
         self._pipeline.encode_special_tokens = kept.splits_special_tokens
         self.chat_template, self.template_settings = kept.chat_template, kept.template_settings
         self.separator, self.has_response_template = kept.separator, kept.has_response_template
+        self.ends = kept.ends
 
     def __repr__(self) -> str:
         return f"<KeptTokenizer of {self._pipeline.get_vocab_size()} tokens>"
@@ -199,6 +201,7 @@ def kept_pipeline(tokenizer: Tokenizer) -> KeptPipeline:
         versions=_versions(),
         pipeline=whole.to_str(),
         separator=tokenizer.separator,
+        ends=tokenizer.ends,
         chat_template=tokenizer.chat_template,
         special_tokens=tokenizer.own.special_tokens_map,
         template_settings=tokenizer.template_settings,
@@ -260,7 +263,8 @@ class ModelFiles:
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""
         if self._stop_ids is None:
-            self._stop_ids = stop_ids(await self.folder())
+            folder, tokenizer = await self.folder(), await self.tokenizer()
+            self._stop_ids = await asyncio.to_thread(stop_ids, folder, tokenizer)
         return self._stop_ids
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
 from swarmnode.errors import CheckpointError, UsageError
 
+FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # of what a model thinks before it answers, in most chat templates
 UNFINISHED = "\ufffd"  # what a part of a character is shown as
 
@@ -42,10 +45,11 @@ class Tokenizer:
     @functools.cached_property
     def own(self) -> Any:
         """As transformers has it. Raises CheckpointError."""
-        import transformers
-
         from swarmnode.compute.model.lean import models_listed_once
 
+        # Not `import transformers`: that gives the module which another thread has begun to import, and transformers puts
+        # another one in its place at the end. On a node's first start the compute thread is at it.
+        transformers: Any = importlib.import_module("transformers")
         try:
             with models_listed_once():
                 return transformers.AutoTokenizer.from_pretrained(
@@ -113,6 +117,39 @@ class Tokenizer:
         """The token between two documents: the end of text, where there is one."""
         token: int | None = self.own.eos_token_id
         return token
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Ids of the tokens that end an answer: the end of text, and the one behind an answer in the chat template. Empty if the
+        checkpoint knows neither."""
+        ends = (self._end_of_text(), self._end_of_turn())
+        return tuple(dict.fromkeys(token for token in ends if token is not None))
+
+    def _end_of_text(self) -> int | None:
+        """The end of text; None if the vocabulary lacks the one that transformers assumes where none is named."""
+        token, text = self.separator, self.own.eos_token
+        return token if token is not None and self.own.convert_ids_to_tokens(token) == text else None
+
+    def _end_of_turn(self) -> int | None:
+        """The token that the chat template writes behind an answer; None if it writes none, or has another way with messages."""
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            return None
+        try:
+            text = str(
+                self.own.apply_chat_template(
+                    [*FIRST_TURN, {"role": "assistant", "content": ANSWER}], tokenize=False, add_generation_prompt=False
+                )
+            )
+        except (TemplateError, ValueError, KeyError, TypeError, AttributeError, LookupError, RecursionError):
+            return None
+        _, found, behind = text.rpartition(ANSWER)
+        behind = behind.lstrip()
+        tokens = {str(added): token for token, added in self.own.added_tokens_decoder.items() if str(added).strip()}
+        end = max((token for token in tokens if behind.startswith(token)), key=len, default="")
+        # Some templates begin another answer whatever they are told: a role's name follows that token.
+        return tokens[end] if found and end and not behind[len(end) :][:1].isalnum() else None
 
     @property
     def reasons(self) -> bool:
@@ -217,13 +254,17 @@ def _utf8(text: str) -> bytes:
         ) from None
 
 
-def stop_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-text tokens that a checkpoint's configs name."""
+def stop_ids(folder: Path, tokenizer: Tokenizer | ByteTokenizer | None = None) -> tuple[int, ...]:
+    """Return the tokens that end a text: those that a checkpoint's configs name, and those of its `tokenizer`. Ids that are none
+    are left out."""
+    named: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         found = _read(folder / name).get("eos_token_id")
         if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
+            named = found if isinstance(found, list) else [found]
+            break
+    ends = [*named, *(tokenizer.ends if isinstance(tokenizer, Tokenizer) else ())]
+    return tuple(dict.fromkeys(end for end in ends if type(end) is int and 0 <= end <= MAX_TOKEN_ID))[:MAX_STOP_IDS]
 
 
 def vocabulary_size(folder: Path) -> int | None:

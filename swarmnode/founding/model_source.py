@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.compute.model.checkpoint import Checkpoint, load_config
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config, read_json
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
 from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progress, checkpoint_files, has_tokenizer
 from swarmnode.swarm.storage.small_files import check_free, new_folder
@@ -141,10 +141,19 @@ def from_checkpoint(
 
 
 def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
-    """A checkpoint with plain weights, which was asked for as `model`; in the folder `out` where it was made of that."""
-    from swarmnode.compute.model.fresh import position_limit
-    from swarmnode.compute.serving.loading import check_family
+    """Describe a checkpoint with plain weights, which was asked for as `model`; it is in the folder `out` if it was made of that.
 
+    Raises CheckpointError if its tensors are not those of its config, its family cannot be split, or its generation_config.json
+    asks for something that is not done.
+    """
+    from swarmnode.compute.model.fresh import position_limit
+    from swarmnode.compute.model.tensor_check import check_tensors
+    from swarmnode.compute.serving.loading import check_family
+    from swarmnode.founding.generation_config import check_generation_config
+
+    check_generation_config(checkpoint.path)
+    _check_tokenizer(checkpoint.path)
+    check_tensors(checkpoint)
     check_family(checkpoint.family)
     positions = position_limit(checkpoint.family)
     if isinstance(checkpoint, HubCheckpoint):
@@ -169,6 +178,15 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         original=original if made else "",
         remarks=(f"the weights of {model} are quantised: {out.name} has them as plain ones",) if made else (),
     )
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raise CheckpointError if the tokenizer in a folder needs code of its own."""
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and not (folder / "tokenizer.json").is_file():
+        named = read_json(config).get("auto_map")
+        if isinstance(named, list) or (isinstance(named, dict) and named.get("AutoTokenizer")):
+            raise CheckpointError(f"{config}: the tokenizer needs code of its own (auto_map), which is never run here")
 
 
 def from_config(

@@ -13,7 +13,7 @@ from typing import Any
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
-from swarmnode.errors import CheckpointError, NoRoute, SwarmnodeError
+from swarmnode.errors import CheckpointError, NoRoute
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.config import GatewayConfig
@@ -30,6 +30,7 @@ from swarmnode.serving.client.generation import GenerateOptions
 log = logging.getLogger(__name__)
 
 NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: give token ids to /v1/completions"
+FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0  # between attempts to load a tokenizer
 SHORT_CHARS = 2048  # some 0.5 ms of a tokenizer
 PROMPT_END_TOKENS = 8  # in which a template opens the reasoning
 GREETING = [{"role": "user", "content": "hi"}]
@@ -66,15 +67,19 @@ class TokenizerLoader:
             raise ApiError(503, sentence, kind="server_error", code="loading", retry_s=RETRY_S) from None
 
     async def load(self) -> None:
-        """Before anybody asks, as soon as its files are here."""
+        """Load it before anybody asks, as soon as its files are here. After a failure, try again."""
+        pause_s = FIRST_PAUSE_S
         while not self.is_done:
             try:
                 await asyncio.shield(await self._begun())
             except NoRoute:
                 await self._client.changed()
-            except SwarmnodeError as error:
-                log.warning("%s", error)
-                return
+            except Exception as error:  # a library's, too: /ready waits for this
+                log.warning(
+                    "the tokenizer is not loaded, next try in %g s: %s: %s", pause_s, type(error).__name__, error
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     async def _begun(self) -> asyncio.Task[Tokenizer | ByteTokenizer | None]:
         """What loads it, once the swarm has given the model's small files. Raises NoRoute."""

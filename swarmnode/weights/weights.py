@@ -28,12 +28,18 @@ log = logging.getLogger(__name__)
 
 DAMAGED_PATIENCE_S = 5.0  # for peers to turn up where the founder's own folder cannot be used
 HEADER_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
 
 
 def header_chunks(path: Path, file: FileContent) -> range:
-    """Those of its header; its first 8 bytes, which are here, say how long that is."""
+    """Return the numbers of the chunks of its header; its first 8 bytes, which are here, say how long that is.
+
+    Raises CheckpointError if it is longer than safetensors allows.
+    """
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file.name} says that its header has {length} bytes, which no safetensors file has")
     return range(min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // CHUNK_BYTES)))
 
 

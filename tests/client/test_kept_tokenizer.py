@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from swarmnode.client.model_files import FOLDER, MOST_KEPT, KeptTokenizer, TokenizerCache
-from swarmnode.client.tokenizer import Detokenizer
+from swarmnode.client.tokenizer import Detokenizer, stop_ids
 from swarmnode.client.tokenizer import Tokenizer as OurTokenizer
 from swarmnode.errors import CheckpointError, UsageError
 
@@ -187,3 +187,47 @@ def test_a_kept_one_needs_no_transformers(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", reading], capture_output=True, text=True, check=True)
     assert done.stdout == "helloworld! set()\n"
+
+
+def test_another_thread_may_be_importing_transformers(tmp_path: Path) -> None:
+    """As on a node's first start, whose compute thread does. `import transformers` gives the module as it was begun, without
+    AutoTokenizer, which transformers replaces at its end."""
+    byte_level().save_pretrained(tmp_path)
+    begun = (
+        "import sys, threading; from pathlib import Path; from swarmnode.client.tokenizer import Tokenizer\n"
+        "threading.Thread(target=__import__, args=('transformers',)).start()\n"
+        "while 'transformers' not in sys.modules: pass\n"
+        f"print(len(Tokenizer(Path({str(tmp_path)!r})).encode('hello')))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", begun], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "3\n", found.stderr
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }} <|tool|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (TURNS, ["</s>", "<|tool|>"]),
+        (TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}", ["</s>", "<|tool|>"]),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}<|tool|>assistant", ["</s>"]),  # another answer begins
+        ("{{ raise_exception('only tools') }}", ["</s>"]),
+        (None, ["</s>"]),
+    ],
+)
+def test_texts_end_where_config_tokenizer_and_template_say(
+    tmp_path: Path, template: str | None, ends: list[str]
+) -> None:
+    """A config may name another token than the tokenizer does; what is kept of the tokenizer knows as much."""
+    own = byte_level(chat_template=template)
+    own.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    expected = (7, *own.convert_tokens_to_ids(ends))
+    cache = TokenizerCache(tmp_path)
+    for _ in ("made", "kept"):
+        tokenizer = cache.tokenizer(SWARM, tmp_path / "model")
+        assert stop_ids(tmp_path / "model", tokenizer) == expected
+    assert isinstance(tokenizer, KeptTokenizer)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, "x", -1, True]}))
+    assert stop_ids(tmp_path / "model", tokenizer) == (8, *expected[1:])

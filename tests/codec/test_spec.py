@@ -212,6 +212,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
     imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "UNITS", "VALUES")}
     imported |= {"manifest.MAX_ADAPTER_CHARS"}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
+    imported |= {"manifest.MAX_SMALL_BYTES"}
     imported |= {f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "PROOF_BYTES")}
     imported |= {f"report.MAX_{name}" for name in ("PEER_CHARS", "STATEMENT_BYTES", "TOKEN_ID")}
     imported |= {f"receipt.MAX_{name}" for name in ("PEER_CHARS", "RECEIPT_BYTES")}

@@ -67,3 +67,21 @@ async def test_a_tokenizer_that_failed_is_tried_by_who_asks_next(
         monkeypatch.setattr(SwarmClient, "tokenizer", theirs)
         assert (await served.http.post(CHAT, json=ASKED)).status_code == 200
         assert (await served.http.get("/ready")).json() == READY
+
+
+@in_virtual_time
+async def test_loading_is_tried_again_though_nobody_asks(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, failures = SwarmClient.tokenizer, [AttributeError("no AutoTokenizer"), OSError("torn")]
+
+    async def tokenizer(client: SwarmClient) -> Any:
+        if failures:
+            raise failures.pop()
+        return await theirs(client)
+
+    monkeypatch.setattr(SwarmClient, "tokenizer", tokenizer)
+    async with serving(founded, tmp_path) as served:
+        assert (await served.http.get("/ready")).status_code == 503
+        await asyncio.sleep(5.0)  # after one second and two
+        assert (await served.http.get("/ready")).json() == READY

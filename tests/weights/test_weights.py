@@ -18,10 +18,10 @@ from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
-from swarmnode.swarm.storage.content import CHUNK_BYTES, checkpoint_files, describe_files
+from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, checkpoint_files, describe_files
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
 from swarmnode.weights.seeder import Seeder
-from swarmnode.weights.weights import Weights
+from swarmnode.weights.weights import Weights, header_chunks
 from tests.llama import save_llama
 from tests.peer.memory_network import MemoryNetwork
 from tests.peer.toy_peer import ToyPeer
@@ -239,3 +239,11 @@ async def test_what_was_fetched_is_not_fetched_again(world: World) -> None:
     again = world.weights()
     assert world.same(await again.span(Span(1, 4)), Span(1, 4))
     assert world.network.received() == moved
+
+
+def test_a_header_longer_than_any_is_refused(tmp_path: Path) -> None:
+    """Else a founder's file of 16 TiB would have its reader ask for all of it."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((1 << 50).to_bytes(8, "little"))
+    with pytest.raises(CheckpointError, match="its header has 1125899906842624 bytes"):
+        header_chunks(path, FileContent(path.name, 1 << 44, bytes(32)))

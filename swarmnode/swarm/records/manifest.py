@@ -15,7 +15,15 @@ from msgspec import UNSET, UnsetType
 from swarmnode.codec.body import DECODE_ERRORS, MAX_ADAPTER_CHARS, first_broken
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, MAX_FILE_BYTES, FileContent, is_allowed_name
+from swarmnode.swarm.storage.content import (
+    CHUNK_BYTES,
+    HASH_BYTES,
+    MAX_FILE_BYTES,
+    MAX_SMALL_BYTES,
+    FileContent,
+    is_allowed_name,
+    is_weights,
+)
 
 FORMAT = 1
 ADAPTERS_FORMAT = 3  # of one with adapters, so that nobody serves the model alone who does not know them; 2 is none
@@ -25,6 +33,7 @@ MAX_NAME_CHARS = 64
 MAX_UNITS = 4096
 MAX_HIDDEN = 1 << 20
 MAX_POSITIONS = 1 << 31
+MAX_HUB_CHARS = 128  # of a hub id, and of its revision; the hub itself allows 96
 CAUSAL_LM = "causal_lm"
 GRAPH = "graph"
 GENERATE = "generate"
@@ -200,6 +209,10 @@ def _check_size(raw: bytes | bytearray | memoryview) -> None:
         )
 
 
+def _is_short(text: str | None) -> bool:
+    return text is None or (0 < len(text) <= MAX_HUB_CHARS and text.isprintable())
+
+
 def _check(manifest: Manifest) -> None:
     """Bounds on everything that a reader will allocate by, open or print."""
     model = manifest.model
@@ -221,7 +234,11 @@ def _check(manifest: Manifest) -> None:
         "a bounded list of files": 0 < len(names) <= MAX_FILES,
         "each file once": len(set(names)) == len(names),
         "plain file names": all(map(is_allowed_name, names)),
-        "sane file sizes": all(0 <= file.size <= MAX_FILE_BYTES for file in manifest.files),
+        "sane file sizes": all(
+            0 <= file.size <= (MAX_FILE_BYTES if is_weights(file.name) else MAX_SMALL_BYTES) for file in manifest.files
+        ),
+        f"a hub id and a revision of at most {MAX_HUB_CHARS} printable characters": _is_short(model.hub_id)
+        and _is_short(model.revision),
         "roots of 32 bytes": all(len(file.root) == HASH_BYTES for file in manifest.files),
         "codecs": 0 < len(manifest.codecs) <= 32,
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),

@@ -25,7 +25,9 @@ PIECE_CHUNKS = 64  # that one thread hashes in one go
 HASH_BYTES = 32
 MAX_NAME_CHARS = 128
 MAX_FILE_BYTES = 1 << 44  # 16 TiB
+MAX_SMALL_BYTES = 1 << 28  # of a file that every peer takes whole; 256,000 tokens take some 30 MB
 CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
 GRAPH_NAME = "graph.json"
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_SUFFIX = ".safetensors"
@@ -42,7 +44,7 @@ TOKENIZER_NAMES = VOCABULARY_NAMES | {
     "chat_template.jinja",
     "chat_template.json",
 }
-SMALL_NAMES = TOKENIZER_NAMES | {CONFIG_NAME, GRAPH_NAME, INDEX_NAME, "generation_config.json"}
+SMALL_NAMES = TOKENIZER_NAMES | {CONFIG_NAME, GRAPH_NAME, INDEX_NAME, GENERATION_NAME}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Progress = Callable[[int, int], None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,17 @@ WORDS = [
 
 
 def save_llama_gguf(
-    path: Path, *, without: str = "", architecture: str = "llama", beside: Mapping[str, Sequence[float]] | None = None
+    path: Path,
+    *,
+    without: str = "",
+    architecture: str = "llama",
+    beside: Mapping[str, Sequence[float]] | None = None,
+    pre: str | None = "llama-bpe",
+    words: Sequence[str] = (),
+    say: Callable[[Any], None] = lambda _writer: None,
 ) -> None:
-    """Matrices as Q8_0, norms as F32; all but the tensor `without`, and those `beside`, as F32."""
+    """Matrices as Q8_0, norms as F32; all but the tensor `without`, and those `beside`, as F32. The vocabulary ends with control
+    tokens `words`; `say` may write more keys."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -31,13 +40,17 @@ def save_llama_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(WORDS))
+    tokens = [*WORDS, *words]
+    writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(WORDS)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(WORDS) + [3] * len(words))
     writer.add_token_merges(["t h"])
+    say(writer)
     random = np.random.default_rng(1)
-    for name, shape in _shapes().items():
+    for name, shape in _shapes(len(tokens)).items():
         if name == without:
             continue
         values = random.normal(0, 0.1, shape).astype(np.float32)
@@ -54,7 +67,7 @@ def save_llama_gguf(
     writer.close()
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
     kv = HIDDEN // HEADS * KV_HEADS
     layer = {
         "attn_q": (HIDDEN, HIDDEN),
@@ -67,6 +80,6 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         "attn_norm": (HIDDEN,),
         "ffn_norm": (HIDDEN,),
     }
-    ends = {"token_embd": (len(WORDS), HIDDEN), "output": (len(WORDS), HIDDEN), "output_norm": (HIDDEN,)}
+    ends = {"token_embd": (vocabulary, HIDDEN), "output": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
     layers = {f"blk.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
     return {f"{name}.weight": shape for name, shape in (ends | layers).items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.model.dequantize.gguf import GgufHeader, complete_config
+from swarmnode.compute.model.dequantize.gguf_config import GgufHeader, complete_config
 from swarmnode.errors import CheckpointError
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 257}
@@ -44,6 +44,15 @@ def header(architecture: str, said: dict[str, Any], *tensors: str) -> GgufHeader
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
         ),
+        ("llama", "llama", {"rope.scaling.factor": 4.0}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ("phi3", "phi3", {"attention.sliding_window": 32}, {"sliding_window": 32}),
+        ("gemma2", "gemma2", {"attn_logit_softcapping": 20.0}, {"attn_logit_softcapping": 20.0}),
+        ("gemma2", "gemma2", {"final_logit_softcapping": 10.0}, {"final_logit_softcapping": 10.0}),
+        ("gemma2", "gemma2", {"attention.scale": 0.125}, {"query_pre_attn_scalar": 64}),
+        ("starcoder2", "starcoder2", {"rope.freq_base": 999999.0}, {"rope_theta": 999999.0}),
+        ("falcon", "falcon", {"attention.layer_norm_epsilon": 0.5}, {"layer_norm_epsilon": 0.5}),
+        ("llama", "mistral", {}, {"sliding_window": None}),
+        ("llama", "llama", {"attention.value_length": 16, "attention.causal": True, "logit_scale": 1.0}, {}),
     ],
 )
 def test_it_counts(architecture: str, model_type: str, said: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -75,3 +84,34 @@ def test_positions_scaled_in_another_way_are_refused() -> None:
     said = {"rope.scaling.type": "spiral", "rope.scaling.factor": 2.0}
     with pytest.raises(CheckpointError, match="scaled by spiral"):
         complete_config(header("llama", said), {"model_type": "llama", **SIZES})
+
+
+def test_yarn_may_say_more_of_itself() -> None:
+    said = {f"rope.scaling.{name}": value for name, value in (("type", "yarn"), ("factor", 4.0), ("attn_factor", 2.0))}
+    said |= {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.original_context_length": 32}
+    found = complete_config(header("qwen2", said), {"model_type": "qwen2", **SIZES})["rope_scaling"]
+    assert found["beta_fast"] == 16.0 and found["attention_factor"] == pytest.approx(2 * 1.1386294)
+
+
+def test_the_largest_gemma_divides_by_another_number() -> None:
+    read = {"model_type": "gemma2", **SIZES, "hidden_size": 4608, "num_attention_heads": 32, "num_hidden_layers": 46}
+    assert complete_config(header("gemma2", {}), read)["query_pre_attn_scalar"] == 144
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("llama", {"attention.sliding_window": 16}),
+        ("llama", {"attention.value_length": 8}),
+        ("llama", {"attention.scale": 1.0}),
+        ("llama", {"expert_weights_scale": 2.5}),
+        ("llama", {"rope.scaling.yarn_ext_factor": 0.5}),
+        ("llama", {"rope.dimension_sections": [8, 12, 12, 0]}),
+        ("gemma3", {"rope.freq_base_swa": 20000.0}),
+        ("gpt2", {"rope.freq_base": 5000.0}),
+    ],
+)
+def test_what_a_family_does_not_do_is_refused(architecture: str, said: dict[str, Any]) -> None:
+    model_type = {"gemma3": "gemma3_text"}.get(architecture, architecture)
+    with pytest.raises(CheckpointError, match=rf"its {architecture}\.{next(iter(said))} is .*, which is not read here"):
+        complete_config(header(architecture, said), {"model_type": model_type, **SIZES, "max_position_embeddings": 128})

@@ -17,7 +17,7 @@ from swarmnode.swarm.records.manifest import (
     encode_manifest,
     swarm_id,
 )
-from swarmnode.swarm.storage.content import FileContent
+from swarmnode.swarm.storage.content import MAX_SMALL_BYTES, FileContent
 
 
 def make_manifest(**changes):
@@ -74,6 +74,11 @@ def test_unknown_fields_are_ignored_and_missing_ones_take_defaults():
         {"files": (FileContent("../x.safetensors", 1, bytes(32)),)},
         {"files": (FileContent("config.json", -1, bytes(32)),)},
         {"files": (FileContent("config.json", 1, bytes(31)),)},
+        {"files": (FileContent("tokenizer.json", MAX_SMALL_BYTES + 1, bytes(32)),)},  # which each peer takes whole
+        {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/" + "m" * 127)},
+        {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m\x1b[2J")},
+        {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m", revision="")},
+        {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m", revision="r" * 129)},
         {"files": (FileContent("config.json", 1, bytes(32)),) * 2},
         {"chunk_bytes": 1},
         {"codecs": ()},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,116 +20,18 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.dequantize.checkpoint import write_plain
+from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config
+from swarmnode.compute.model.dequantize.gguf_sampling import generation_config
+from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import TOKENIZER_NAMES, Progress, has_tokenizer
+from swarmnode.swarm.storage.content import GENERATION_NAME, TOKENIZER_NAMES, Progress, has_tokenizer
 
 SUFFIX = ".gguf"
 DTYPE = torch.bfloat16
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-# Factors of the rotary frequencies (a Llama's from 3.1 on, and of LongRoPE), which stand beside the weights.
-FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
-    f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
-)
-ROPE_TENSORS = frozenset((FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))
-OUTPUT = "output.weight"
-
-_SIZES = {
-    "attention.key_length": "head_dim",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-class GgufHeader:
-    """What a file says of its model, by the names of its architecture, and its small tensors."""
-
-    def __init__(self, reader: Any) -> None:
-        self._fields: Mapping[str, Any] = reader.fields
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.architecture = str(self._fields["general.architecture"].contents())
-
-    def said(self, key: str) -> Any:
-        """None where it says nothing of `key`."""
-        field = self._fields.get(f"{self.architecture}.{key}")
-        return None if field is None else field.contents()
-
-    def factors(self, name: str) -> list[float] | None:
-        """The float32 tensor `name`; None where there is none."""
-        tensor = self._tensors.get(name)
-        return None if tensor is None else [float(factor) for factor in tensor.data]
-
-    def __contains__(self, tensor: str) -> bool:
-        return tensor in self._tensors
-
-
-def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json: those that transformers' reader `read`, and what else the file says.
-
-    Raises CheckpointError where its positions are scaled in a way that is unknown here.
-    """
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    values = {**read, "tie_word_embeddings": OUTPUT not in header}
-    defaults = CONFIG_MAPPING[values["model_type"]]()
-    mapping: Any = GGUF_CONFIG_MAPPING
-    known = mapping.get(header.architecture, {})
-    for key, name in _SIZES.items():
-        if hasattr(defaults, name) and key not in known and (size := header.said(key)) is not None:
-            values.setdefault(name, size)
-    if "n_ctx" in values:  # GPT-2's older name
-        values["n_positions"] = values.pop("n_ctx")
-    for name in _TOKENS:  # a family's default may be beyond this vocabulary
-        token = getattr(defaults, name, None)
-        if isinstance(token, int) and token >= values.get("vocab_size", token + 1):
-            values.setdefault(name, None)
-    if hasattr(defaults, "rope_parameters"):
-        values |= _positions(header, values, defaults)
-    return values
-
-
-def _positions(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
-    """How heads are turned by their positions, where it is not as the family's defaults say."""
-    found: dict[str, Any] = {}
-    turned = header.said("rope.dimension_count")
-    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    if turned is not None and (turned != head or (defaults.rope_parameters or {}).get("partial_rotary_factor")):
-        found["partial_rotary_factor"] = turned / head
-    scaling = _scaling(header)
-    if scaling is not None:
-        found["rope_scaling"] = scaling
-        if hasattr(defaults, "original_max_position_embeddings"):  # Phi-3's own place for it, which counts there
-            found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return found
-
-
-def _scaling(header: GgufHeader) -> dict[str, Any] | None:
-    """`rope_scaling` as transformers has it. Factors of all frequencies, of whatever making, are LongRoPE's with one list for long
-    and for short."""
-    kind, factor = header.said("rope.scaling.type"), header.said("rope.scaling.factor")
-    original = header.said("rope.scaling.original_context_length") or header.said("context_length")
-    factors = header.factors(FREQUENCY_FACTORS)
-    long, short = header.factors(LONG_FACTORS), header.factors(SHORT_FACTORS)
-    beside: dict[str, Any] = {"original_max_position_embeddings": original}
-    if factors is not None:
-        same = {"short_factor": factors, "long_factor": factors}
-        return {"rope_type": "longrope", **same, "factor": 1.0, "attention_factor": 1.0, **beside}
-    if long is not None and short is not None:
-        attention = header.said("rope.scaling.attn_factor")
-        if attention is not None:
-            beside["attention_factor"] = attention
-        return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **beside}
-    if kind in (None, "none") or factor is None:
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        return {"rope_type": "yarn", "factor": factor, **beside}
-    raise CheckpointError(f"its positions are scaled by {kind}, which is not known here")
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -205,22 +107,21 @@ class GgufCheckpoint:
         return family_of(load_config(out / CONFIG_FILE))
 
     def _write_tokenizer(self, out: Path) -> None:
-        """The one beside the file, else the one within it, where there is one."""
+        """Write the tokenizer beside the file, else the one within it, and how texts are drawn and end."""
+        fields = self._reader.fields
         beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
-        if has_tokenizer(beside):
-            for name in beside:
-                shutil.copyfile(self.file.parent / name, out / name)
-        elif "tokenizer.ggml.tokens" in self._reader.fields:
-            from transformers import AutoTokenizer
-
-            auto: Any = AutoTokenizer
-            try:
-                tokenizer = auto.from_pretrained(str(self.file.parent), gguf_file=self.file.name, local_files_only=True)
-                tokenizer.save_pretrained(out)
-            except (*FOREIGN_ERRORS, OSError) as error:
-                raise CheckpointError(
-                    f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
-                ) from error
+        try:
+            if has_tokenizer(beside):
+                for name in beside:
+                    shutil.copyfile(self.file.parent / name, out / name)
+            elif TOKENS in fields:
+                GgufTokenizer(fields).write(self.file, out)
+            values = generation_config(fields)
+        except (*FOREIGN_ERRORS, OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
+            ) from error
+        (out / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
     def _tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Of the file, by their names in a model that has no weights."""
