@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config, read_json
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
@@ -16,6 +16,7 @@ from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progre
 from swarmnode.swarm.storage.small_files import check_free, new_folder
 
 if TYPE_CHECKING:
+    from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.graph import Graph
 
 BYTES = 256
@@ -194,24 +195,36 @@ def from_config(
 ) -> ModelSource:
     """Fresh weights for a transformers config (a folder, or its config.json), written into the folder `out` beside it all.
 
+    A model that cannot be split at its layers, as a recurrent one, is written as a graph: it can be trained, and not be served.
     Raises UsageError where there is no config, CheckpointError where its family cannot be split, LocalError.
     """
-    from swarmnode.compute.model.family import family_of
+    from swarmnode.compute.model.family import family_of, trains_whole
     from swarmnode.compute.model.fresh import write_fresh_model
     from swarmnode.compute.serving.loading import check_family
+    from swarmnode.founding.language_graph import write_language_graph
 
     folder = config.parent if config.name == CONFIG_NAME else config
     if not (folder / CONFIG_NAME).is_file():
         raise UsageError(f"{folder} has no {CONFIG_NAME}; give a folder with the config of a transformers model")
     tokenizer = [name for name in TOKENIZER_NAMES if (folder / name).is_file() and not byte_level]
-    known = load_config(folder / CONFIG_NAME)
-    check_vocabulary(getattr(known, "vocab_size", None), tokenizer)
-    check_family(family_of(known))
+    described = load_config(folder / CONFIG_NAME)
+    check_vocabulary(getattr(described, "vocab_size", None), tokenizer)
+    whole = trains_whole(described)
+    if not whole:
+        check_family(family_of(described))
     with new_folder(out, force=force) as partial:
-        write_fresh_model(folder, partial, seed)
-        for name in tokenizer:
+        made = write_language_graph(described, partial, seed) if whole else None
+        if made is None:
+            write_fresh_model(folder, partial, seed)
+        for name in (*tokenizer, *([CONFIG_NAME] if whole else [])):
             shutil.copyfile(folder / name, partial / name)
-    return _of_language_model(Checkpoint(out), str(out), out)
+    return _of_language_model(Checkpoint(out), str(out), out) if made is None else _of_graph(described, made, out)
+
+
+def _of_graph(config: Any, exported: Exported, out: Path) -> ModelSource:
+    """A language model that is trained as a graph, in the folder `out`."""
+    model = ModelInfo(family=config.model_type, units=exported.graph.units, hidden=0)
+    return ModelSource.of_graph(out, model, vocabulary=getattr(config, "vocab_size", None), remarks=exported.remarks)
 
 
 def from_module(
@@ -231,14 +244,14 @@ def from_module(
 
     if units is not None and not 1 <= units <= MAX_UNITS:
         raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} units")
-    exported = export_source(spec, trains=trains)
+    exported = export_source(spec, trains=trains, check=trains)
     cut = partition(exported.graph, units or UNITS)
     if not trains:
         check_travel(Layout(cut.graph))
     with new_folder(out, force=force) as partial:
         write_graph(Exported(cut.graph, exported.weights), partial)
     model = ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0)
-    return ModelSource.of_graph(out, model, remarks=cut.remarks)
+    return ModelSource.of_graph(out, model, remarks=(*exported.remarks, *cut.remarks))
 
 
 def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:

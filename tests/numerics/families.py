@@ -115,6 +115,7 @@ REFUSED: dict[str, str] = {
     "bert": "",
     "gemma3n_text": "",
     "vit": "not a causal language model",
+    "mixtral": "set it to false in config.json",
 }
 
 

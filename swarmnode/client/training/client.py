@@ -7,8 +7,11 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from swarmnode.checkpoints.export import export
 from swarmnode.checkpoints.states import state_board, survey
@@ -78,12 +81,19 @@ class TrainingClient(SwarmObserver):
                 listener.waiting("no peer of the swarm is ready", ())
             return ready
 
-        try:
+        async def feed(run: Run) -> int:
             on_step, on_done = _telling(listener, run), functools.partial(self._sign, run)
             trainer = Trainer(board, coordinators, run, batches, on_step, listener.waiting, on_done)
             return await host.supervisor.watch(trainer.train(stop))
+
+        even = msgspec.structs.replace(run, label_weights=msgspec.UNSET)  # as runs of before are
+        try:
+            return await feed(run)
         except UsageError as error:
-            told = await self._differences(run)
+            others = await self._others_runs()
+            if even != run and even in others:
+                return await feed(even)
+            told = next(filter(None, (differences(run, other) for other in others)), [])
             raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None
         finally:
             await board.close()
@@ -110,21 +120,18 @@ class TrainingClient(SwarmObserver):
         if error.peer is not None:
             self._host.directory.suspect(error.peer, error.code.name)
 
-    async def _differences(self, own: Run) -> list[str]:
-        """How the run that the peers keep states of differs from ours; nothing where none of them tells."""
+    async def _others_runs(self) -> list[Run]:
+        """The runs that peers keep states of; none where nobody tells."""
         host = self._host
         board = state_board(host)
+        runs: list[Run] = []
         try:
             for listing in (await survey(board, host.directory.peers())).values():
-                try:
-                    found = differences(own, decode_run(listing.run))
-                except ProtocolError:
-                    continue  # no run at all
-                if found:
-                    return found
+                with suppress(ProtocolError):  # no run at all
+                    runs.append(decode_run(listing.run))
         finally:
             await board.close()
-        return []
+        return runs
 
 
 def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:

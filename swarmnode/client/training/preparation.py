@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.compute.graph.boundary import array_batches
+from swarmnode.compute.graph.boundary import ARRAYS_SUFFIX, array_batches, token_length, token_windows
+from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
-from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.datasets.corpus import token_batches
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import is_allowed
@@ -89,14 +90,28 @@ def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Pr
 
 def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
     graph = read_graph(folder)
-    if settings.sequence:
+    length = token_length(graph) if data.suffix != ARRAYS_SUFFIX else 0
+    if settings.sequence and settings.sequence != length:
         raise UsageError("--sequence is for language models: the samples of this model are rows of arrays")
     microbatch = settings.microbatch or (min(MICROBATCH, settings.batch) if graph.any_batch else graph.batch)
     if not graph.any_batch and microbatch != graph.batch:
         raise UsageError(f"this model was exported for batches of {graph.batch} only: give --microbatch {graph.batch}")
     run = _with(settings, 0, microbatch)
     check_run(run)
-    return run, array_batches(data, graph)
+    batches = _token_windows(folder, data, graph) if length else array_batches(data, graph)
+    if batches.weighs_labels:
+        run = msgspec.structs.replace(run, label_weights=True)
+        batches.labelled(run)  # raises where there is not one
+    return run, batches
+
+
+def _token_windows(folder: Path, data: Path, graph: Graph) -> ArrayBatches:
+    """The text of a language model that is trained as a graph, in rows of as many tokens as it takes."""
+    vocabulary = load_config(folder / CONFIG_FILE).vocab_size
+    if not has_tokenizer(file.name for file in folder.iterdir()):
+        return token_windows(data, graph, vocabulary)
+    tokenizer = Tokenizer(folder)
+    return token_windows(data, graph, vocabulary, tokenizer.encode_document, tokenizer.separator)
 
 
 def _with(settings: Run, sequence: int, microbatch: int) -> Run:

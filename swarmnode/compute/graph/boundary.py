@@ -14,9 +14,11 @@ from torch import Tensor
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF, TORCH_DTYPE
 from swarmnode.compute.graph.graph import Graph, GraphInput, Size, TensorType
+from swarmnode.compute.graph.label_count import LabelCount, label_count
 from swarmnode.compute.graph.layout import Layout, Value
 from swarmnode.compute.graph.operators import torch_constant
 from swarmnode.compute.training.datasets.batches import ArrayBatches
+from swarmnode.compute.training.datasets.corpus import Encode, token_batches
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
@@ -51,11 +53,42 @@ def array_batches(path: Path, graph: Graph) -> ArrayBatches:
             f"{path} has no array {missing[0]!r}: the model takes {', '.join(wanted)}, "
             f"the file has {', '.join(sorted(arrays)) or 'none'}"
         )
+    taken = {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs}
+    return ArrayBatches(taken, *_ends(graph), _uneven_count(graph, taken))
+
+
+def token_length(graph: Graph) -> int:
+    """How many tokens a sample has of a language model that was made a graph; 0 for any other graph."""
+    rows = {item.argument: item.type.sizes(graph.batch)[1:] for item in graph.inputs if item.type.dtype == "int64"}
+    lengths = {row[0] for row in rows.values() if len(row) == 1}
+    return lengths.pop() if rows.keys() == {"input_ids", "labels"} and len(lengths) == 1 else 0
+
+
+def token_windows(
+    path: Path, graph: Graph, vocabulary: int, encode: Encode | None = None, separator: int | None = None
+) -> ArrayBatches:
+    """The text in a file or folder in rows of `token_length` tokens, which are the labels as well. Raises UsageError as
+    `token_batches`, and where there is not one row."""
+    ids_NT = token_batches(path, vocabulary, encode, separator).windows(token_length(graph))
+    return ArrayBatches({item.argument: ids_NT for item in graph.inputs}, *_ends(graph))
+
+
+def _ends(graph: Graph) -> tuple[list[str], list[str]]:
+    """Names of the arrays that the first units take, and of those that the last one takes."""
     layout, argument_of = Layout(graph), {item.name: item.argument for item in graph.inputs}
-    return ArrayBatches(
-        {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs},
-        *([argument_of[value.ref.name] for value in values] for values in (layout.boundaries[0], layout.labels)),
+    inputs, labels = (
+        [argument_of[value.ref.name] for value in values] for values in (layout.boundaries[0], layout.labels)
     )
+    return inputs, labels
+
+
+def _uneven_count(graph: Graph, arrays: Mapping[str, np.ndarray]) -> LabelCount | None:
+    """How the labels of a batch are counted, where some of the data's are left out."""
+    found = label_count(graph)
+    if found is None:
+        return None
+    count, ignored, names = found
+    return count if ignored is None or any((arrays[name] == ignored).any() for name in names) else None
 
 
 def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.ndarray:

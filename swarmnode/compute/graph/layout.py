@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.graph.graph import BUFFER, CONSTANT, BufferUpdate, Graph, OperatorCall, Ref, TensorType
-from swarmnode.compute.graph.operators import is_random
+from swarmnode.compute.graph.operators import is_random, torch_constant
 from swarmnode.errors import CheckpointError
 
 _NO_GRADIENT = frozenset({"aten.detach.default", "aten.detach_copy.default"})
@@ -95,7 +97,7 @@ class Layout:
     def _find_labels(self) -> tuple[Value, ...]:
         """None where nothing is learnt, or where they alone tell the size of the batch."""
         inputs = [Ref(item.name) for item in self.graph.inputs]
-        *others, last = map(_taken, self.units)
+        *others, last = map(taken, self.units)
         labels = [ref for ref in inputs if ref in last] if others and self.graph.loss is not None else []
         crossing = [ref for ref in inputs if ref not in labels or any(ref in taken for taken in others)]
         tells = not self.graph.any_batch or any(self._types[ref].tells_batch for ref in crossing)
@@ -109,7 +111,7 @@ class Layout:
             own = {node.name for node in unit.nodes}
             made.update({ref: number for ref in self._types if ref.name in own and ref.name in self._unit_of})
             is_last = number + 1 == self.graph.units
-            used.update(dict.fromkeys(_taken(unit) - labels if is_last else _taken(unit), number))
+            used.update(dict.fromkeys(taken(unit) - labels if is_last else taken(unit), number))
         used.update(dict.fromkeys(self.graph.results, self.graph.units))
         crossing = [
             [ref for ref in self._types if ref in made and made[ref] < number <= used.get(ref, -1)]
@@ -122,7 +124,10 @@ class Layout:
             yield self._values(refs)
 
     def _values(self, refs: Iterable[Ref]) -> tuple[Value, ...]:
-        return tuple(Value(ref, self._types[ref], ref.name in self._trained) for ref in refs)
+        return tuple(
+            Value(ref, kind, ref.name in self._trained and _takes_gradient(kind))
+            for ref, kind in ((ref, self._types[ref]) for ref in refs)
+        )
 
     def _carry_batch(self, crossing: list[list[Ref]]) -> None:
         """Let an input pass by as long as later boundaries cannot tell the size of the batch without it."""
@@ -137,8 +142,8 @@ class Layout:
                 refs.insert(0, teller)
 
 
-def _taken(unit: Unit) -> set[Ref]:
-    """What its nodes take."""
+def taken(unit: Unit) -> set[Ref]:
+    """Return the values that the nodes of a unit take."""
     return {ref for node in unit.nodes for ref in node.refs()}
 
 
@@ -153,12 +158,18 @@ def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:
 
 
 def trained_values(graph: Graph) -> set[str]:
-    """Names of the values that depend on trained weights in a way that gradients go."""
+    """Names of the values that depend on trained weights in a way that gradients go. Whole numbers among them take none."""
     trained = {weight.name for weight in graph.weights if weight.trained}
+    whole = {ref for ref, kind in value_types(graph.nodes).items() if not _takes_gradient(kind)}
     for node in graph.nodes:
-        if node.operator not in _NO_GRADIENT and any(ref.name in trained for ref in node.refs()):
+        if node.operator not in _NO_GRADIENT and any(ref.name in trained and ref not in whole for ref in node.refs()):
             trained.add(node.name)
     return trained
+
+
+def _takes_gradient(kind: TensorType) -> bool:
+    dtype: torch.dtype = torch_constant(kind.dtype)
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def constant_values(graph: Graph) -> set[str]:

@@ -50,13 +50,24 @@ EVALUATED_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 _ALLOWED_NAMES = """
 batch_norm linear mm bmm addmm baddbmm addmv mv dot outer ger matmul einsum bilinear kron tensordot cdist _euclidean_dist
 conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d unfold im2col col2im
-scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
+vdot addr cross block_diag matrix_power matrix_exp _weight_norm _grouped_mm
+scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 layer_norm native_layer_norm group_norm native_group_norm instance_norm rms_norm _fused_rms_norm
-linalg_vector_norm norm renorm cosine_similarity pairwise_distance
-add sub rsub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn reciprocal sqrt rsqrt square exp exp2
+linalg_vector_norm linalg_matrix_norm linalg_norm norm renorm cosine_similarity pairwise_distance
+linalg_inv linalg_inv_ex inverse linalg_solve linalg_solve_ex linalg_solve_triangular linalg_cholesky linalg_cholesky_ex
+cholesky_solve linalg_qr linalg_svd linalg_svdvals linalg_eigh linalg_eigvalsh linalg_det linalg_slogdet logdet linalg_pinv
+linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_solve linalg_matrix_power linalg_matrix_exp linalg_multi_dot
+linalg_householder_product linalg_cross linalg_diagonal linalg_vecdot
+fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn
+fft_rfftn fft_irfftn fft_fftshift fft_ifftshift fft_fftfreq fft_rfftfreq stft istft
+view_as_real view_as_complex real imag angle polar complex conj _conj _conj_physical conj_physical resolve_conj resolve_neg
+add sub subtract rsub mul multiply div divide true_divide floor_divide negative absolute
+remainder fmod pow neg abs sign sgn reciprocal sqrt rsqrt square exp exp2
 expm1 log log2 log10 log1p logaddexp sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc erf erfc erfinv
 lgamma digamma floor ceil round trunc frac maximum minimum fmax fmin clamp clamp_min clamp_max lerp addcmul addcdiv
-hypot xlogy logit nan_to_num heaviside copysign
+hypot xlogy logit nan_to_num heaviside copysign polygamma special_xlog1py special_entr special_ndtr special_log_ndtr
+special_ndtri special_erfcx special_i0 special_i0e special_i1 special_i1e i0 ldexp float_power positive deg2rad rad2deg
+logaddexp2
 eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
 bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ where
 masked_fill masked_scatter
@@ -65,6 +76,7 @@ sigmoid log_sigmoid softplus threshold glu softmax log_softmax _softmax _log_sof
 softshrink logsumexp
 sum mean prod var std var_mean std_mean amax amin max min argmax argmin any all cumsum cumprod logcumsumexp cummax cummin
 topk sort argsort kthvalue median nanmedian mode nansum nanmean count_nonzero trace diff bincount searchsorted bucketize
+histc aminmax isin cov corrcoef trapezoid cumulative_trapezoid msort
 max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices avg_pool1d
 avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d
 _adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
@@ -76,9 +88,10 @@ pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replicati
 replication_pad3d _pad_circular
 embedding embedding_bag one_hot index index_put index_add index_copy index_fill index_select gather scatter scatter_add
 scatter_reduce take take_along_dim nonzero_static slice_scatter select_scatter diagonal_scatter
-reshape view_as reshape_as expand expand_as permute transpose t swapaxes swapdims movedim numpy_T mT
+reshape view_as reshape_as ravel expand expand_as permute transpose t swapaxes swapdims movedim numpy_T mT
 squeeze unsqueeze flatten unflatten slice select narrow split split_with_sizes tensor_split chunk unbind cat concat stack
-hstack vstack dstack repeat repeat_interleave tile roll flip rot90 tril triu diagonal diag diag_embed broadcast_to
+hstack vstack dstack column_stack atleast_1d atleast_2d atleast_3d adjoint mH narrow_copy
+repeat repeat_interleave tile roll flip rot90 tril triu diagonal diag diag_embed broadcast_to
 broadcast_tensors meshgrid contiguous clone detach alias _to_copy to type_as lift_fresh_copy view_copy slice_copy
 permute_copy expand_copy select_copy t_copy transpose_copy squeeze_copy unsqueeze_copy detach_copy copy
 zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor arange
@@ -86,10 +99,16 @@ linspace logspace eye fill zero tril_indices triu_indices
 cross_entropy_loss nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd mse_loss l1_loss smooth_l1_loss
 huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div margin_ranking_loss hinge_embedding_loss
 cosine_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss multilabel_margin_loss poisson_nll_loss
+ctc_loss
+_assert_async
 """
 _RANDOM_NAMES = """
 dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like randperm
-normal uniform multinomial exponential
+normal normal_functional uniform multinomial exponential log_normal geometric cauchy random rrelu rrelu_with_noise_functional
+"""
+_SHAPED_NAMES = """
+bernoulli.p bernoulli.Tensor normal_functional.default uniform.default exponential.default log_normal.default geometric.default
+cauchy.default random.default random.to random.from
 """
 _RANDOM = frozenset(_RANDOM_NAMES.split())
 _ALLOWED = _RANDOM | set(_ALLOWED_NAMES.split())
@@ -98,6 +117,9 @@ _RANDOM_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "lstm": 5, "gru": 5, 
 _COUNTED = frozenset({"dropout", "native_dropout", "scaled_dot_product_attention"})
 """Those that `CounterDropout` draws for, the same on every device."""
 
+SHAPED = frozenset(f"aten.{name}" for name in _SHAPED_NAMES.split())
+"""Draws that were written in place: of their first argument they take the shape alone."""
+
 INSTEAD = {
     "aten.view.default": "aten.reshape.default",  # strides may differ from the export's: what came over a link is contiguous
     "aten._unsafe_view.default": "aten.reshape.default",
@@ -105,10 +127,19 @@ INSTEAD = {
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.lift_fresh_copy.default": "aten.clone.default",
+    "transformers.grouped_mm_fallback.default": "aten._grouped_mm.default",  # its experts, on rows sorted by expert
     FUNCTIONAL_BATCH_NORM: BATCH_NORM,
     EVALUATED_BATCH_NORM: BATCH_NORM,
 }
 """What the export writes in place of some operators."""
+
+COPY = "aten.copy.default"
+"""What torch.export makes of an assignment to a slice; it has no derivative."""
+
+DETACH = "aten.detach.default"
+
+ASSERT = "aten._assert_async.default"
+"""A truth on which the operators of the export rest; `ranges.py` looks at it in each pass."""
 
 
 def resolve(operator: str, *, is_source: bool = False) -> Callable[..., Any]:
@@ -128,6 +159,12 @@ def resolve(operator: str, *, is_source: bool = False) -> Callable[..., Any]:
     if function._schema.is_mutable and operator != BATCH_NORM and not is_source:
         raise CheckpointError(f"the operator {operator:.80} writes into its arguments, which a graph may not")
     return function
+
+
+def gives_list(function: Callable[..., Any]) -> bool:
+    """Return whether an operator's result is a list of tensors, however many."""
+    returns = function._schema.returns  # type: ignore[attr-defined]
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def is_random(operator: str, args: tuple[Any, ...]) -> bool:

@@ -14,6 +14,8 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from swarmnode.compress.codecs import DTYPE_OF
+from swarmnode.compute.graph.boundary import wire_dtype
 from swarmnode.compute.graph.costs.estimate import estimate_nodes, reference_seconds, type_bytes
 from swarmnode.compute.graph.graph import BUFFER, PARAMETER, Graph, Ref
 from swarmnode.compute.graph.layout import constant_values, value_types
@@ -42,6 +44,7 @@ def partition(graph: Graph, units: int = UNITS) -> Partition:
     weights = [0.0, *accumulate(_first_weights(graph))]
     crossing = crossing_bytes(graph)
     closed, remarks = _closed_places(graph, seconds)
+    closed |= _places_that_no_frame_crosses(graph)
     good = _good_places(crossing, seconds, closed)
     places = _without_crumbs([0, *good, len(graph.nodes)], crossing, [seconds, weights], _CRUMB / units)
     cuts = _choose(places, crossing, [seconds, weights], 1 / units)
@@ -130,6 +133,18 @@ def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[s
     if share > _NEIGHBOURHOOD:
         remarks.append(f"{tensor} is used all over {share:.0%} of the model, which therefore stays in one unit")
     return closed, remarks
+
+
+def _places_that_no_frame_crosses(graph: Graph) -> set[int]:
+    """Places that a value would have to cross whose dtype does not travel, such as a complex one."""
+    constants = constant_values(graph)
+    last = {ref: number for number, node in enumerate(graph.nodes) for ref in node.refs()}
+    closed: set[int] = set()
+    for number, node in enumerate(graph.nodes):
+        for ref, kind in value_types([node]).items():
+            if node.name not in constants and wire_dtype(kind) not in DTYPE_OF:
+                closed |= set(range(number + 1, last.get(ref, number) + 1))
+    return closed
 
 
 def _good_places(crossing: list[int], seconds: list[float], closed: set[int]) -> list[int]:

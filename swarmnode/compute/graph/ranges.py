@@ -180,6 +180,44 @@ def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
     return {"mask": check._replaced(mask, beyond)}
 
 
+def _asserted(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """What the export took for granted of every batch."""
+    truth = given["self"]
+    return {"self": check.together(truth, ~truth.bool(), 1)}
+
+
+def _transcripts(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Labels of the classes that there are, and lengths within the scores and the labels."""
+    scores, targets = given["log_probs"], given["targets"]
+    if targets.dim() > 1:  # what is behind a row's end is never read
+        lengths = torch.as_tensor(given["target_lengths"], device=targets.device)
+        behind = torch.arange(targets.shape[1], device=targets.device) >= lengths[:, None]
+        targets = targets.masked_fill(behind, 0)
+    safe: dict[str, Any] = {"targets": check.places(targets, 0, scores.shape[-1])}
+    if isinstance(given["input_lengths"], Tensor):
+        safe["input_lengths"] = check.places(given["input_lengths"], 0, scores.shape[0] + 1)
+    lengths = given["target_lengths"]
+    if isinstance(lengths, Tensor):
+        most = targets.shape[1] if targets.dim() > 1 else targets.numel()
+        wrong = (lengths < 0) | (lengths > most)
+        if targets.dim() == 1:
+            wrong = wrong | (lengths.sum() != most)
+        safe["target_lengths"] = check.together(lengths, wrong.any(), 0)
+    return safe
+
+
+def _groups(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Ends of groups of rows, none before the one before it or beyond the last row."""
+    ends = given["offs"]
+    if ends is None:
+        return {}
+    left, right = given["self"], given["mat2"]
+    count = left.shape[0] if right.dim() == 3 else left.shape[-1] if left.dim() == 2 else right.shape[-1]
+    wrong = (ends < 0) | (ends > count)
+    wrong[1:] |= ends.diff() < 0
+    return {"offs": check.together(ends, wrong.any(), count)}
+
+
 _RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
     "embedding": _rows,
     "embedding_bag": _bags,
@@ -198,4 +236,7 @@ _RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
     "binary_cross_entropy": _probabilities,
     "bernoulli": _drawn,
     "masked_scatter": _masked,
+    "_assert_async": _asserted,
+    "ctc_loss": _transcripts,
+    "_grouped_mm": _groups,
 }

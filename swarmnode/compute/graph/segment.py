@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from swarmnode.compute.graph.boundary import batch_of, check_labels, described, text_of
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
-from swarmnode.compute.graph.layout import Layout, Unit, Value
-from swarmnode.compute.graph.operators import argument_value, draws_by_device, is_random, resolve, torch_constant
+from swarmnode.compute.graph.layout import Layout, Unit, Value, taken
+from swarmnode.compute.graph.operators import (
+    argument_value,
+    draws_by_device,
+    gives_list,
+    is_random,
+    resolve,
+    torch_constant,
+)
 from swarmnode.compute.graph.ranges import RangeCheck
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.training.randomness import CounterDropout, reseed
+from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import CheckpointError, ProtocolError
 
@@ -50,10 +58,20 @@ class _Program:
 
 
 class GraphSegment(Segment):
-    """Units [start, end) of a graph. `weights`: by their names in the state dict; they are taken over, not copied."""
+    """Units [start, end) of a graph. `weights`: by their names in the state dict; they are taken over, not copied.
+
+    Without `counts_dropout`, dropout draws from torch's generators, as the module's own.
+    """
 
     def __init__(
-        self, graph: Graph, weights: Mapping[str, Tensor], start: int, end: int, *, device: torch.device | str = "cpu"
+        self,
+        graph: Graph,
+        weights: Mapping[str, Tensor],
+        start: int,
+        end: int,
+        *,
+        device: torch.device | str = "cpu",
+        counts_dropout: bool = True,
     ) -> None:
         self.graph = graph
         self.layout = Layout(graph)
@@ -61,7 +79,7 @@ class GraphSegment(Segment):
         self.device = torch.device(device)
         self._slots: dict[Ref, int] = {}
         self._ranges = RangeCheck()
-        self._dropout = CounterDropout()
+        self._dropout = CounterDropout() if counts_dropout else None
         self.is_portable = not any(draws_by_device(node.operator, node.args) for node in graph.nodes)
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
         self._weights = {weight.name: weight for weight in graph.weights if weight.name in held}
@@ -70,9 +88,8 @@ class GraphSegment(Segment):
             for name, weight in self._weights.items()
         }
         self._programs = {number: self._compile(self.layout.units[number], number) for number in range(start, end)}
-        self._template: list[Any] = [None] * len(self._slots)
-        for name, tensor in self._tensors.items():
-            self._template[self._slots[Ref(name)]] = tensor
+        places = {self._slot(Ref(name)): tensor for name, tensor in self._tensors.items()}
+        self._template: list[Any] = [places.get(slot) for slot in range(len(self._slots))]
 
     def __repr__(self) -> str:
         return f"GraphSegment([{self.start}:{self.end}) of {self.units} units on {self.device})"
@@ -107,13 +124,15 @@ class GraphSegment(Segment):
         self._ranges.begin()
         for number in range(start, end):
             self._run(number, slots, batch, seed)
-        if not self._ranges.all_well():
-            raise ProtocolError(
-                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range"
-            )
         passing = {value.ref: tensor for value, tensor in zip(coming, tensors, strict=True) if not value.trained}
         leaving = self.layout.boundaries[end]
-        return tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
+        outputs = tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
+        if not self._ranges.all_well() and is_finite(outputs):  # NaN is the caller's to see, which may know better
+            raise ProtocolError(
+                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range, or what the module "
+                "takes for granted is not so"
+            )
+        return outputs
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
         """See `Segment`: floats of usual size, all whole numbers 0."""
@@ -130,11 +149,13 @@ class GraphSegment(Segment):
         program = self._programs[number]
         if program.is_random:
             reseed(seed, number, self.device)
-            self._dropout.begin(seed, number)
+        dropout = self._dropout if program.is_random else None
+        if dropout is not None:
+            dropout.begin(seed, number)
         try:
-            with self._dropout if program.is_random else nullcontext():
+            with dropout or nullcontext():
                 _interpret(program, slots, batch)
-        except IndexError as error:
+        except (IndexError, torch.linalg.LinAlgError) as error:
             raise ProtocolError(f"unit {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
             buffer.data.copy_(slots[slot].detach())  # data: graphs that are kept must not take it for a change
@@ -142,9 +163,10 @@ class GraphSegment(Segment):
     # -- programs
 
     def _compile(self, unit: Unit, number: int) -> _Program:
-        """Slots for values, functions for names, and when to forget what."""
+        """Slots for values, functions for names, and when to forget what: not before the last unit here that takes it."""
         leaving = {value.ref for boundary in self.layout.boundaries[number + 1 :] for value in boundary}
-        kept = leaving | {move.value for move in unit.moves} | {Ref(name) for name in unit.weights}
+        later = {ref for following in self.layout.units[number + 1 : self.end] for ref in taken(following)}
+        kept = leaving | later | {move.value for move in unit.moves} | {Ref(name) for name in unit.weights}
         for value in (*self.layout.boundaries[number], *self.layout.labels):
             self._slot(value.ref)
         last_use = {ref: node.name for node in unit.nodes for ref in node.refs() if ref not in kept}
@@ -159,12 +181,13 @@ class GraphSegment(Segment):
         )
 
     def _compile_call(self, node: OperatorCall, done: tuple[int, ...]) -> _Call:
+        function = resolve(node.operator)
         if len(node.types) == 1:
-            results: list[tuple[int | None, int]] = [(None, self._slot(Ref(node.name)))]
+            results: list[tuple[int | None, int]] = [(0 if gives_list(function) else None, self._slot(Ref(node.name)))]
         else:
             results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
         return _Call(
-            function=self._ranges.guarded(node.operator, resolve(node.operator)),
+            function=self._ranges.guarded(node.operator, function),
             args=tuple(map(self._compile_argument, node.args)),
             kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
             results=tuple(results),

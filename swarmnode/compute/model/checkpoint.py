@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.errors import CheckpointError
@@ -135,7 +137,7 @@ def load_config(file: Path) -> Any:
     """The transformers config in `file`. Raises CheckpointError where it is missing, not one, or needs code of its own."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; a checkpoint needs its config")
-    values = read_json(file)
+    values = _with_special_floats(read_json(file))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(values.get("model_type"))
@@ -147,8 +149,18 @@ def load_config(file: Path) -> Any:
         _check_sizes(file, part if isinstance(part, dict) else {})
     try:
         return CONFIG_MAPPING[model_type].from_dict(_without_kernels(values))
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{file}: not a config of {model_type}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise CheckpointError(f"{file}: not a config of {model_type}: {' '.join(str(error).split())}") from error
+
+
+def _with_special_floats(values: Any) -> Any:
+    """The config with its infinities and NaN, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(values, dict):
+        text = values.get("__float__")
+        if len(values) == 1 and text in ("Infinity", "-Infinity", "NaN"):
+            return float(text)
+        return {key: _with_special_floats(value) for key, value in values.items()}
+    return list(map(_with_special_floats, values)) if isinstance(values, list) else values
 
 
 def _check_sizes(file: Path, values: dict[str, Any]) -> None:

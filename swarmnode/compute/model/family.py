@@ -103,12 +103,29 @@ def _is_one_of(module: str, names: Iterable[str]) -> bool:
 @lean()
 def family_of(config: Any) -> Family:
     """How the model of this transformers config is cut. Raises CheckpointError with the reason where it cannot be."""
-    model_class = _causal_class(config)
+    model_class = causal_class(config)
     _refuse_by_config(config, model_class)
     return Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
 
 
-def _causal_class(config: Any) -> type[Any]:
+@lean()
+def trains_whole(config: Any) -> bool:
+    """Return whether this config's language model cannot be split at its layers, but be trained as a graph: layers keep a state
+    besides a KV cache, or the loss takes the routers' logits of all. Raises CheckpointError for models of another kind."""
+    is_stateful = getattr(causal_class(config), "_is_stateful", False)
+    return bool(is_stateful or _other_layers(config) or _asks_for_routers(config))
+
+
+def _asks_for_routers(config: Any) -> bool:
+    return bool(getattr(config, "output_router_logits", False))
+
+
+def _other_layers(config: Any) -> list[str]:
+    """The kinds of layers that are no attention."""
+    return sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
+
+
+def causal_class(config: Any) -> type[Any]:
     """The family's causal language model. Raises CheckpointError for models of another kind."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -140,6 +157,10 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
         raise CheckpointError(
             f"{kind} has rotary frequencies that change with every position (dynamic): who shares a pass would get other numbers"
         )
-    other = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
-    if other:
+    if _asks_for_routers(config):
+        raise CheckpointError(
+            f"{kind} asks for its routers' logits (output_router_logits), which come from all layers at once, so it "
+            "cannot be split: set it to false in config.json"
+        )
+    if other := _other_layers(config):
         raise CheckpointError(f"{kind} has layers of type {', '.join(other)}: only attention layers can be split")

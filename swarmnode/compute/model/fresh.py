@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
-from swarmnode.compute.model.family import Family, family_of, ropes
+from swarmnode.compute.model.family import Family, causal_class, family_of, ropes
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError, SwarmnodeError
@@ -159,12 +159,19 @@ def write_fresh_model(config: Path, out: Path, seed: int) -> None:
 
     The same seed draws the same weights. Raises CheckpointError where it is no config, or of a model that has no units.
     """
-    family = family_of(load_config(config / CONFIG_FILE))
+    described = load_config(config / CONFIG_FILE)
+    family_of(described)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    fresh_model(described, seed).save_pretrained(out)
+
+
+@lean()
+def fresh_model(config: Any, seed: int) -> Any:
+    """The language model of a transformers config with float32 weights drawn from the seed. Raises CheckpointError where none can
+    be made of it."""
     try:
         with ONE_AT_A_TIME, torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = family.model_class(family.config).float()
+            return causal_class(config)(config).float()
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{config / CONFIG_FILE}: no model can be made of it: {error}") from error
-    model.save_pretrained(out)
+        raise CheckpointError(f"no model can be made of the config: {error}") from error

@@ -15,7 +15,7 @@ from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoi
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import SMALL_NAMES
+from swarmnode.swarm.storage.content import SMALL_NAMES, TOKENIZER_NAMES
 
 SHARD_BYTES = 5_000_000_000
 PARTS = ("parameter/", "buffer/")  # of a block's state; the rest is the optimiser's
@@ -57,12 +57,16 @@ def write_language_model(tensors: Mapping[str, Tensor], small_files: Path, out: 
 def write_module(tensors: Mapping[str, Tensor], founded: Path, out: Path) -> None:
     """Write what `load_state_dict` takes: what was trained, and the rest as the swarm was founded with it (in `founded`).
 
-    A tensor that the module has under two names is there once, and constants of its code are there too: `strict=False`.
+    A tensor that the module has under two names is there once, and constants of its code are there too: `strict=False`. Of a
+    language model config and tokenizer are written, too.
     """
     checkpoint = Checkpoint(founded)
     unknown = sorted(tensors.keys() - checkpoint.entries.keys())
     if unknown:
         raise CheckpointError(f"the states hold {unknown[0]}, which the swarm's module does not have")
+    for name in sorted({CONFIG_FILE, *TOKENIZER_NAMES}):
+        if (founded / name).is_file():
+            shutil.copyfile(founded / name, out / name)
     write_shards({**checkpoint.read(checkpoint.tensor_names), **tensors}, out)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.averaging.parts import FlatVector, by_block, split
 from swarmnode.compute.training.block import Block
+from swarmnode.compute.training.label_weights import apart
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.passes import Passes, autocast_dtype
 from swarmnode.compute.training.randomness import microbatch_seed
@@ -183,9 +184,12 @@ class Learner:
         return bool(self.counted[unit] >> index & 1)
 
     def _begin(self, index: int, start: int, end: int, labels: Values) -> SavedActivations:
-        """A pass of which nothing is computed yet."""
+        """A pass of which nothing is computed yet. Raises ProtocolError for a weight that a microbatch cannot have."""
         seed = microbatch_seed(self.run.seed, self.step, index)
-        return SavedActivations(index, start, end, labels, seed, self._autocast_dtype)
+        weight = 1.0
+        if self.run.weighs_labels and end == self.segment.units:
+            labels, weight = apart(labels)
+        return SavedActivations(index, start, end, labels, seed, self._autocast_dtype, weight=weight)
 
     def _fly(self, saved: SavedActivations, values: Values) -> Values:
         """The whole pass, in pieces."""

@@ -39,6 +39,7 @@ class SavedActivations:
     pieces: list[SavedPiece] = field(default_factory=list)
     shapes: tuple[torch.Size, ...] = ()
     changes: dict[int, Changes] = field(default_factory=dict)  # by unit
+    weight: float = 1.0  # of the microbatch's loss in the mean over the step's
 
     @property
     def in_float16(self) -> bool:

@@ -70,6 +70,12 @@ class Run(msgspec.Struct, frozen=True):
     autocast: bool = False  # 16 bits on GPUs that are fast at them
     averaging: Averaging = Averaging()
     compression: Compression = Compression()
+    label_weights: bool | msgspec.UnsetType = msgspec.UNSET  # absent from runs of before, which keep their ids
+
+    @property
+    def weighs_labels(self) -> bool:
+        """Whether a microbatch counts by its share of the step's labels, not as one of `microbatches`."""
+        return self.label_weights is True
 
     @property
     def microbatches(self) -> int:
@@ -142,6 +148,8 @@ def check_run(run: Run) -> None:
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
         "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
         "a rank of which factors alternate": run.averaging.rank > 0 or not run.averaging.alternating,
+        "label weights of a module, or none": run.label_weights is msgspec.UNSET
+        or (run.weighs_labels and not run.sequence),
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }
@@ -165,5 +173,5 @@ def differences(own: Run, other: Run) -> list[str]:
 
 
 def _difference(words: str, own: msgspec.Struct, other: msgspec.Struct, field: str) -> str:
-    here, there = getattr(own, field), getattr(other, field)
+    here, there = (value is not msgspec.UNSET and value for value in (getattr(own, field), getattr(other, field)))
     return "" if here == there else f"The setting {words!r} is {here} here and {there} there."

@@ -12,10 +12,18 @@ from swarmnode.compute.graph.operators import resolve
 from swarmnode.compute.graph.ranges import RangeCheck
 
 X = torch.arange(12.0).view(4, 3)
+ROWS, EXPERTS = torch.arange(16.0).view(4, 4), torch.ones(2, 4, 4)
+
+
+SCORES = X.log_softmax(1)
 
 
 def places(*numbers: int) -> Tensor:
     return torch.tensor(numbers)
+
+
+def ends(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 CASES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
@@ -54,6 +62,24 @@ CASES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "binary": ("aten.binary_cross_entropy.default", (X / 11, X / 11), (X, X / 11)),
     "bernoulli": ("aten.bernoulli.default", (X / 11,), (X * float("nan"),)),
     "masked_scatter": ("aten.masked_scatter.default", (X, X > 9, X[0]), (X, X > 2, X[0])),
+    "ctc": (
+        "aten.ctc_loss.Tensor",
+        (SCORES, places(1, 2), places(4), places(2)),
+        (SCORES, places(1, 3), places(4), places(2)),
+    ),
+    "ctc with padding": (
+        "aten.ctc_loss.Tensor",
+        (SCORES[:, None], places(1, -1)[None], places(4), places(1)),
+        (SCORES[:, None], places(1, -1)[None], places(4), places(2)),
+    ),
+    "ctc, too long": (
+        "aten.ctc_loss.Tensor",
+        (SCORES, places(1, 2), places(4), places(2)),
+        (SCORES, places(1, 2), places(5), places(2)),
+    ),
+    "groups": ("aten._grouped_mm.default", (ROWS, EXPERTS, ends(1, 4)), (ROWS, EXPERTS, ends(1, 5))),
+    "groups backwards": ("aten._grouped_mm.default", (ROWS, EXPERTS, ends(1, 4)), (ROWS, EXPERTS, ends(3, 2))),
+    "assumption": ("aten._assert_async.default", (X[0, 0] == 0,), (X[0, 0] == 1,)),
 }
 
 

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.graph.operators import ASSERT
 from swarmnode.compute.graph.partition import balance, partition
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import CheckpointError, ProtocolError
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
 from swarmnode.swarm.records.run import Run
 from tests.compute.graph.models import Awkward, batch_of, build, loss_of, split
 
@@ -155,6 +156,35 @@ def test_labels_that_do_not_exist_are_the_peers_fault(folder: Callable[[str], Pa
     image, label = batch_of("resnet", SAMPLES).values()
     with pytest.raises(ProtocolError, match="cannot work with this batch"):
         load_segment(folder("resnet"), 0, units).forward((image,), 0, units, 0, (label + 1000,))
+
+
+class Guarded(nn.Module):
+    """Refuses large numbers, and looks for infinite ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x > 9).any():
+            raise ValueError("too large")
+        x = self.net(x)
+        if x.isinf().any().item():
+            x = x.clamp(-1, 1)
+        return x.square().mean()
+
+
+def test_what_a_module_takes_for_granted_is_looked_at_in_each_pass() -> None:
+    exported = export_module(Guarded(), (torch.ones(2, 4),))
+    assert exported.graph.any_batch
+    assert [node.operator for node in exported.graph.nodes].count(ASSERT) == 2
+    segment = GraphSegment(exported.graph, exported.weights, 0, 1)
+    assert segment.forward((torch.ones(3, 4),), 0, 1, 0)[0].isfinite()
+    with pytest.raises(ProtocolError, match="takes for granted"):
+        segment.forward((torch.full((3, 4), 10.0),), 0, 1, 0)
+    learner = Learner(segment, RUN)
+    with pytest.raises(NotFinite):
+        learner.forward(0, 0, 0, 1, (torch.full((3, 4), -torch.inf),))
 
 
 def test_weights_must_be_those_of_the_graph(folder: Callable[[str], Path]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
 
@@ -173,3 +174,15 @@ def test_a_config_cannot_have_code_fetched_and_run(copy: Path) -> None:
     file.write_text(json.dumps({**values, **wishes, "sub": [{"_experts_implementation": "evil/kernels"}]}))
     config = Checkpoint(copy).config
     assert "evil" not in json.dumps(config.to_dict()) and "evil" not in repr(vars(config))
+
+
+def test_special_floats_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["mamba2"](time_step_limit=(0.0, float("inf")))
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert load_config(tmp_path / "config.json").time_step_limit[1] == float("inf")
+    values = json.loads((tmp_path / "config.json").read_text()) | {"time_step_limit": "soon"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="not a config of mamba2") as caught:
+        load_config(tmp_path / "config.json")
+    assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ blocks call the same operators with the same shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -191,6 +191,18 @@ class _CallEstimate:
     kept: dict[int, int]
 
 
+def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """A product of as many numbers: torch knows the shapes of grouped ones in bfloat16 alone."""
+    if left.dim() == right.dim() == 2 and offs is not None:
+        return (left @ right).expand(len(offs), -1, -1)
+    if left.dim() != right.dim():
+        left, right = (tensor if tensor.dim() == 2 else tensor[0] for tensor in (left, right))
+    return left @ right
+
+
+_AS_COSTLY: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": _grouped_product}
+
+
 @lru_cache(maxsize=CALLS_KEPT)
 def _estimate_call(encoded: bytes) -> _CallEstimate:
     """Of a `_Call`; as bytes, in which 1, 1.0 and True differ."""
@@ -216,7 +228,8 @@ def _estimate_call(encoded: bytes) -> _CallEstimate:
             memory(tensor)
         with WorkCounter() as forward, saved_tensors_hooks(keep, lambda tensor: tensor):
             kwargs = {key: argument(value) for key, value in call.kwargs.items()}
-            output = resolve(call.operator)(*map(argument, call.args), **kwargs)
+            function = _AS_COSTLY.get(call.operator) or resolve(call.operator)
+            output = function(*map(argument, call.args), **kwargs)
         outputs = list(output) if isinstance(output, list | tuple) else [output]
         places = tuple(memory(item) if isinstance(item, Tensor) else None for item in outputs)
         kept = {memory(tensor): bytes_of(tensor) for tensor in saved}

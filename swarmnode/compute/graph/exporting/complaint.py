@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-_DATA_DEPENDENT = "data-dependent"
+DATA_DEPENDENT = "data-dependent"
+REMEDY = "use torch.where or a mask in place of if, for, indexing by a mask and .item()"
 
 
 class FailedCall(TorchFunctionMode):
@@ -35,21 +36,23 @@ def complaint(error: Exception, failed: FailedCall) -> str:
     reason = str(error).strip().partition("\n")[0].partition(" (unhinted")[0] or type(error).__name__
     operator = f"the operator {failed.name}" if failed.name else "an operation"
     text = f"the module cannot be exported: {operator} in {source_of(error)} failed: {reason.rstrip('.')}"
-    if _DATA_DEPENDENT in reason:
-        text += (
-            ". Which operators run must not depend on the values of tensors: use torch.where or a mask in place of if, "
-            "for, indexing by a mask and .item()"
-        )
+    if DATA_DEPENDENT in reason:
+        text += f". Which operators run must not depend on the values of tensors: {REMEDY}"
     return text
 
 
 def source_of(error: Exception) -> str:
     """File, line and text of the module's own code that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE, "<"))]
+    own = [frame for frame in frames if is_own(frame.filename)]
     if not own:
         return "code that torch does not tell"
     return f"{own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`"
+
+
+def is_own(file: str) -> bool:
+    """Return whether code of this file is the module's, not torch's or ours."""
+    return not file.startswith((_TORCH, _HERE, "<"))
 
 
 def source_of_node(node: Any) -> str:

@@ -10,15 +10,21 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn import functional
 
-from swarmnode.compute.graph.exporting.complaint import FailedCall, complaint
+from swarmnode.compute.graph.exporting.complaint import DATA_DEPENDENT, FailedCall, complaint, is_own
+from swarmnode.compute.graph.exporting.gradient_check import untouched
+from swarmnode.compute.graph.exporting.guards import AssumedAnswers, assumed_answers
 from swarmnode.compute.graph.exporting.reader import Exported, read_program
 from swarmnode.compute.graph.graph import BUFFER, Graph
 from swarmnode.compute.graph.operators import is_random
@@ -27,6 +33,8 @@ from swarmnode.errors import UsageError
 Example = Mapping[str, Tensor] | tuple[Tensor, ...]
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
+_CLONE, _DETACH = torch.ops.aten.clone.default, torch.ops.aten.detach.default
+_CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 OUTPUT = "output"  # of a module that returns one tensor
 
 
@@ -83,6 +91,21 @@ def _named(value: Any, name: str, module: str) -> Iterator[tuple[str, Tensor]]:
         raise UsageError(f"{module} returned {type(value).__name__} {name}: only tensors can be the outputs of a graph")
 
 
+@torch.library.register_fake("aten::_ctc_loss.Tensor")  # type: ignore[untyped-decorator]
+def _ctc_shapes(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    zero: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Shapes of a loss, and of what its backward pass needs: torch knows none, since the latter follows from lengths. These may be
+    longer."""
+    steps, *batch, _ = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty((*batch, steps, 2 * targets.shape[-1] + 1))
+
+
 def export_module(module: nn.Module, example: Example, *, any_batch: bool = True, trains: bool = True) -> Exported:
     """What the module computes, for any batch where it can be. Where it `trains` its forward gives the mean loss of the batch:
     a scalar, an output with `.loss`, or a tuple that begins with it. Else it gives tensors: one, or several by name or in a row.
@@ -90,7 +113,9 @@ def export_module(module: nn.Module, example: Example, *, any_batch: bool = True
 
     Raises UsageError, naming operator and source line, where the module does something that a graph cannot hold.
     """
-    args, kwargs = _check_example(module, example)
+    args, kwargs = check_example(module, example)
+    if trains:
+        _check_trained(module)
     was_training = module.training
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole layer, that no graph may use
@@ -102,6 +127,22 @@ def export_module(module: nn.Module, example: Example, *, any_batch: bool = True
     if not trains:
         _check_served(type(module).__name__, exported.graph)
     return exported
+
+
+def _check_trained(module: nn.Module) -> None:
+    """Raises UsageError for what training cannot keep: hooks on the way back, and parameters that are not float32."""
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise UsageError(
+                f"{name or type(module).__name__} has a backward hook, which a graph cannot hold: remove it"
+            )
+    for name, parameter in module.named_parameters():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            raise UsageError(f"the parameter {name} has a hook, which a graph cannot hold: remove it")
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UsageError(f"{name} is {dtype}, and training needs all parameters in float32: call module.float()")
 
 
 def _check_served(module: str, graph: Graph) -> None:
@@ -119,7 +160,7 @@ def _check_served(module: str, graph: Graph) -> None:
         )
 
 
-def _check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Arguments of the module, by their names where they have any, so that the data can name them too."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     named = [
@@ -137,21 +178,17 @@ def _check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, .
 
 def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], any_batch: bool) -> Exported:
     """With a batch of any size where the module takes one, else with the example's."""
-    values = (*args, *kwargs.values())
     results = Loss(module) if module.training else Outputs(module)
-    batch = next((value.shape[0] for value in values if value.dim()), 1)
-
-    def free(value: Tensor) -> dict[int, Any]:
-        return {0: torch.export.Dim.AUTO} if value.dim() and value.shape[0] == batch else {}
-
+    attempt = _Attempt(module, results, args, kwargs)
+    batch = next((value.shape[0] for value in (*args, *kwargs.values()) if value.dim()), 1)
     if any_batch and batch > 1:
-        shapes = (tuple(map(free, args)), {name: free(kwargs[name]) for name in kwargs})
-        with suppress(Exception):  # the second attempt says what is wrong, if it is not the batch
-            return read_program(module, _trace(results, args, kwargs, shapes))
+        for dim in (torch.export.Dim("batch"), torch.export.Dim.AUTO):
+            with suppress(Exception):  # the last attempt says what is wrong, if it is not the batch
+                return attempt(_batch_shapes(args, kwargs, batch, dim))
     failed = FailedCall()
     try:
         with failed:
-            program = _trace(results, args, kwargs, None)
+            program = attempt.trace(None)
     except UsageError:
         raise
     except Exception as error:  # whatever the module's own code or torch raises
@@ -159,12 +196,52 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
     return read_program(module, program)
 
 
-def _trace(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: Any) -> Any:
+def _batch_shapes(args: tuple[Tensor, ...], kwargs: dict[str, Tensor], batch: int, dim: Any) -> Any:
+    """What torch.export is told: that the first size of inputs with as many rows as the batch is `dim`."""
+
+    def free(value: Tensor) -> dict[int, Any]:
+        return {0: dim} if value.dim() and value.shape[0] == batch else {}
+
+    return tuple(map(free, args)), {name: free(kwargs[name]) for name in kwargs}
+
+
+class _Attempt:
+    """Tracing of one module, which learns of its guards when one stands in the way."""
+
+    def __init__(
+        self, module: nn.Module, results: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
+        self.module, self.results, self.args, self.kwargs = module, results, args, kwargs
+        self.answers: list[bool | None] | None = None
+
+    def __call__(self, shapes: Any) -> Exported:
+        return read_program(self.module, self.trace(shapes))
+
+    def trace(self, shapes: Any) -> Any:
+        """An ExportedProgram of functional operators."""
+        try:
+            return _trace(self.results, self.args, self.kwargs, shapes, self.answers or ())
+        except Exception as error:
+            if self.answers is not None or DATA_DEPENDENT not in str(error):
+                raise
+            with untouched(self.module), seen_by_tracing():
+                self.answers = assumed_answers(lambda: self.results(self.args, self.kwargs))
+        return _trace(self.results, self.args, self.kwargs, shapes, self.answers)
+
+
+def _trace(
+    module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: Any, answers: Sequence[bool | None]
+) -> Any:
     """An ExportedProgram of functional operators."""
     # copies, since torch marks sizes at the tensors, and takes one tensor under two names for one input
     example = (tuple(map(torch.clone, args)), {name: value.clone() for name, value in kwargs.items()})
-    with _quiet():
-        return _functional(torch.export.export(module, example, dynamic_shapes=shapes, strict=False))
+    assumed = AssumedAnswers(answers)
+    hook = module.register_forward_pre_hook(assumed.begin)  # torch may run it more than once
+    try:
+        with _quiet(), seen_by_tracing(), assumed:
+            return _functional(torch.export.export(module, example, dynamic_shapes=shapes, strict=False))
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -180,6 +257,35 @@ def _quiet() -> Iterator[None]:
         log.disabled = was_disabled
 
 
+@contextmanager
+def seen_by_tracing() -> Iterator[None]:
+    """Let tracing see what it would lose: the inside of reentrant checkpoints and of torch's own functions, that no gradient leaves
+    inference mode, and lines of functions that are no forward."""
+
+    def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
+        self._inference_mode_context.__enter__()
+
+    def own_frames(_tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([frame for frame in frames if is_own(frame.filename)])
+
+    def transparent(*_: Any) -> bool:
+        return False
+
+    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    spared: dict[str, Any] = dict.fromkeys(asked, transparent)
+    with (
+        patch.multiple(functional, **spared),
+        patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", apply),
+        patch.object(torch.inference_mode, "__enter__", enter),
+        patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", own_frames),
+    ):
+        yield
+
+
 def _functional(program: Any) -> Any:
     """Without writes in place; what ran without gradients is detached, which the rewriting would forget."""
     module = program.graph_module
@@ -187,7 +293,29 @@ def _functional(program: Any) -> Any:
     (outputs,) = module.graph.find_nodes(op="output")[0].args
     for spec, output in zip(program.graph_signature.output_specs, outputs, strict=True):
         spec.arg.name = output.name
-    return program.run_decompositions({})
+    program = program.run_decompositions({})
+    _restore_shapes(program.graph)
+    return program
+
+
+def _restore_shapes(graph: Any) -> None:
+    """Give cross-entropies without reduction, and what follows from them, their shapes: as it removes writes in place, torch 2.13
+    takes those of a batch of any size for scalars."""
+    wrong: set[Any] = set()
+    for node in graph.nodes:
+        if node.target is _CROSS_ENTROPY and len(node.args) > 3 and node.args[3] == 0:
+            scores, labels = (argument.meta["val"] for argument in node.args[:2])
+            shape = [*scores.shape[:1], *scores.shape[2:]] if labels.is_floating_point() else labels.shape
+            with scores.fake_mode:
+                value = scores.new_empty(shape)
+        elif node.op == "call_function" and wrong.intersection(node.all_input_nodes):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda taken: taken.meta["val"])
+            with scores.fake_mode:
+                value = node.target(*args, **kwargs)
+        else:
+            continue
+        wrong.add(node)
+        node.meta["val"] = value
 
 
 def _open_no_grad(module: Any) -> None:
@@ -200,14 +328,34 @@ def _open_no_grad(module: Any) -> None:
         region = getattr(module, inner.target)
         _open_no_grad(region)
         with graph.inserting_before(node):
-            placeholders = [inside for inside in region.graph.nodes if inside.op == "placeholder"]
-            outputs = graph.graph_copy(region.graph, dict(zip(placeholders, operands, strict=True)))
+            given = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
+            before = {placeholder: graph.call_function(_CLONE, (operand,)) for placeholder, operand in given.items()}
+            outputs = graph.graph_copy(region.graph, dict(given))
             outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+            (left,) = region.graph.find_nodes(op="output")[0].args
+            sources = [before.get(_written(inside)) for inside in (left if isinstance(left, tuple | list) else [left])]
             if not enabled:
-                outputs = [graph.call_function(torch.ops.aten.detach.default, (output,)) for output in outputs]
+                outputs = [_without_gradient(graph, *pair) for pair in zip(outputs, sources, strict=True)]
         for user in list(node.users):
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+def _written(node: Any) -> Any:
+    """Where a value of a region was written over one that came into it, return that one's placeholder, else None."""
+    inside = node
+    while isinstance(inside.target, torch._ops.OpOverload) and inside.target._schema.is_mutable:
+        inside = inside.args[0]
+    return inside if inside is not node else None
+
+
+def _without_gradient(graph: Any, value: Any, source: Any) -> Any:
+    """The value, through which no gradient goes; if it was written over the `source`, gradients go to that one as before."""
+    value = graph.call_function(_DETACH, (value,))
+    if source is None:
+        return value
+    nothing = graph.call_function(torch.ops.aten.sub.Tensor, (source, graph.call_function(_DETACH, (source,))))
+    return graph.call_function(torch.ops.aten.add.Tensor, (value, nothing))

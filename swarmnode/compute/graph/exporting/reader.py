@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.exporting.complaint import source_of_node
+from swarmnode.compute.graph.exporting.complaint import REMEDY, source_of_node
 from swarmnode.compute.graph.graph import (
     BUFFER,
     CONSTANT,
@@ -32,9 +32,13 @@ from swarmnode.compute.graph.graph import (
     Weight,
 )
 from swarmnode.compute.graph.operators import (
+    ASSERT,
+    COPY,
+    DETACH,
     EVALUATED_BATCH_NORM,
     FUNCTIONAL_BATCH_NORM,
     INSTEAD,
+    SHAPED,
     moved_by_batch_norm,
     resolve,
 )
@@ -46,10 +50,11 @@ _WEIGHT_KINDS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR")
 
 @dataclass(frozen=True)
 class Exported:
-    """A graph, and the weights that it starts from, by their names in the state dict."""
+    """A graph, and the weights that it starts from, by their names in the state dict. `remarks` are for the founder."""
 
     graph: Graph
     weights: dict[str, Tensor]
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Exported({self.graph})"
@@ -131,15 +136,33 @@ class _Reader:
 
     def _read_call(self, node: Any) -> None:
         value = node.meta.get("val")
+        self._check_sizes(node, value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.refs[node] = self._size(value)
         elif node.target is operator.getitem:
             source = self._argument(node.args[0], node)
             if not isinstance(source, Ref):
                 raise self._refusal(node, "a part of a number")
-            self.refs[node] = source if source.name in self.batch_norms else Ref(source.name, node.args[1])
+            is_whole = source.name in self.batch_norms or len(node.args[0].meta["val"]) == 1
+            self.refs[node] = source if is_whole else Ref(source.name, node.args[1])
+        elif str(node.target) == COPY:
+            self._read_copy(node, node.args[1])
+        elif str(node.target).startswith(ASSERT.removesuffix("default")):
+            self._add(node.name, ASSERT, (self._argument(node.args[0], node),), {}, (None,))
         elif node.users:
             self._read_operator(node, value)
+
+    def _read_copy(self, node: Any, source: Any) -> None:
+        """What was written over a value is the source, in the value's shape and dtype."""
+        ref, given, wanted = self._argument(source, node), self._type(source.meta["val"]), self._type(node.meta["val"])
+        if given.dtype != wanted.dtype:
+            converted = TensorType(wanted.dtype, given.shape)
+            dtype_of: dict[str, Argument] = {"dtype": Constant(wanted.dtype)}
+            ref = self._add(f"{node.name}_converted", "aten._to_copy.default", (ref,), dtype_of, (converted,))
+        if given.shape != wanted.shape:
+            ref = self._add(node.name, "aten.expand.default", (ref, list(wanted.shape)), {}, (wanted,))
+        assert isinstance(ref, Ref)
+        self.refs[node] = ref
 
     def _read_operator(self, node: Any, value: Any) -> None:
         name, args, kwargs = str(node.target), node.args, dict(node.kwargs)
@@ -156,16 +179,34 @@ class _Reader:
         except CheckpointError:
             raise self._refusal(node, name) from None
         values = value if isinstance(value, list | tuple) else (value,)
-        self.nodes.append(
-            OperatorCall(
-                name=node.name,
-                operator=name,
-                args=tuple(self._argument(argument, node) for argument in args),
-                kwargs={key: self._argument(argument, node) for key, argument in kwargs.items()},
-                types=tuple(self._type(item) if isinstance(item, Tensor) else None for item in values),
+        arguments = [self._argument(argument, node) for argument in args]
+        if name in SHAPED:
+            shape = self._type(args[0].meta["val"])
+            arguments[0] = self._add(f"{node.name}_shape", DETACH, (arguments[0],), {}, (shape,))
+        types = tuple(self._type(item) if isinstance(item, Tensor) else None for item in values)
+        named = {key: self._argument(argument, node) for key, argument in kwargs.items()}
+        self.refs[node] = self._add(node.name, name, tuple(arguments), named, types)
+
+    def _add(
+        self,
+        name: str,
+        operator: str,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        types: tuple[TensorType | None, ...],
+    ) -> Ref:
+        self.nodes.append(OperatorCall(name, operator, args, kwargs, types))
+        return Ref(name)
+
+    def _check_sizes(self, node: Any, value: Any) -> None:
+        """Raises UsageError for sizes that only the values of tensors tell."""
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+        if value is not None and free_unbacked_symbols(value):
+            raise UsageError(
+                f"the module cannot be exported: the size of what {node.target} gives in {source_of_node(node)} depends on the "
+                f"values of tensors: {REMEDY}"
             )
-        )
-        self.refs[node] = Ref(node.name)
 
     def _check_batch_norm(self, node: Any) -> None:
         """Our batch norm moves its statistics itself and returns one tensor: nothing else may be asked of it."""

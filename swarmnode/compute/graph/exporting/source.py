@@ -5,28 +5,35 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from swarmnode.compute.graph.archive import load_program
 from swarmnode.compute.graph.exporting.complaint import source_of
-from swarmnode.compute.graph.exporting.export import Example, export_module
+from swarmnode.compute.graph.exporting.export import Example, check_example, export_module
+from swarmnode.compute.graph.exporting.gradient_check import check_gradients
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.errors import UsageError
 
 PROGRAM_SUFFIX = ".pt2"
 
 
-def export_source(spec: str, *, trains: bool = True) -> Exported:
-    """Export what `spec` names, to be trained or to be served. Runs the factory's code, but nothing of an exported program. Raises
-    UsageError."""
+def export_source(spec: str, *, trains: bool = True, check: bool = False) -> Exported:
+    """Export what `spec` names, to be trained or to be served. Runs the factory's code, but nothing of an exported program. With
+    `check`, the gradients of the example batch are compared with the module's own. Raises UsageError."""
+    any_batch = True
     if spec.endswith(PROGRAM_SUFFIX):
         program, batch = load_program(Path(spec))
-        return export_module(
-            program, dict(zip(program.inputs, batch, strict=True)), any_batch=program.any_batch, trains=trains
-        )
-    return export_module(*load_factory(spec), trains=trains)
+        any_batch = program.any_batch
+        module: nn.Module = program
+        example: Example = dict(zip(program.inputs, batch, strict=True))
+    else:
+        module, example = load_factory(spec)
+    exported = export_module(module, example, any_batch=any_batch, trains=trains)
+    remarks = check_gradients(module.train(), *check_example(module, example), exported) if check else ()
+    return replace(exported, remarks=remarks)
 
 
 def module_name(spec: str) -> str:

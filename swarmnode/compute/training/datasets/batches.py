@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import UsageError
@@ -63,6 +64,7 @@ class Batches(ABC):
     """`fingerprint` is 32 bytes that name the data: equal data, equal fingerprint."""
 
     fingerprint: bytes
+    _counted: tuple[tuple[Run, int] | None, list[float]] = (None, [])  # the labels of a step's microbatches
 
     @abstractmethod
     def samples(self, run: Run) -> int:
@@ -73,10 +75,41 @@ class Batches(ABC):
         """These samples, stacked."""
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """One microbatch of a step."""
+        """One microbatch of a step. In a run that weighs by labels its weight is the last of its labels; in place of one without
+        labels, whose loss would be the mean of nothing, another one goes with the weight 0. Raises UsageError if there is none."""
+        numbers = self._numbers(step, number, run)
+        if not run.weighs_labels:
+            return self.rows(numbers, run)
+        weight = self._weight(step, number, run)
+        made = self.rows(numbers if weight else self.labelled(run), run)
+        return made._replace(labels=(*made.labels, weight))
+
+    def labelled(self, run: Run) -> list[int]:
+        """The first samples for a microbatch that have labels. Raises UsageError if there are none."""
+        samples, size = self.samples(run), run.microbatch
+        for first in range(0, samples, size):
+            numbers = [(first + row) % samples for row in range(size)]
+            if self.count(numbers):
+                return numbers
+        raise UsageError("no sample of the data has a label that counts")
+
+    def count(self, numbers: list[int]) -> float:
+        """How many labels of these samples count. All count alike where nothing else is known."""
+        return len(numbers)
+
+    def _weight(self, step: int, number: int, run: Run) -> Tensor:
+        """Of a microbatch: its labels over the mean of all the step's microbatches."""
+        if self._counted[0] != (run, step):
+            counts = [self.count(self._numbers(step, one, run)) for one in range(run.microbatches)]
+            self._counted = (run, step), counts
+        counts = self._counted[1]
+        return torch.tensor(counts[number] * len(counts) / max(sum(counts), 1.0))
+
+    def _numbers(self, step: int, number: int, run: Run) -> list[int]:
+        """The samples of a microbatch."""
         samples = self.samples(run)
         first = step * run.batch + number * run.microbatch
-        return self.rows([_drawn(first + row, samples, run.seed) for row in range(run.microbatch)], run)
+        return [_drawn(first + row, samples, run.seed) for row in range(run.microbatch)]
 
 
 def _drawn(place: int, samples: int, seed: int) -> int:
@@ -105,13 +138,21 @@ class TokenBatches(Batches):
 
     def samples(self, run: Run) -> int:
         """Windows that do not overlap. Raises UsageError where the data is shorter than one."""
-        windows = len(self._tokens_N) // max(1, run.sequence)
-        if run.sequence < 2 or windows == 0:
+        return self._count(run.sequence)
+
+    def windows(self, length: int) -> np.ndarray:
+        """All windows of so many tokens, ids_NT (int64). Raises UsageError where the data is shorter than one."""
+        count = self._count(length)
+        return self._tokens_N[: count * length].astype(np.int64).reshape(count, length)
+
+    def _count(self, length: int) -> int:
+        count = len(self._tokens_N) // max(1, length)
+        if length < 2 or count == 0:
             raise UsageError(
-                f"the data has {len(self._tokens_N)} tokens, which is less than one sample of {run.sequence}; "
+                f"the data has {len(self._tokens_N)} tokens, which is less than one sample of {length}; "
                 "give more data or a shorter --sequence of at least 2"
             )
-        return windows
+        return count
 
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """See `Batches.rows`."""
@@ -123,10 +164,14 @@ class TokenBatches(Batches):
 
 class ArrayBatches(Batches):
     """Rows of named arrays of equal length, in the order in which the model takes them. `labels`: those that its last unit
-    takes; `inputs`: those that others take."""
+    takes; `inputs`: those that others take; `label_count`: of a batch by the names of its arrays, the labels that count."""
 
     def __init__(
-        self, arrays: Mapping[str, np.ndarray], inputs: Sequence[str] = (), labels: Sequence[str] = ()
+        self,
+        arrays: Mapping[str, np.ndarray],
+        inputs: Sequence[str] = (),
+        labels: Sequence[str] = (),
+        label_count: Callable[[Mapping[str, Tensor]], float] | None = None,
     ) -> None:
         """Raises UsageError where there is none, or where their lengths differ."""
         lengths = {name: len(array) for name, array in arrays.items()}
@@ -137,6 +182,7 @@ class ArrayBatches(Batches):
             raise UsageError(f"the arrays of the data differ in length: {told}; each row must be one sample")
         self._arrays = dict(arrays)
         self._inputs, self._labels = tuple(inputs or self._arrays), tuple(labels)
+        self._label_count = label_count
         digest = hashlib.sha256()
         for name, array in self._arrays.items():
             digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -150,5 +196,16 @@ class ArrayBatches(Batches):
         return len(next(iter(self._arrays.values())))
 
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        values = {name: torch.from_numpy(array[numbers]) for name, array in self._arrays.items()}
+        values = self._rows(numbers)
         return Microbatch(*(tuple(values[name] for name in names) for names in (self._inputs, self._labels)))
+
+    @property
+    def weighs_labels(self) -> bool:
+        """Whether some samples may have more labels that count than others."""
+        return self._label_count is not None
+
+    def count(self, numbers: list[int]) -> float:
+        return super().count(numbers) if self._label_count is None else self._label_count(self._rows(numbers))
+
+    def _rows(self, numbers: list[int]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array[numbers]) for name, array in self._arrays.items()}

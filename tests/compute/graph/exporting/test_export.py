@@ -37,7 +37,7 @@ class Broken(nn.Module):
         if self.way == "numpy":
             x = torch.from_numpy(x.detach().numpy())
         if self.way == "operator":
-            x = torch.linalg.svd(x)[1]
+            x = torch.igamma(x, x)
         if self.way == "error":
             raise KeyError("no such thing")
         if self.way == "no loss":
@@ -101,7 +101,7 @@ def test_a_batch_that_is_built_in_is_told() -> None:
         ("branch", ["Tensor.__bool__", "self.way == \"branch\" and x.sum() > 0", "data-dependent", "torch.where"]),
         ("item", ["range(int(x.sum()))", "data-dependent"]),
         ("numpy", ["Tensor.numpy", "x.detach().numpy()"]),
-        ("operator", ["aten.linalg_svd.default", "torch.linalg.svd(x)"]),
+        ("operator", ["aten.igamma.default", "torch.igamma(x, x)"]),
         ("error", ["raise KeyError(\"no such thing\")"]),
         ("no loss", ["Broken returned a tensor of shape (4, 6)", "mean loss"]),
         ("list", ["Broken returned list"]),

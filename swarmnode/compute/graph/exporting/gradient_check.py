@@ -1,0 +1,239 @@
+"""Gradient check: one backward pass of a graph against the module's own, before a swarm is founded on it.
+
+Tracing sees what forward computes. A backward pass that the author wrote or changed (autograd.Function, hooks) is lost in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from swarmnode.compute.graph.exporting.complaint import source_of
+from swarmnode.compute.graph.exporting.export import Loss
+from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import SwarmnodeError, UsageError
+
+NOT_CHECKED = "gradients not checked"
+OWN, LARGEST = 1e-3, 1e-5  # share of a parameter's own gradient, and of the largest one, that rounding may make
+LOSS = 1e-4
+STEEP = 1024.0  # a backward pass that is no multiplication is found by a loss so many times as large
+NUDGE = 0.1
+COPIES = 6  # of the trained parameters: two sets of gradients, what was there before, and room for activations
+
+Gradients = dict[str, Tensor]
+"""By name; of parameters that the loss does not depend on there are none."""
+
+
+def check_gradients(
+    module: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], exported: Exported
+) -> tuple[str, ...]:
+    """Compare loss and gradients of the example batch, and return remarks for the founder: none if they were compared.
+
+    Raises UsageError if a gradient differs, naming the first parameter, or if the loss is a sum over the batch.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        raise UsageError(f"{type(module).__name__} has no parameter that is trained: set requires_grad")
+    needed = COPIES * sum(parameter.nbytes for parameter in trained)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        return (f"{NOT_CHECKED}: that takes {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} are free",)
+    _Check(module, args, kwargs, exported).run()
+    return ()
+
+
+class SameDraws(TorchDispatchMode):
+    """While it is entered, what is drawn depends on how many numbers are drawn alone, not on what was drawn before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(0)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Put parameters, gradients, buffers and the random state back when the passes between are over."""
+    tensors = [*module.parameters(), *module.buffers()]
+    kept = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
+    training = {name: part.training for name, part in module.named_modules()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for tensor, value, gradient in kept:
+            tensor.data.copy_(value)
+            tensor.grad = gradient
+        for name, part in module.named_modules():
+            part.training = training[name]
+
+
+@contextmanager
+def _same_buffers(module: nn.Module) -> Iterator[None]:
+    """Put buffers back after a pass: the next one begins like it."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.data.copy_(value)
+
+
+class _Check:
+    def __init__(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], exported: Exported
+    ) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self.name = type(module).__name__
+        self.results = Loss(module)
+        self.parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        device = next(iter(self.parameters.values())).device
+        graph = self.graph = exported.graph
+        self.segment = GraphSegment(graph, exported.weights, 0, graph.units, device=device, counts_dropout=False)
+        given = dict(zip((item.name for item in graph.inputs), (*args, *kwargs.values()), strict=True))
+        self.inputs: Values = tuple(given[value.ref.name] for value in self.segment.layout.boundaries[0])
+        self.functions: set[type] = set()  # autograd.Functions that the loss went through
+
+    def run(self) -> None:
+        """Raises UsageError."""
+        with untouched(self.module), SameDraws():
+            own = self._compare(1.0)
+            if self.functions:
+                self._compare(STEEP)
+            self._nudge(name for name in self.parameters if name not in own or not own[name].any())
+            self._compare(1.0)
+        with untouched(self.module), SameDraws(), torch.no_grad():
+            self._check_mean()
+
+    def _compare(self, scale: float) -> Gradients:
+        """Compare the gradients of the loss times `scale`, and return the module's own. Raises UsageError."""
+        with _same_buffers(self.module):
+            loss = self._own_loss()
+            own = _gradients(loss, scale, self.parameters)
+        with _same_buffers(self.module):
+            traced = self._traced_loss()
+            held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
+            found = _gradients(traced, scale, held)
+        if not loss.isfinite():
+            return own  # nudged beyond what the module is made for
+        if abs(traced.item() - loss.item()) > LOSS * max(1.0, abs(loss.item())):
+            raise UsageError(
+                f"the graph of {self.name} gives the loss {traced.item():.6g} for the example batch, and the module itself "
+                f"{loss.item():.6g}: something in it differs from pass to pass, or is not computed by torch"
+            )
+        largest = max((float(gradient.norm()) for gradient in own.values()), default=0.0)
+        for name, parameter in self.parameters.items():
+            nothing = torch.zeros_like(parameter)
+            wanted, given = own.get(name, nothing), found.get(name, nothing)
+            if not (wanted - given).norm() <= OWN * wanted.norm() + LARGEST * largest:
+                raise UsageError(
+                    f"{self.name} cannot be trained as a graph: the gradient of {name} is not the module's own, "
+                    f"for {self._reason()}"
+                )
+        return own
+
+    def _own_loss(self) -> Tensor:
+        """The module's loss of the example batch, with what can go back from it. Raises UsageError where nothing can."""
+        try:
+            loss: Tensor = self.results(self.args, self.kwargs)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{self.name} failed in {source_of(error)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from error
+        if not loss.requires_grad:
+            raise UsageError(f"the loss of {self.name} depends on no parameter that is trained: {self._reason()}")
+        self.functions |= _functions(loss)
+        return loss
+
+    def _traced_loss(self) -> Tensor:
+        """The graph's. Raises UsageError where an operator fails that the module's own kernels do without."""
+        try:
+            (loss,) = self.segment.forward(self.inputs, 0, self.graph.units, 0)
+        except (RuntimeError, SwarmnodeError) as error:
+            raise UsageError(
+                f"the graph of {self.name} fails on the example batch: {' '.join(str(error).split())}"
+            ) from error
+        return loss
+
+    def _reason(self) -> str:
+        names = sorted(function.__name__ for function in self.functions)
+        if CheckpointFunction.__name__ in names:
+            return (
+                "checkpoint(use_reentrant=True) trains nothing where no input takes a gradient; say use_reentrant=False"
+            )
+        if names:
+            return f"the autograd.Function {names[0]} goes back in a way of its own; write it with operators of torch"
+        return "something in it changes gradients on their way back, or is not differentiable; use operators of torch alone"
+
+    def _nudge(self, names: Iterable[str]) -> None:
+        """Move parameters without a gradient, and with them those whose gradients they keep at zero."""
+        stuck = any(names)
+        for parameter in self.parameters.values() if stuck else ():
+            parameter.data.add_(
+                torch.randn_like(parameter), alpha=NUDGE * max(float(parameter.std(correction=0)), NUDGE)
+            )
+
+    def _check_mean(self) -> None:
+        """Raises UsageError for a loss that is twice as large for each sample twice."""
+        try:
+            once, twice = (self._evaluated(times) for times in (1, 2))
+        except Exception:  # the module may know no other batch, and no evaluation
+            return
+        if abs(once) > 1e-6 and math.isclose(twice, 2 * once, rel_tol=OWN):
+            raise UsageError(
+                f"the loss of {self.name} is a sum over the batch, as it is twice as large for each sample twice: "
+                "forward must give the mean, so divide the loss by the number of samples"
+            )
+
+    def _evaluated(self, times: int) -> float:
+        """The loss of the example batch, each sample `times` times, without dropout."""
+        self.module.eval()
+        batch = self.graph.batch
+
+        def repeated(value: Tensor) -> Tensor:
+            return torch.cat([value] * times) if value.dim() and value.shape[0] == batch else value
+
+        loss: Tensor = self.results(
+            tuple(map(repeated, self.args)), {name: repeated(value) for name, value in self.kwargs.items()}
+        )
+        return loss.item()
+
+
+def _gradients(loss: Tensor, scale: float, parameters: Mapping[str, Tensor]) -> Gradients:
+    """Those of parameters that the loss depends on, in units of `scale`."""
+    for parameter in parameters.values():
+        parameter.grad = None
+    loss.backward(torch.full_like(loss, scale))
+    return {name: parameter.grad / scale for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def _functions(loss: Tensor) -> set[type]:
+    """The autograd.Functions that a loss goes back through."""
+    found: set[type] = set()
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found.add(node._forward_cls)
+        left += [following for following, _ in node.next_functions]
+    return found

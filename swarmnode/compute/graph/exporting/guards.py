@@ -1,0 +1,101 @@
+"""Guards: questions about values to which a module takes one answer only, such as `if not x.isfinite().all(): raise`.
+
+A graph has no branches, so a question about values cannot be asked in it. Where the other answer raises, or the question is
+whether numbers are finite, the answer to the example batch is assumed, and every pass is held to it (`ranges.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MOST = 32  # questions that are tried with the other answer
+_TESTS = frozenset({"isfinite", "isinf", "isnan"})
+_LOGIC = frozenset({"all", "any", "logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__"})
+_DATA: Any = Tensor.data
+_READ_DATA, _WRITE_DATA = _DATA.__get__, _DATA.__set__
+
+
+def assumed_answers(run: Callable[[], Any]) -> list[bool | None]:
+    """Run a module by `run` and return its answers, in order; None for a question that is no guard."""
+    with _Questions() as asked:
+        run()
+    return [
+        answer if finite or (number < MOST and _raises(run, number)) else None
+        for number, (answer, finite) in enumerate(zip(asked.answers, asked.about_finite, strict=True))
+    ]
+
+
+def _raises(run: Callable[[], Any], turned: int) -> bool:
+    """Return whether a run fails if the answer number `turned` is the other one."""
+    try:
+        with _Questions(turned):
+            run()
+    except Exception:  # whatever the module's own code raises
+        return True
+    return False
+
+
+def _is_question(function: Any, args: tuple[Any, ...]) -> bool:
+    return function is Tensor.__bool__ or (function is Tensor.item and args[0].dtype is torch.bool)
+
+
+class _Questions(TorchFunctionMode):
+    """Notes the answers of a run, of which the one numbered `turned` is turned round."""
+
+    def __init__(self, turned: int = -1) -> None:
+        super().__init__()
+        self.answers: list[bool] = []
+        self.about_finite: list[bool] = []
+        self._turned = turned
+        self._tests: dict[int, Tensor] = {}  # what follows from tests of finite numbers alone, by id
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        follows = all(id(tensor) in self._tests for tensor in tensors)
+        if _is_question(function, args):
+            self.answers.append(bool(result))
+            self.about_finite.append(follows)
+            return bool(result) != (len(self.answers) - 1 == self._turned)
+        if name in _TESTS or (name in _LOGIC and follows):
+            self._tests[id(result)] = result
+        return result
+
+
+class AssumedAnswers(TorchFunctionMode):
+    """While a module is traced: guards get their answers, which go into the graph as what it rests on. What tracing would lose
+    is refused, and `data` is what it is to gradients."""
+
+    def __init__(self, answers: Sequence[bool | None] = ()) -> None:
+        super().__init__()
+        self._answers = answers
+        self._asked = 0
+
+    def begin(self, *_: Any) -> None:
+        """The module is run from its beginning."""
+        self._asked = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        if function == _READ_DATA:
+            return args[0].detach()
+        if function == _WRITE_DATA:
+            raise RuntimeError("a graph cannot replace the data of a tensor: use detach and torch.no_grad")
+        if function is Tensor.register_hook:
+            raise RuntimeError("a graph keeps no hooks of tensors: write what the hook does into forward")
+        if _is_question(function, args) and self._asked < len(self._answers):
+            answer = self._answers[self._asked]
+            self._asked += 1
+            if answer is not None:
+                torch._assert_async(
+                    args[0] if answer else args[0].logical_not(), "assumed"
+                )  # without a text it is dead code
+                return answer
+        return function(*args, **(kwargs or {}))
