@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.exporting.export import Loss, check_example, export_module
+from swarmnode.compute.graph.exporting.export import check_example, export_module
 from swarmnode.compute.graph.exporting.gradient_check import SameDraws, check_gradients, untouched
 from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.compute.graph.exporting.results import Loss
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import decode_graph, encode_graph

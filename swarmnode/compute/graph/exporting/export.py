@@ -26,6 +26,7 @@ from swarmnode.compute.graph.exporting.complaint import DATA_DEPENDENT, FailedCa
 from swarmnode.compute.graph.exporting.gradient_check import untouched
 from swarmnode.compute.graph.exporting.guards import AssumedAnswers, assumed_answers
 from swarmnode.compute.graph.exporting.reader import Exported, read_program
+from swarmnode.compute.graph.exporting.results import Loss, Outputs
 from swarmnode.compute.graph.graph import BUFFER, Graph
 from swarmnode.compute.graph.operators import is_random
 from swarmnode.errors import UsageError
@@ -35,63 +36,8 @@ Example = Mapping[str, Tensor] | tuple[Tensor, ...]
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _CLONE, _DETACH = torch.ops.aten.clone.default, torch.ops.aten.detach.default
 _CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
-OUTPUT = "output"  # of a module that returns one tensor
 
 
-class Loss(nn.Module):
-    """A module that returns its loss only."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
-        output = self.module(*args, **kwargs)
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        if loss is None and isinstance(output, tuple | list) and output:
-            loss = output[0]
-        if loss is None and isinstance(output, Mapping):
-            loss = output.get("loss")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
-            raise UsageError(
-                f"{type(self.module).__name__} returned {what} for the example batch: its forward must give the mean loss "
-                "(a scalar, an output with .loss, or a tuple that begins with it); the labels belong to the batch"
-            )
-        return loss
-
-
-class Outputs(nn.Module):
-    """A module that returns its tensors by name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
-        output = self.module(*args, **kwargs)
-        named = dict(_named(output, "", type(self.module).__name__))
-        if not named:
-            raise UsageError(f"{type(self.module).__name__} returned no tensor for the example batch")
-        return named
-
-
-def _named(value: Any, name: str, module: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in what a module returned: keys and numbers lead to them, as in "hidden_states_2"."""
-    if isinstance(value, Tensor):
-        yield name or OUTPUT, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named(item, f"{name}_{key}" if name else str(key), module)
-    elif isinstance(value, tuple | list):
-        keys = getattr(value, "_fields", range(len(value)))
-        for key, item in zip(keys, value, strict=True):
-            yield from _named(item, f"{name or (OUTPUT if isinstance(key, int) else '')}_{key}".strip("_"), module)
-    elif value is not None:
-        raise UsageError(f"{module} returned {type(value).__name__} {name}: only tensors can be the outputs of a graph")
-
-
-@torch.library.register_fake("aten::_ctc_loss.Tensor")  # type: ignore[untyped-decorator]
 def _ctc_shapes(
     log_probs: Tensor,
     targets: Tensor,

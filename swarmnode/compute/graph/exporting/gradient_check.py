@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from swarmnode.compute.graph.exporting.complaint import source_of
-from swarmnode.compute.graph.exporting.export import Loss
 from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.compute.graph.exporting.results import Loss
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import SwarmnodeError, UsageError
