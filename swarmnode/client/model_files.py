@@ -141,7 +141,8 @@ class KeptTokenizer(Tokenizer):
         return self._ids(text, special_tokens=False)
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
-        return self._pipeline.encode(text, add_special_tokens=special_tokens).ids
+        (encoding,) = self._pipeline.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
+        return encoding.ids
 
 
 class TokenizerCache:

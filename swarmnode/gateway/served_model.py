@@ -179,13 +179,17 @@ class ServedModel:
 
     # -- generating
 
-    async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
-        """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
-        cannot do, before anything is sent to a peer."""
-        if len(prompts) * asked.texts > self._config.max_choices:
+    def check_count(self, prompts: int, asked: SamplingFields) -> None:
+        """Raise ApiError where so many prompts make too many texts: before any of them is read."""
+        if prompts * asked.texts > self._config.max_choices:
             raise bad_request(
                 f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)", "n"
             )
+
+    async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
+        """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
+        cannot do, before anything is sent to a peer."""
+        self.check_count(len(prompts), asked)
         tokenizer, stop_ids, stops = await self.loader.tokenizer(), await self.client.stop_ids(), asked.stops
         if tokenizer is None and stops:
             raise bad_request(NO_TOKENIZER, "stop")

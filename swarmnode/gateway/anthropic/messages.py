@@ -17,7 +17,9 @@ from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, 
 from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, NONE, REQUIRED, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
+from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.conversation import (
     MAX_MESSAGES,
     ContentPart,
@@ -28,7 +30,7 @@ from swarmnode.gateway.openai.conversation import (
 )
 from swarmnode.gateway.served_model import ServedModel
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 DELTAS = {  # of a kind of block: what its deltas are called, and the field that they add to
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),
@@ -47,7 +49,7 @@ class ContentBlock(BaseModel):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     is_error: bool | None = None
 
 
@@ -55,7 +57,7 @@ class MessageParam(BaseModel):
     """What one side of a conversation said."""
 
     role: str
-    content: str | list[ContentBlock]
+    content: str | Items[ContentBlock]
 
     def turns(self) -> list[dict[str, Any]]:
         """As chat templates expect it, in which each result of a tool is a turn of its own. Raises ApiError."""
@@ -118,11 +120,11 @@ class ThinkingOptions(BaseModel):
 class MessagesRequest(SamplingFields):
     """POST /v1/messages"""
 
-    messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[ContentPart] | None = None
-    stop_sequences: list[str] | None = None
+    messages: Items[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | Items[ContentPart] | None = None
+    stop_sequences: Items[str] | None = None
     thinking: ThinkingOptions | None = None
-    tools: list[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
 
     @property

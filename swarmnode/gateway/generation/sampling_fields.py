@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import (
@@ -20,10 +20,20 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.gateway.generation.tool_use import ResponseFormat, ToolUse
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.json_bound import Items
+
+
+def _checked_count(biases: Any) -> Any:
+    """Raises ValueError where there are too many, before each of them is looked at."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens may have a bias")
+    return biases
+
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = Annotated[dict[TokenId, Bias], BeforeValidator(_checked_count)]
 NewTokens = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -63,12 +73,12 @@ class SamplingFields(BaseModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
-    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     seed: int | None = None
     max_tokens: NewTokens | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 

@@ -28,6 +28,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
         if getattr(asked, field):
             raise bad_request(f"{field} is not possible: a model here only goes on with a text", field)
     model = gateway_of(request).model(asked.model)
+    model.check_count(len(asked.prompts), asked)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
     tells_ids = asked.return_token_ids or await model.loader.tokenizer() is None
     choices = await model.choices(prompts, asked, key_of(request))

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from swarmnode.gateway.http.api_error import ApiError, bad_request
+from swarmnode.gateway.http.json_bound import Items
 
 ASSISTANT = "assistant"
 MAX_MESSAGES = 4096
@@ -89,10 +90,10 @@ class Message(BaseModel):
     """What one side of a conversation said."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
 
     def as_template_takes_it(self) -> dict[str, Any]:

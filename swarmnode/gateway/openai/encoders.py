@@ -15,12 +15,13 @@ from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.openai.requests import Texts, each_of
 from swarmnode.gateway.served_model import ServedModel
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 MAX_TEXTS = 2048  # OpenAI's own bound
 
 

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.openai.conversation import templated
 from swarmnode.gateway.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.get("/v1/models")

@@ -9,9 +9,10 @@ from pydantic import BaseModel, Field
 from swarmnode.gateway.generation.sampling_fields import Logprobs, NewTokens, SamplingFields
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.json_bound import Items, WholeNumber
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, Message, templated
 
-Texts = str | list[int] | list[str] | list[list[int]]
+Texts = str | Items[WholeNumber] | Items[str] | Items[Items[WholeNumber]]
 """A text, token ids, or several of one of these"""
 
 
@@ -64,9 +65,9 @@ class NamedTool(BaseModel):
 class ChatRequest(CompletionFields):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: NewTokens | None = None
-    tools: list[OfferedTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[OfferedTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -127,11 +128,11 @@ class TokenizeRequest(BaseModel):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
+    messages: Items[Message] | None = Field(None, max_length=MAX_MESSAGES)
 
 
 class DetokenizeRequest(BaseModel):
     """POST /detokenize"""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Items[WholeNumber]

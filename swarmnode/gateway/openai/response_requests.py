@@ -10,6 +10,7 @@ from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.conversation import (
     ASSISTANT,
     MAX_MESSAGES,
@@ -27,11 +28,11 @@ class InputItem(BaseModel):
 
     type: str = "message"
     role: str = ""
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
-    output: str | list[ContentPart] = ""
+    output: str | Items[ContentPart] = ""
 
 
 class ResponseTool(BaseModel):
@@ -65,7 +66,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses. What refers to something that OpenAI keeps is refused."""
 
-    input: str | list[InputItem] = Field(max_length=1 << 24)
+    input: str | Items[InputItem]
     kept_conversation: Any = Field(None, alias="conversation")
     prompt: Any = None
     background: bool | None = None
@@ -75,7 +76,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | NamedResponseTool | None = None
 
     @property
