@@ -2,9 +2,9 @@
 
     python contrib/benchmarks/bodies.py
 
-A small random Llama on one node. Every list of every request that the schema knows is filled with each kind of value, right and wrong, as are
-its texts. Prints JSON: for each path the slowest bodies, with the longest callback and the longest time in which the loop stood still (which on a
-busy machine includes waiting for a core).
+A small random Llama on one node. Lists and texts of every request are filled with each kind of value, right and wrong. Prints JSON:
+for each path the slowest bodies, with the longest callback and the longest time in which the loop stood still (which on a busy
+machine includes waiting for a core).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import asyncio
 import re
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
@@ -50,9 +50,9 @@ class Guard:
             if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 scope.setdefault("state", {})["key"] = self._admit(headers)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response()(scope, receive, _as_typed(send))
             return
-        await self._app(scope, body.receive, send)
+        await self._app(scope, body.receive, _as_typed(send))
 
     def _admit(self, headers: Headers) -> ApiKey:
         bearer = BEARER.fullmatch(headers.get("authorization", ""))
@@ -75,6 +75,17 @@ class Guard:
             raise ApiError(
                 403, f"pages of {origin} may not call this gateway: allow them with --cors", code="wrong_origin"
             )
+
+
+def _as_typed(send: Send) -> Send:
+    """So that browsers take each answer as what it says it is: texts of others are in JSON and in events, too."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["X-Content-Type-Options"] = "nosniff"
+        await send(message)
+
+    return sent
 
 
 def _check_plain(headers: Headers) -> None:
