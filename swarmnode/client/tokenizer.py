@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ PARAGRAPH = "\n\n"
 GREETING: Message = {"role": USER, "content": "hi"}
 TRIALS = ("hens", "eggs")  # what a template shows of them makes a difference in the ids
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers that fall back to bytes
+UNUSED = re.compile(r"[\[<](\|?)(unused|reserved_special_token|reserved)_?\d+\1[\]>]")
 UNFINISHED = "\ufffd"  # what a part of a character is shown as
 
 
@@ -200,7 +201,11 @@ class Tokenizer:
         return not self.decode([token]) and bool(self.decode_token(token))
 
     def _piece(self, token: int) -> str:
-        return str(self.own.convert_ids_to_tokens(token))
+        return str(self.own.convert_ids_to_tokens(token) or "")
+
+    def unused(self, ids: Iterable[int]) -> int | None:
+        """The first of these ids that stands for nothing: no token has it, or one that was left for later. None where none does."""
+        return next((token for token in ids if not (piece := self._piece(token)) or UNUSED.fullmatch(piece)), None)
 
     def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
         return list(self.own.apply_chat_template(messages, tools=tools or None, return_dict=False, **variables))
@@ -240,6 +245,10 @@ class ByteTokenizer:
     def is_special(self, token: int) -> bool:
         """No token is."""
         return False
+
+    def unused(self, ids: Iterable[int]) -> int | None:
+        """The first of these ids that is no byte. None where all are."""
+        return next((token for token in ids if token > 255), None)
 
 
 @functools.cache

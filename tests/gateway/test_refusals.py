@@ -243,3 +243,24 @@ async def test_bodies_are_bounded_and_pages_kept_out(founded: Founded, tmp_path:
         answer = await served.http.get("/v1/models", headers={"origin": "https://chat.example"})
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
         assert "access-control-allow-origin" not in (await served.http.get("/v1/models")).headers
+
+
+@in_virtual_time
+async def test_no_answer_is_taken_for_another_kind_than_it_says(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        for path in (
+            "/v1/models",
+            "/health",
+            "/metrics",
+            "/",
+            "/page/none",
+            "/api/v1/swarms",
+            "/openapi.json",
+            "/v1/x",
+        ):
+            assert (await served.http.get(path)).headers["x-content-type-options"] == "nosniff", path
+        for body in ("{", json.dumps({"prompt": "hens", "max_tokens": 2, "stream": True})):
+            answer = await served.http.post(TEXT, content=body, headers={"content-type": "application/json"})
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        refused = await served.http.get("/v1/models", headers={"host": "evil.example"})
+        assert (refused.status_code, refused.headers["x-content-type-options"]) == (403, "nosniff")

@@ -73,7 +73,7 @@ class EncoderRequest(BaseModel):
     """A text, token ids, or several of one of these."""
 
     model: str = ""
-    input: Texts = Field(min_length=1)
+    input: Texts
 
     @property
     def texts(self) -> list[str] | list[list[int]]:
@@ -137,6 +137,8 @@ async def _vectors(
     model: ServedModel, encoder: RemoteEncoder, asked: EncoderRequest, request: Request
 ) -> tuple[list[np.ndarray], EncoderUsage]:
     """Of every text, once all are known to be possible."""
+    if asked.input == []:
+        raise bad_request("input: give a text, token ids, or several of one of these", "input")
     if len(asked.texts) > MAX_TEXTS:
         raise bad_request(f"at most {MAX_TEXTS} texts at once are possible", "input")
     try:
