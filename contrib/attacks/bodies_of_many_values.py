@@ -35,7 +35,7 @@ async def attack() -> Outcome:
         for path, places in PLACES.items():
             for place in places:
                 for element in ELEMENTS:
-                    for count in (BODY_BYTES // (len(element) + 1) - 20, 19_000):
+                    for count in (BODY_BYTES // (len(element) + 1) - 20, 14_000):
                         body = place.replace("%", f"[{','.join([element] * count)}]").encode()
                         began_s = time.process_time()
                         answer = await http.post(path, content=body, headers={"content-type": "application/json"})

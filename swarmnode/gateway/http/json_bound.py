@@ -10,8 +10,8 @@ from pydantic import Field
 from swarmnode.gateway.http.api_error import ApiError
 
 T = TypeVar("T")
-MAX_VALUES = 200_000  # of a body: numbers, texts, names of fields, and what holds them
-MAX_CONTAINERS = 20_000  # objects and lists among them, of which each is checked by some fields
+MAX_VALUES = 150_000  # of a body: numbers, texts, names of fields, and what holds them
+MAX_CONTAINERS = 15_000  # objects and lists among them, of which each is checked by some fields
 STRUCTURE = b",:[{"  # one of these is before each value but the first
 
 Items = Annotated[list[T], Field(fail_fast=True)]
