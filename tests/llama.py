@@ -16,7 +16,7 @@ def save_llama(folder: Path, layers: int, **sizes: int) -> None:
         "intermediate_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 1 << 17,  # more than any node here has memory for
         **sizes,
     }
     config = LlamaConfig(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
+from swarmnode.client.model_config import context_limit, generation_defaults
+from swarmnode.client.tokenizer import ByteTokenizer, ChatEnding, Tokenizer, stop_ids, vocabulary_size
 from swarmnode.errors import LocalError, NoRoute
 from swarmnode.hollow_package import folders_of, put_hollow_package
 from swarmnode.peer.host import Host
@@ -47,13 +48,12 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> str:
-    """The conversation which the model is to answer, as text. `variables` are what the template knows beside it, special tokens
-    among them. Raises what transformers and jinja raise where the template cannot be used on it."""
+    """The conversation as text. `variables` are what the template knows beside it, special tokens and how it ends among them.
+    Raises what transformers and jinja raise where the template cannot be used on it."""
     rendered, _ = _renderer().render_jinja_template(
         conversations=[list(messages)],
         tools=list(tools) or None,
         chat_template=template,
-        add_generation_prompt=True,
         **variables,
     )
     return str(rendered[0])
@@ -84,7 +84,9 @@ def renders_as_transformers(tokenizer: Any) -> bool:
     trial: Any = [{"role": "user", "content": "hello"}]
     theirs = tokenizer.apply_chat_template(trial, chat_template=TRIAL, tokenize=False, add_generation_prompt=True)
     try:
-        return bool(render_chat(TRIAL, trial, (), tokenizer.special_tokens_map) == theirs)
+        return bool(
+            render_chat(TRIAL, trial, (), {**tokenizer.special_tokens_map, **ChatEnding.ANSWER.value}) == theirs
+        )
     except (ImportError, AttributeError, TypeError, ValueError):
         return False
 
@@ -142,8 +144,12 @@ class KeptTokenizer(Tokenizer):
         text = render_chat(template, messages, tools, {**self._kept.special_tokens, **variables})
         return self._ids(text, special_tokens=False)
 
+    def _piece(self, token: int) -> str:
+        return self._pipeline.id_to_token(token) or ""
+
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
-        return self._pipeline.encode(text, add_special_tokens=special_tokens).ids
+        (encoding,) = self._pipeline.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
+        return encoding.ids
 
 
 class TokenizerCache:
@@ -217,9 +223,10 @@ def _versions() -> str:
 
 
 class ModelFiles:
-    """Of the swarm that `host` has joined and whose manifest it has; `patience_s` is asked how long peers have to give them."""
+    """Of the swarm that `host` has joined and whose manifest it has; `patience_s` is asked how long peers have to give them.
+    `most_positions` is how many a text may have, whatever the config says, as far as the model has a table of them."""
 
-    def __init__(self, host: Host, patience_s: Callable[[], float]) -> None:
+    def __init__(self, host: Host, patience_s: Callable[[], float], *, most_positions: int | None = None) -> None:
         self._host = host
         self._patience_s = patience_s
         self._weights: Weights | None = None
@@ -227,6 +234,8 @@ class ModelFiles:
         self._tokenizer: Tokenizer | ByteTokenizer | None = None
         self._limits: ModelLimits | None = None
         self._stop_ids: tuple[int, ...] | None = None
+        self._most_positions = most_positions
+        self._defaults: dict[str, float | int] | None = None
 
     def __repr__(self) -> str:
         return f"<ModelFiles in {self._folder}>" if self._folder else "<ModelFiles, not fetched yet>"
@@ -255,10 +264,22 @@ class ModelFiles:
     async def limits(self) -> ModelLimits:
         """What the model can be asked for."""
         if self._limits is None:
-            manifest, vocabulary = self._manifest, vocabulary_size(await self.folder())
-            positions, adapters = manifest.model.positions or None, manifest.adapter_names
-            self._limits = ModelLimits(vocabulary, positions, manifest.codecs, adapters)
+            manifest, folder = self._manifest, await self.folder()
+            trained = self._most_positions or context_limit(folder)
+            positions = min((size for size in (manifest.model.positions, trained) if size), default=None)
+            self._limits = ModelLimits(vocabulary_size(folder), positions, manifest.codecs, manifest.adapter_names)
         return self._limits
+
+    @property
+    def known_positions(self) -> int | None:
+        """How many positions a text may have, as far as that is known without asking anybody; None without a limit."""
+        return self._manifest.model.positions or None if self._limits is None else self._limits.positions
+
+    async def generation_defaults(self) -> dict[str, float | int]:
+        """How tokens are drawn where nobody says it: fields of GenerateOptions."""
+        if self._defaults is None:
+            self._defaults = generation_defaults(await self.folder())
+        return self._defaults
 
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""

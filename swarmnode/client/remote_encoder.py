@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from swarmnode.graph_serving.remote_module import RemoteModule
 
+FOREIGN = "another tokenizer's ids: send texts (LangChain does with check_embedding_ctx_length=False)"
 AT_ONCE = 8  # passes of one request
 
 Text = str | Sequence[int]
@@ -47,10 +48,14 @@ class RemoteEncoder:
         """The token ids of a text, checked. Raises UsageError, ContextTooLong where they are more than the model takes."""
         if isinstance(text, str) and self._tokenizer is None:
             raise UsageError("this swarm's checkpoint has no tokenizer, so it knows no text: give token ids")
+        given = not isinstance(text, str)
         if isinstance(text, str):
             assert self._tokenizer is not None
+            self._limits.check_text(len(text))
             text = await asyncio.to_thread(self._tokenizer.encode, text)
         ids, positions = self._limits.ids(text), self._limits.positions
+        if given and self._tokenizer is not None and (unused := self._tokenizer.unused(ids)) is not None:
+            raise UsageError(f"token id {unused} stands for nothing in the model's vocabulary, so these are {FOREIGN}")
         if positions is not None and len(ids) > positions:
             raise ContextTooLong(f"the text has {len(ids)} tokens, the model takes {positions}: shorten it")
         return ids

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,8 @@ from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, labels_of
 from swarmnode.client.text_stream import TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, Turn
+from swarmnode.codec.messages import Mode
+from swarmnode.codec.sampling import TokenLogprob
 from swarmnode.codec.tensors import check_compression
 from swarmnode.config import ClientConfig
 from swarmnode.credit.priorities import Claims
@@ -41,7 +43,7 @@ from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.serving.client.generation import GenerateOptions, Generation, RingStream
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.prefix_cache import Beginnings
-from swarmnode.serving.client.session_spec import SessionSpec
+from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, GRAPH, SERVE, TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
@@ -60,11 +62,13 @@ MAX_SHOWN = 32  # first hops that hear what a node of ours is credited
 class SwarmClient(SwarmObserver):
     """The asyncio client. Made by `join` (or `aconnect`), ended by `close`."""
 
-    def __init__(self, host: Host, config: ClientConfig, trust: Trust = EVERYBODY) -> None:
+    def __init__(
+        self, host: Host, config: ClientConfig, trust: Trust = EVERYBODY, *, most_positions: int | None = None
+    ) -> None:
         super().__init__(host)
         self.config = config
         self.trust = trust
-        self._files = ModelFiles(host, lambda: self.config.patience_s)
+        self._files = ModelFiles(host, lambda: self.config.patience_s, most_positions=most_positions)
         self._module: asyncio.Task[RemoteModule] | None = None
         self._clock = host.clock.monotonic
         self._switchboard = board_of(host, SESSION_PROTOCOL, on_peer_lost=host.lost_neighbour)
@@ -88,10 +92,12 @@ class SwarmClient(SwarmObserver):
         patience_s: float = 60.0,
         trust: Trust = EVERYBODY,
         audit_share: float = ClientConfig.audit_share,
+        most_positions: int | None = None,
         platform: Platform = MACHINE,
     ) -> SwarmClient:
         """Find the swarm; routes will go through peers in `trust` only. `audit_share` of what the
-        answers cost is spent on having some computed once more. Raises NetworkDown where nobody answers within
+        answers cost is spent on having some computed once more. `most_positions` is how many a text may have in place of what the
+        model's config says. Raises NetworkDown where nobody answers within
         `patience_s` seconds, NotAdmitted where those who answer do not have us."""
         if home is None:
             import platformdirs
@@ -100,7 +106,8 @@ class SwarmClient(SwarmObserver):
         started_s = platform.clock.monotonic()
         async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
             await host.manifest(patience_s=patience_s - (platform.clock.monotonic() - started_s))
-        return cls(host, ClientConfig(patience_s=patience_s, audit_share=audit_share), trust)
+        config = ClientConfig(patience_s=patience_s, audit_share=audit_share)
+        return cls(host, config, trust, most_positions=most_positions)
 
     async def close(self) -> None:
         """Leave the swarm. Audits that are under way are given up."""
@@ -128,6 +135,10 @@ class SwarmClient(SwarmObserver):
         yield from self.auditor.readings()
         yield from self._host.readings()
 
+    def status(self) -> dict[str, Any]:
+        """As the observer's, with how many positions a text may have (`max_model_len`); None without a limit."""
+        return {**super().status(), "max_model_len": self.known_positions}
+
     def why(self, about: str = "") -> dict[str, Any]:
         """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""
         if not about:
@@ -144,12 +155,13 @@ class SwarmClient(SwarmObserver):
         *,
         kept_for: str | None = None,
         special_tokens: bool = False,
+        ignore_ends: bool = False,
         **changes: Any,
     ) -> TextStream:
         """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields.
 
         `kept_for`: the caches stay in the swarm while there is room, for another prompt of the same owner that begins alike.
-        `special_tokens` are in the text only where that is asked for.
+        `special_tokens` are in the text only where that is asked for. With `ignore_ends` it goes on behind the model's end tokens.
         """
         self._host.supervisor.check()
         self.check_language_model()
@@ -159,12 +171,14 @@ class SwarmClient(SwarmObserver):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids)")
-            prompt = tokenizer.encode(prompt)
+            limits = await self.limits()
+            limits.check_text(len(prompt))
+            prompt = await asyncio.to_thread(tokenizer.encode, prompt)
         limits = await self.limits()
+        limits.check_generation(len(prompt), options.max_new_tokens)  # before each id is looked at
         prompt = limits.ids(prompt)
-        limits.check_generation(len(prompt), options.max_new_tokens)
         await limits.check_options(options)
-        if not options.stop_ids:
+        if not options.stop_ids and not ignore_ends:
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
@@ -209,6 +223,31 @@ class SwarmClient(SwarmObserver):
         async for _ in stream:
             pass
         return stream.result
+
+    async def score(
+        self, prompt: Sequence[int], *, most_likely: int = 0, adapter: str = ""
+    ) -> list[tuple[TokenLogprob, ...]]:
+        """For each of the prompt's tokens but the first: the logarithm of its probability after those before it, then those of so
+        many most likely ones in its place. Raises UsageError, NoRoute, Busy."""
+        self._host.supervisor.check()
+        self.check_language_model()
+        limits, score_prompt = await self.limits(), await asyncio.to_thread(_import_scores)
+        limits.check_generation(len(prompt), 1)
+        ids = limits.ids(prompt)
+        limits.check_adapter(adapter)
+        spec = SessionSpec(
+            Mode.DRIVEN,
+            max_length=len(ids),
+            allowed=frozenset(limits.codecs),
+            width=limits.vocabulary or MAX_WIDTH,
+            adapter=adapter,
+        )
+        session = self._new_session(self._router(Span(0, self.units), ring=False), spec, self.config)
+        try:
+            await session.start()
+            return await score_prompt(session, ids, most_likely)
+        finally:
+            await session.close()
 
     def check_language_model(self) -> None:
         """Raises UsageError where the swarm has none."""
@@ -334,9 +373,18 @@ class SwarmClient(SwarmObserver):
         """What the model can be asked for."""
         return await self._files.limits()
 
+    @property
+    def known_positions(self) -> int | None:
+        """How many positions a text may have, as far as that is known by now; None without a limit."""
+        return self._files.known_positions
+
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""
         return await self._files.stop_ids()
+
+    async def generation_defaults(self) -> dict[str, float | int]:
+        """How the checkpoint's makers have tokens drawn: fields of GenerateOptions, for who asks for them."""
+        return await self._files.generation_defaults()
 
 
 def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
@@ -346,6 +394,14 @@ def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
     from swarmnode.graph_serving.remote_module import RemoteModule
 
     return RemoteModule, Layout(read_graph(folder))
+
+
+def _import_scores() -> Callable[
+    [ClientSession, Sequence[int], int], Coroutine[Any, Any, list[tuple[TokenLogprob, ...]]]
+]:
+    from swarmnode.client.prompt_scores import score_prompt
+
+    return score_prompt
 
 
 def _import_causal_lm() -> tuple[Any, Any]:

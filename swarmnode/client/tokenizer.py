@@ -6,7 +6,9 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +18,13 @@ from swarmnode.errors import CheckpointError, UsageError
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # of what a model thinks before it answers, in most chat templates
+Message = dict[str, Any]  # as chat templates take it
+SYSTEM, USER = "system", "user"
+PARAGRAPH = "\n\n"
+GREETING: Message = {"role": USER, "content": "hi"}
+TRIALS = ("hens", "eggs")  # what a template shows of them makes a difference in the ids
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers that fall back to bytes
+UNUSED = re.compile(r"[\[<](\|?)(unused|reserved_special_token|reserved)_?\d+\1[\]>]")
 UNFINISHED = "\ufffd"  # what a part of a character is shown as
 
 
@@ -26,9 +35,33 @@ class Turn(NamedTuple):
     content: str
 
 
+class ChatEnding(Enum):
+    """How a conversation ends: with the beginning of an answer, or with the last message, which goes on or is closed. By
+    transformers' settings."""
+
+    ANSWER = MappingProxyType({"add_generation_prompt": True})
+    CONTINUED = MappingProxyType({"add_generation_prompt": False, "continue_final_message": True})
+    CLOSED = MappingProxyType({"add_generation_prompt": False})
+
+
 def plain_conversation(turns: Sequence[Turn]) -> str:
     """A conversation with a model that knows no roles: one text, a line for each turn, which it continues."""
     return "".join(f"{turn.content}\n" for turn in turns)
+
+
+def without_system(turns: Sequence[Message]) -> list[Message]:
+    """Return a conversation with what the system says before what the user says next."""
+    told: list[Message] = []
+    waiting: list[str] = []
+    for turn in turns:
+        if turn["role"] == SYSTEM:
+            waiting.append(turn["content"])
+        elif turn["role"] == USER and waiting:
+            told.append({**turn, "content": PARAGRAPH.join([*waiting, turn["content"]])})
+            waiting = []
+        else:
+            told.append(turn)
+    return [*told, {"role": USER, "content": PARAGRAPH.join(waiting)}] if waiting else told
 
 
 class Tokenizer:
@@ -58,10 +91,10 @@ class Tokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects. Raises UsageError where it is no text."""
         _utf8(text)
-        return self._ids(text, special_tokens=True)
+        return self._ids(text, special_tokens=special_tokens)
 
     @functools.cached_property
     def chat_template(self) -> Any:
@@ -80,13 +113,30 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             return self.encode(plain_conversation(turns))
-        return self.encode_messages([turn._asdict() for turn in turns])
+        messages = [turn._asdict() for turn in turns]
+        tells_system = any(turn.role == SYSTEM for turn in turns)
+        return self.encode_messages(without_system(messages) if tells_system and not self.shows_system else messages)
+
+    def shows(self, conversation: Callable[[str], tuple[list[Message], Sequence[Message]]]) -> bool:
+        """Whether the chat template shows a text in the messages and tools that `conversation` makes of it."""
+        try:
+            first, second = (self.encode_messages(*conversation(text)) for text in TRIALS)
+        except CheckpointError:
+            return False
+        return first != second
+
+    @functools.cached_property
+    def shows_system(self) -> bool:
+        """Whether the chat template knows what the system says."""
+        return self.shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
 
     def encode_messages(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        ending: ChatEnding = ChatEnding.ANSWER,
     ) -> list[int]:
         """The same for a checkpoint that has a template: each message is whatever that one takes, and each tool a JSON schema as
         OpenAI's API has it; `variables` are what else the template knows. Raises UsageError where a message is no text."""
@@ -99,7 +149,7 @@ class Tokenizer:
         if own:  # one of them is the template itself
             raise CheckpointError(f"{', '.join(sorted(own))} cannot be set: that is no variable of a chat template")
         try:
-            return self._chat_ids(turns, offered, variables)
+            return self._chat_ids(turns, offered, {**variables, **ending.value})
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the checkpoint's chat template cannot be used: {error}") from error
 
@@ -178,12 +228,24 @@ class Tokenizer:
         """The text of one token by itself, also of a special one."""
         return self.decode([token], special_tokens=True)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, also where they are a part of a character only."""
+        text = self.decode_token(token)
+        return text.encode() if UNFINISHED not in text else _bytes_of(self._piece(token)) or text.encode()
+
+    def is_special(self, token: int) -> bool:
+        """Whether texts are told without this token."""
+        return not self.decode([token]) and bool(self.decode_token(token))
+
+    def _piece(self, token: int) -> str:
+        return str(self.own.convert_ids_to_tokens(token) or "")
+
+    def unused(self, ids: Iterable[int]) -> int | None:
+        """The first of these ids that stands for nothing: no token has it, or one that was left for later. None where none does."""
+        return next((token for token in ids if not (piece := self._piece(token)) or UNUSED.fullmatch(piece)), None)
+
     def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
-        return list(
-            self.own.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, return_dict=False, **variables
-            )
-        )
+        return list(self.own.apply_chat_template(messages, tools=tools or None, return_dict=False, **variables))
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(self.own(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
@@ -197,7 +259,7 @@ class ByteTokenizer:
     def __repr__(self) -> str:
         return "<ByteTokenizer>"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The bytes of a prompt. Raises UsageError where it is no text."""
         return list(_utf8(text))
 
@@ -212,6 +274,34 @@ class ByteTokenizer:
     def decode_token(self, token: int) -> str:
         """The text of one token by itself."""
         return self.decode([token])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte that a token is."""
+        return bytes([token]) if token < 256 else UNFINISHED.encode()
+
+    def is_special(self, token: int) -> bool:
+        """No token is."""
+        return False
+
+    def unused(self, ids: Iterable[int]) -> int | None:
+        """The first of these ids that is no byte. None where all are."""
+        return next((token for token in ids if token > 255), None)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as (GPT-2's): printable ones as themselves, others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def _bytes_of(piece: str) -> bytes:
+    """The bytes of a token as its tokenizer writes it: `<0xE2>`, or characters of the byte alphabet. Empty where it is neither."""
+    if fallback := BYTE.fullmatch(piece):
+        return bytes([int(fallback[1], 16)])
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[char] for char in piece) if all(char in alphabet for char in piece) else b""
 
 
 class Detokenizer:

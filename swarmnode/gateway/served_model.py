@@ -4,20 +4,22 @@ generates."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
+from swarmnode.client.text_stream import TextStream
+from swarmnode.client.tokenizer import ByteTokenizer, ChatEnding, Tokenizer
 from swarmnode.errors import CheckpointError, NoRoute
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.config import GatewayConfig
-from swarmnode.gateway.generation.choice_stream import ChoiceStream
+from swarmnode.gateway.generation.chat_prompt import ChatPrompter
+from swarmnode.gateway.generation.choice_stream import ChoiceStream, NoTokens
 from swarmnode.gateway.generation.response_parser import THOUGHTS_BEGIN as THINK_BEGIN
 from swarmnode.gateway.generation.response_parser import CommonParser, ReasoningParser, ResponseParser, TemplateParser
 from swarmnode.gateway.generation.sampling_fields import SamplingFields
@@ -33,7 +35,6 @@ NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: g
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0  # between attempts to load a tokenizer
 SHORT_CHARS = 2048  # some 0.5 ms of a tokenizer
 PROMPT_END_TOKENS = 8  # in which a template opens the reasoning
-GREETING = [{"role": "user", "content": "hi"}]
 
 
 class TokenizerLoader:
@@ -43,6 +44,7 @@ class TokenizerLoader:
         self._client = client
         self._tasks = tasks
         self._loading: asyncio.Task[Tokenizer | ByteTokenizer | None] | None = None
+        self.prompter: ChatPrompter | None = None  # once the tokenizer is there, where it has a chat template
 
     def __repr__(self) -> str:
         return f"<TokenizerLoader of {self._client!r}{'' if self.is_done else ', loading'}>"
@@ -92,17 +94,11 @@ class TokenizerLoader:
         try:
             tokenizer = await self._client.tokenizer()
             if isinstance(tokenizer, Tokenizer) and tokenizer.has_chat_template:
-                await asyncio.to_thread(_converse, tokenizer)
+                self.prompter = await asyncio.to_thread(ChatPrompter, tokenizer)
         except BaseException:
             self._loading = None  # who asks next tries again
             raise
         return tokenizer
-
-
-def _converse(tokenizer: Tokenizer) -> None:
-    """A template is compiled, and what that needs imported, for the first conversation."""
-    with contextlib.suppress(CheckpointError):  # it may want to be told something else than a greeting
-        tokenizer.encode_messages(GREETING)
 
 
 class ServedModel:
@@ -138,10 +134,16 @@ class ServedModel:
 
     def card(self) -> ModelCard:
         """As clients list it."""
-        manifest = self.client.manifest
-        positions = manifest.model.positions or None
-        created, task = manifest.created, manifest.task
-        return ModelCard(id=self.name, created=created, max_model_len=positions, task=task, parent=self.parent)
+        manifest, prompter = self.client.manifest, self.loader.prompter
+        return ModelCard(
+            id=self.name,
+            created=manifest.created,
+            max_model_len=self.client.known_positions,
+            task=manifest.task,
+            parent=self.parent,
+            system_prompt=None if prompter is None else prompter.system_place,
+            tool_prompt=None if prompter is None else prompter.tool_place,
+        )
 
     def place(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
         """A place among those who are served at once, while the context lasts. Raises ApiError where none becomes free."""
@@ -157,57 +159,79 @@ class ServedModel:
             raise bad_request(NO_TOKENIZER)
         return tokenizer
 
-    async def encode(self, text: str) -> list[int]:
-        """The ids of a text. A short one is read sooner than a thread takes it."""
-        tokenizer = await self.tokenizer()
-        return tokenizer.encode(text) if len(text) <= SHORT_CHARS else await asyncio.to_thread(tokenizer.encode, text)
+    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The ids of a text. A short one is read sooner than a thread takes it. Raises ContextTooLong."""
+        tokenizer, limits = await self.tokenizer(), await self.client.limits()
+        limits.check_text(len(text))
+        read = partial(tokenizer.encode, text, special_tokens=special_tokens)
+        return read() if len(text) <= SHORT_CHARS else await asyncio.to_thread(read)
 
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: ToolUse = ToolUse(),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        ending: ChatEnding = ChatEnding.ANSWER,
     ) -> list[int]:
         """The ids of a conversation that the model is to answer, with the tools that it may call, and what else its template
-        knows. Raises ApiError where it knows no conversations, UsageError where it is no language model."""
+        knows. Raises ApiError where it knows no conversations, UsageError where it is no language model, ContextTooLong."""
         self.client.check_language_model()
-        tokenizer = await self.tokenizer()
-        if isinstance(tokenizer, ByteTokenizer) or not tokenizer.has_chat_template:
+        await self.tokenizer()
+        if (prompter := self.loader.prompter) is None:
             raise bad_request(
                 f"{self.name} has no chat template, so it does not know how a conversation is written: use /v1/completions",
                 code="no_chat_template",
             )
+        limits = await self.client.limits()
+        limits.check_text(sum(len(message["content"]) for message in messages))
+        if ending is ChatEnding.CONTINUED and messages[-1].get("tool_calls"):
+            raise bad_request("a message that calls tools has ended: give their results", "messages")
         try:
-            return await asyncio.to_thread(tokenizer.encode_messages, messages, tools.offered, variables)
+            return await asyncio.to_thread(prompter.encode, messages, tools, variables, ending)
         except CheckpointError as error:  # templates say so of roles and orders that they do not know
             raise bad_request(str(error), "messages") from error
 
     # -- generating
 
-    async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
-        """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
-        cannot do, before anything is sent to a peer."""
-        if len(prompts) * asked.texts > self._config.max_choices:
+    def check_count(self, prompts: int, asked: SamplingFields) -> None:
+        """Raise ApiError where so many prompts make too many texts: before any of them is read."""
+        if prompts * asked.texts > self._config.max_choices:
             raise bad_request(
                 f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)", "n"
             )
+
+    async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
+        """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
+        cannot do, before anything is sent to a peer."""
+        self.check_count(len(prompts), asked)
         tokenizer, stop_ids, stops = await self.loader.tokenizer(), await self.client.stop_ids(), asked.stops
         if tokenizer is None and stops:
             raise bad_request(NO_TOKENIZER, "stop")
-        grammar = asked.followed_grammar()
+        tools = asked.tool_use
+        own_stop_ids = tuple(asked.stop_token_ids or ())
+        stop_ids = own_stop_ids if asked.ignore_eos else (*stop_ids, *own_stop_ids)
+        grammar, defaults = asked.followed_grammar(), await self.client.generation_defaults()
         choices: list[ChoiceStream] = []
         for prompt in prompts:
             for choice in range(asked.texts):
+                new_tokens = await self._new_tokens(len(prompt), asked.new_tokens)
                 options = GenerateOptions(
-                    max_new_tokens=await self._new_tokens(len(prompt), asked.new_tokens),
+                    max_new_tokens=max(1, new_tokens),
                     stop_ids=stop_ids,
                     compress=self._config.compress,
                     adapter=self.adapter,
-                    **asked.drawing(choice, grammar),
+                    **asked.drawing(choice, grammar, defaults),
                 )
-                parser = await self._parser(prompt, asked.tool_use, is_free=grammar is None)
-                whole = isinstance(parser, TemplateParser)
-                stream = await self.client.stream(prompt, options, kept_for=key.name, special_tokens=whole)
+                parser = await self._parser(prompt, tools, is_free=grammar is None)
+                stream: TextStream | NoTokens = await self.client.stream(
+                    prompt,
+                    options,
+                    kept_for=key.name,
+                    special_tokens=isinstance(parser, TemplateParser) or not asked.skip_special_tokens,
+                    ignore_ends=asked.ignore_eos,
+                )
+                if not new_tokens:
+                    stream = NoTokens()
                 choices.append(
                     ChoiceStream(
                         len(choices),

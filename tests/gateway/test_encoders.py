@@ -12,6 +12,8 @@ import openai
 import pytest
 import torch
 
+from swarmnode.client.model_files import KeptTokenizer
+from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.compute.capacity.memory import graph_sizes
 from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
@@ -106,6 +108,34 @@ async def test_embeddings_that_cannot_be(embedding: Any, tmp_path: Path) -> None
             await served.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": TEXT}])
         with pytest.raises(openai.NotFoundError):
             await served.openai.embeddings.create(model="other", input=TEXT)
+
+
+@in_virtual_time
+async def test_an_empty_text_is_answered_alike_alone_and_among_others(embedding: Any, tmp_path: Path) -> None:
+    founded, whole, nodes = embedding
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        alone = await served.openai.embeddings.create(model=MODEL, input="")
+        among = await served.openai.embeddings.create(model=MODEL, input=["a", ""])
+        np.testing.assert_allclose(alone.data[0].embedding, among.data[1].embedding, atol=1e-6)
+
+
+@in_virtual_time
+async def test_ids_that_stand_for_nothing_are_another_tokenizers(
+    embedding: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    founded, _, nodes = embedding
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        tokenizer = await served.client.tokenizer()
+        assert tokenizer.unused(IDS) is None and tokenizer.unused([*IDS, 9999]) == 9999
+        pieces = {4: "[unused4]", 12: "<unused12>", 6: "<|reserved_special_token_6|>", 8: ""}
+        for token in pieces:
+            for kind in (Tokenizer, KeptTokenizer):
+                monkeypatch.setattr(kind, "_piece", lambda _self, one, at=token: pieces[at] if one == at else "x")
+            answer = await served.http.post("/v1/embeddings", json={"input": IDS})
+            sentence = answer.json()["error"]["message"]
+            assert answer.status_code == 400 and f"token id {token} stands for nothing" in sentence
+            assert "check_embedding_ctx_length=False" in sentence
+        assert (await served.http.post("/v1/embeddings", json={"input": TEXT})).status_code == 200
 
 
 @in_virtual_time

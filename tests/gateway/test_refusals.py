@@ -103,7 +103,9 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "hi", "suffix": "!"}, 400, "suffix"),
     (TEXT, "{", 400, "the body is not JSON"),
     (TEXT, "{}x", 400, "not JSON: Extra data at character 2"),
-    (TEXT, "[" * 100_000, 400, "the body cannot be read: "),
+    (TEXT, "[" * 10_000, 400, "the body cannot be read: "),
+    (TEXT, "[" * 100_000, 413, "15,000 objects and lists"),
+    (TEXT, "1," * 300_000, 413, "150,000 values"),
     (TEXT, "{\xff", 400, "the body cannot be read: 'utf-8' codec"),
     ("/v1/audio/speech", {}, 404, "Not Found"),
     ("/tokenize", {}, 400, "either"),
@@ -183,7 +185,7 @@ async def test_a_full_swarm_says_when_to_come_again(founded: Founded, tmp_path: 
         assert int(refusal.value.response.headers["retry-after"]) >= 1
         await stream.close()
         with pytest.raises(openai.BadRequestError, match="no machine") as refusal:
-            await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=100_000)
+            await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=4000)
         assert refusal.value.code == "context_length_exceeded"
         assert (await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=8)).choices[0].text
 
@@ -241,3 +243,24 @@ async def test_bodies_are_bounded_and_pages_kept_out(founded: Founded, tmp_path:
         answer = await served.http.get("/v1/models", headers={"origin": "https://chat.example"})
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
         assert "access-control-allow-origin" not in (await served.http.get("/v1/models")).headers
+
+
+@in_virtual_time
+async def test_no_answer_is_taken_for_another_kind_than_it_says(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        for path in (
+            "/v1/models",
+            "/health",
+            "/metrics",
+            "/",
+            "/page/none",
+            "/api/v1/swarms",
+            "/openapi.json",
+            "/v1/x",
+        ):
+            assert (await served.http.get(path)).headers["x-content-type-options"] == "nosniff", path
+        for body in ("{", json.dumps({"prompt": "hens", "max_tokens": 2, "stream": True})):
+            answer = await served.http.post(TEXT, content=body, headers={"content-type": "application/json"})
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        refused = await served.http.get("/v1/models", headers={"host": "evil.example"})
+        assert (refused.status_code, refused.headers["x-content-type-options"]) == (403, "nosniff")

@@ -50,19 +50,21 @@ def fit(
         return
     from swarmnode.cli.terminal.formatting import new_table, show
 
-    columns = ("model", "precision", "GB", "units", "fit here", "machines", "speed")
+    columns = ("model", "precision", "GB", "units", "fit here", "machines", "speed", "context")
     table = new_table(str(probed), columns, numbers=columns[2:])
     for row in rows:
         told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
         speed = float(format(row["passes_per_s"] or 0, ".2g"))
         held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
-        table.add_row(row["model"], row["precision"], *told, *held)
+        context = "-" if row["max_model_len"] is None else f"{row['max_model_len']:,}"
+        table.add_row(row["model"], row["precision"], *told, *held, context)
     show(table)
     if not any(row["fitting"] for row in rows):
         say("Not one unit fits: lend more with --memory, or choose a smaller model.", err=True)
 
 
 def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> Iterator[dict[str, Any]]:
+    from swarmnode.client.model_config import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
@@ -87,6 +89,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
             "machines": fitted and fitted.machines,
             "pass_s": fitted and fitted.pass_s,
             "passes_per_s": fitted and round(fitted.passes_per_s, 3),
+            "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
         }
 
 

@@ -31,6 +31,9 @@ class EndpointOptions:
     host: str = option("127.0.0.1", "0.0.0.0 is for all: with --keys only.", metavar="ADDRESS")
     keys: Path | None = path_option("Who may ask: a file of hashed keys.")
     new_key: str = option("", "Add a key to the --keys FILE, print it, and serve nothing.", metavar="NAME")
+    context: int = option(
+        0, "How many tokens a text may have; 0: as many as the model's config says.", metavar="TOKENS", min=0
+    )
     cors: list[str] = option(
         [], "Pages that may call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
     )
@@ -80,7 +83,9 @@ def serve(
             loaded = [open_swarm(swarm, home) for swarm in swarms or [""]]
             for swarm, name in zip(loaded, _names(loaded), strict=True):
                 clients[name] = await ends.enter_async_context(
-                    await SwarmClient.join(swarm, home=home, patience_s=patience, trust=trust)
+                    await SwarmClient.join(
+                        swarm, home=home, patience_s=patience, trust=trust, most_positions=gateway.context or None
+                    )
                 )
                 check_compression(sampling.compress, clients[name].manifest.codecs)
             pause.end()

@@ -10,15 +10,28 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from swarmnode.client.tokenizer import ChatEnding
+from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
 from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
 from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
-from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, NONE, REQUIRED, ToolUse, function_tool
+from swarmnode.gateway.generation.tool_use import (
+    AUTO,
+    MAX_TOOLS,
+    NONE,
+    REQUIRED,
+    ResponseFormat,
+    ToolUse,
+    function_tool,
+)
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
+from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.conversation import (
+    ASSISTANT,
     MAX_MESSAGES,
     ContentPart,
     check_results,
@@ -28,7 +41,7 @@ from swarmnode.gateway.openai.conversation import (
 )
 from swarmnode.gateway.served_model import ServedModel
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 DELTAS = {  # of a kind of block: what its deltas are called, and the field that they add to
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),
@@ -47,7 +60,7 @@ class ContentBlock(BaseModel):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     is_error: bool | None = None
 
 
@@ -55,7 +68,7 @@ class MessageParam(BaseModel):
     """What one side of a conversation said."""
 
     role: str
-    content: str | list[ContentBlock]
+    content: str | Items[ContentBlock]
 
     def turns(self) -> list[dict[str, Any]]:
         """As chat templates expect it, in which each result of a tool is a turn of its own. Raises ApiError."""
@@ -115,14 +128,23 @@ class ThinkingOptions(BaseModel):
     type: str
 
 
+class OutputConfig(BaseModel):
+    """What the answer is like: how much the model thinks, where its template knows that, and a schema of JSON."""
+
+    effort: str | None = None
+    format: ResponseFormat | None = None
+
+
 class MessagesRequest(SamplingFields):
     """POST /v1/messages"""
 
-    messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[ContentPart] | None = None
-    stop_sequences: list[str] | None = None
+    messages: Items[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | Items[ContentPart] | None = None
+    stop_sequences: Items[str] | None = None
     thinking: ThinkingOptions | None = None
-    tools: list[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
+    output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None
+    tools: Items[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
 
     @property
@@ -143,7 +165,20 @@ class MessagesRequest(SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """What else the template is told."""
-        return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        effort = self.output_config and self.output_config.effort
+        return thinks if effort is None else {**thinks, "reasoning_effort": effort}
+
+    def followed_grammar(self) -> Grammar | None:
+        if (call := self.tool_use.grammar()) is not None:
+            return call
+        form = self.output_format or (self.output_config and self.output_config.format)
+        return form.grammar() if form else super().followed_grammar()
+
+    @property
+    def ending(self) -> ChatEnding:
+        """Whether the last message is the beginning of the answer."""
+        return ChatEnding.CONTINUED if self.messages[-1].role == ASSISTANT else ChatEnding.ANSWER
 
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates expect it. Raises ApiError."""
@@ -231,7 +266,7 @@ async def count_tokens(asked: MessagesRequest, request: Request) -> TokenCount:
 
 
 async def _prompt(model: ServedModel, asked: MessagesRequest) -> list[int]:
-    return await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables)
+    return await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables, asked.ending)
 
 
 class _MessageStyle:

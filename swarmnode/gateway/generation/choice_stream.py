@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from swarmnode.client.text_stream import TextStream
+from swarmnode.client.text_stream import GeneratedText, TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
 from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser, StopStrings, ToolCall
 from swarmnode.net.tasks import Tasks
+from swarmnode.serving.client.generation import Generation
 
 LENGTH, STOP, TOOL_CALLS = "length", "stop", "tool_calls"
 AHEAD = 64  # pieces that wait for a slow reader, of all choices of a request
@@ -36,13 +38,30 @@ class Piece(NamedTuple):
         return bool(self.text) and not (self.finish_reason or self.logprobs or self.reasoning)
 
 
+class NoTokens:
+    """A stream of none: of a prompt that is only told."""
+
+    rest = ""
+
+    def __init__(self) -> None:
+        self.result = Generation(trace=secrets.token_hex(16))
+
+    def __repr__(self) -> str:
+        return "<NoTokens>"
+
+    async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
+        """End at once."""
+        return
+        yield
+
+
 class ChoiceStream:
     """Iterate over its pieces. Who stops listening ends the session at every hop."""
 
     def __init__(
         self,
         index: int,
-        stream: TextStream,
+        stream: TextStream | NoTokens,
         *,
         stop_ids: Sequence[int],
         stops: Sequence[str],

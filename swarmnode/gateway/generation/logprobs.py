@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PrivateAttr
 
 from swarmnode.client.tokenizer import UNFINISHED, ByteTokenizer, Tokenizer
 from swarmnode.codec.sampling import TokenLogprob
 
 
 class SpelledToken(BaseModel):
-    """`bytes` of the token's text; null for a part of a character."""
+    """`bytes` are those of the token, also where it is a part of a character, which `token` tells as `bytes:\\xe2`; null without a
+    tokenizer."""
 
     token: str
     logprob: float
     bytes: list[int] | None
+    _id: int = PrivateAttr(-1)
 
 
 class SpelledChoice(SpelledToken):
     """The token that was drawn, and the most likely ones."""
 
     top_logprobs: list[SpelledToken]
+    _is_shown: bool = PrivateAttr(True)  # it is in the text
+    _follows: bool = PrivateAttr(True)  # something is before it
 
 
 class ChatLogprobs(BaseModel):
@@ -37,42 +42,70 @@ class ChatLogprobs(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Of a completion, or of a piece of it. `text_offset`: where each token begins in the completion."""
+    """Of a completion, or of a piece of it. `text_offset`: where each token begins in the text. A prompt's first token follows
+    nothing, so its logprobs are null. Of several likely tokens that are written alike, those after the first bear their ids."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
-    @classmethod
-    def of(cls, choices: Sequence[SpelledChoice], offset: int) -> TextLogprobs | None:
-        """None where none are told; the first of them begins at `offset`."""
+
+class TextSpeller:
+    """Tells the logprobs of one completion, piece after piece, by where in the text their tokens are."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0  # of whole characters so far
+
+    def __repr__(self) -> str:
+        return f"<TextSpeller after {self._chars} characters>"
+
+    def tell(self, choices: Sequence[SpelledChoice], text_length: int) -> TextLogprobs | None:
+        """Return those of these tokens; the text ends at `text_length`, where a stop string may have cut it. None without any."""
         if not choices:
             return None
-        offsets = [offset]
-        for one in choices[:-1]:
-            offsets.append(offsets[-1] + len(one.token))
-        return cls(
-            tokens=[one.token for one in choices],
-            token_logprobs=[one.logprob for one in choices],
-            top_logprobs=[{other.token: other.logprob for other in one.top_logprobs} for one in choices],
-            text_offset=offsets,
-        )
+        told = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for one in choices:
+            told.text_offset.append(min(self._chars, text_length))
+            told.tokens.append(one.token)
+            told.token_logprobs.append(one.logprob if one._follows else None)
+            told.top_logprobs.append(_by_text(one.top_logprobs) if one._follows else None)
+            if one._is_shown and one.bytes is not None:
+                self._chars += len(self._decoder.decode(bytes(one.bytes)))
+        return told
 
-    @property
-    def end(self) -> int:
-        """Where the next token begins."""
-        return self.text_offset[-1] + len(self.tokens[-1])
+
+def _by_text(tokens: Sequence[SpelledToken]) -> dict[str, float]:
+    told: dict[str, float] = {}
+    for one in tokens:
+        told[one.token if one.token not in told else f"token_id:{one._id}"] = one.logprob
+    return told
 
 
 def spell(tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob]) -> SpelledChoice:
     """The drawn token, which comes first, and the others."""
     drawn, *others = (_spelled(tokenizer, one) for one in logprobs)
-    return SpelledChoice(top_logprobs=others, **drawn.model_dump())
+    choice = SpelledChoice(top_logprobs=others, **drawn.model_dump())
+    choice._is_shown = tokenizer is not None and not tokenizer.is_special(logprobs[0].id)
+    return choice
+
+
+def spell_prompt(
+    tokenizer: Tokenizer | ByteTokenizer | None, first: int, scores: Sequence[Sequence[TokenLogprob]]
+) -> list[SpelledChoice]:
+    """A prompt's tokens, of which the first one follows nothing."""
+    begin = spell(tokenizer, [TokenLogprob(first, 0.0)])
+    begin._follows = False
+    return [begin, *(spell(tokenizer, score) for score in scores)]
 
 
 def _spelled(tokenizer: Tokenizer | ByteTokenizer | None, one: TokenLogprob) -> SpelledToken:
     if tokenizer is None:
         return SpelledToken(token=f"token_id:{one.id}", logprob=one.logprob, bytes=None)  # as vLLM names it
-    text = tokenizer.decode_token(one.id)
-    return SpelledToken(token=text, logprob=one.logprob, bytes=None if UNFINISHED in text else list(text.encode()))
+    text, written = tokenizer.decode_token(one.id), tokenizer.token_bytes(one.id)
+    if UNFINISHED in text:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)  # as OpenAI names it
+    spelled = SpelledToken(token=text, logprob=one.logprob, bytes=list(written))
+    spelled._id = one.id
+    return spelled

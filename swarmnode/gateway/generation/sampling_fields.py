@@ -1,14 +1,14 @@
-"""How to draw, as requests of every API say it. Fields that are not here are ignored, as the APIs' servers do; None is as if it
-were not there."""
+"""How to draw, as requests of every API say it. Of fields that are not here those that would change the answer are refused;
+None is as if it were not there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_TEMPERATURE, MAX_TOKEN_ID
+from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import (
     MAX_BIAS,
     MAX_BIASES,
@@ -18,17 +18,35 @@ from swarmnode.codec.sampling import (
     Grammar,
     GrammarKind,
 )
+from swarmnode.gateway.generation.refused_fields import check_refused
 from swarmnode.gateway.generation.tool_use import ResponseFormat, ToolUse
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.json_bound import Items
+
+
+def _checked_count(biases: Any) -> Any:
+    """Raises ValueError where there are too many, before each of them is looked at."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens may have a bias")
+    return biases
+
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = Annotated[dict[TokenId, Bias], BeforeValidator(_checked_count)]
 NewTokens = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-AS_OPTIONS = ("temperature", "top_p", "min_p", *PENALTIES, "logit_bias")  # they are called so in GenerateOptions, too
+AS_OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    *PENALTIES,
+    "logit_bias",
+)  # they are called so in GenerateOptions, too
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 
@@ -52,8 +70,8 @@ def check_type(type_: str | None, known: Sequence[str | None], what: str) -> Non
         raise bad_request(f"a tool of type {type_!r} is not known here: {what}", "tools")
 
 
-class SamplingFields(BaseModel):
-    """How to draw, as chats and completions have it in common."""
+class SamplingFields(BaseModel, extra="allow"):
+    """How to draw, as chats and completions have it in common. What else a request says is kept, to see if it can be ignored."""
 
     model: str = ""
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
@@ -63,14 +81,27 @@ class SamplingFields(BaseModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
-    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     seed: int | None = None
     max_tokens: NewTokens | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0, le=MAX_POSITIONS)
+    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_ignored(self) -> SamplingFields:
+        """Raises ApiError for what would be ignored, and changes an answer."""
+        check_refused(self.model_extra or {})
+        endless = self.ignore_eos and not self.stop and not self.stop_token_ids
+        if self.min_tokens and not endless:
+            raise bad_request("min_tokens is possible with ignore_eos and without stops alone", "min_tokens")
+        return self
 
     @property
     def new_tokens(self) -> int | None:
@@ -111,9 +142,11 @@ class SamplingFields(BaseModel):
             return Grammar(GrammarKind.LARK, self.grammar)
         return None if self.response_format is None else self.response_format.grammar()
 
-    def drawing(self, choice: int, grammar: Grammar | None) -> dict[str, Any]:
-        """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own."""
+    def drawing(self, choice: int, grammar: Grammar | None, defaults: Mapping[str, float | int]) -> dict[str, Any]:
+        """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own. `defaults` are the model's
+        own, of what the request does not say."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
         said = {name: value for name in AS_OPTIONS if (value := getattr(self, name)) is not None}
-        beside = {"top_k": max(0, self.top_k or 0), "logprobs": self.told_logprobs, "grammar": grammar, "seed": seed}
-        return {"temperature": 1.0, **said, **beside}
+        beside = {"logprobs": self.told_logprobs, "grammar": grammar, "seed": seed}
+        drawing = {"temperature": 1.0, **defaults, **said, **beside}
+        return {**drawing, "top_k": max(0, drawing.get("top_k", 0))}

@@ -24,7 +24,7 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     """What the model says next in a conversation."""
     model = gateway_of(request).model(asked.model)
-    prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables)
+    prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables, asked.ending)
     choices = await model.choices([prompt], asked, key_of(request))
     answer = ApiAnswer("chatcmpl-", model.name, [prompt], choices)
     return await answer.respond(request, _ChatStyle(answer, tells_usage=asked.tells_usage), stream=asked.stream)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
-from swarmnode.gateway.generation.logprobs import TextLogprobs
+from swarmnode.gateway.generation.logprobs import SpelledChoice, TextSpeller, spell_prompt
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute
+from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.http.event_stream import DONE, TextEvents
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
 from swarmnode.gateway.openai.requests import CompletionRequest
+from swarmnode.gateway.served_model import ServedModel
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -24,24 +29,66 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/completions", response_model=CompletionReply)
 async def completions(asked: CompletionRequest, request: Request) -> Response:
     """How a text goes on."""
-    for field in ("suffix", "echo"):
-        if getattr(asked, field):
-            raise bad_request(f"{field} is not possible: a model here only goes on with a text", field)
+    if asked.suffix:
+        raise bad_request("suffix is not possible: a model here only goes on with a text", "suffix")
+    if asked.max_tokens == 0 and not asked.echo:
+        raise bad_request("max_tokens: 0 is possible with echo alone", "max_tokens")
     model = gateway_of(request).model(asked.model)
-    prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+    model.check_count(len(asked.prompts), asked)
+    prompts = [await _ids(model, prompt, asked) for prompt in asked.prompts]
     tells_ids = asked.return_token_ids or await model.loader.tokenizer() is None
     choices = await model.choices(prompts, asked, key_of(request))
+    echoes: list[Echo] = []
+    if asked.echo:
+        with ClientWatch(request.receive) as client:
+            echoes = await client.run(_echoes(model, prompts, asked, key_of(request)))
     answer = ApiAnswer("cmpl-", model.name, prompts, choices)
-    return await answer.respond(request, _CompletionStyle(answer, asked, tells_ids=tells_ids), stream=asked.stream)
+    style = _CompletionStyle(answer, asked, echoes, tells_ids=tells_ids)
+    return await answer.respond(request, style, stream=asked.stream)
+
+
+async def _ids(model: ServedModel, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
+    if isinstance(prompt, str):
+        return await model.encode(prompt, special_tokens=asked.add_special_tokens)
+    return prompt
+
+
+class Echo(NamedTuple):
+    """A prompt as it is told before what follows it."""
+
+    text: str
+    logprobs: Sequence[SpelledChoice]
+
+
+async def _echoes(
+    model: ServedModel, prompts: Sequence[list[int]], asked: CompletionRequest, key: ApiKey
+) -> list[Echo]:
+    """Of each prompt."""
+    tokenizer = await model.loader.tokenizer()
+    told = []
+    for given, ids in zip(asked.prompts, prompts, strict=True):
+        text = given if isinstance(given, str) else ""
+        if tokenizer is not None and not isinstance(given, str):
+            (await model.client.limits()).ids(ids)
+            text = await asyncio.to_thread(tokenizer.decode, ids, special_tokens=not asked.skip_special_tokens)
+        if asked.logprobs is None:
+            told.append(Echo(text, ()))
+            continue
+        async with model.place(key):
+            scores = await model.client.score(ids, most_likely=asked.logprobs, adapter=model.adapter)
+        told.append(Echo(text, await asyncio.to_thread(spell_prompt, tokenizer, ids[0], scores)))
+    return told
 
 
 class _CompletionStyle:
-    def __init__(self, answer: ApiAnswer, asked: CompletionRequest, *, tells_ids: bool) -> None:
+    def __init__(self, answer: ApiAnswer, asked: CompletionRequest, echoes: Sequence[Echo], *, tells_ids: bool) -> None:
         self._answer = answer
         self._tells_usage = asked.tells_usage
         self._tells_ids = tells_ids
         self._texts = TextEvents(lambda index, text: self._told([TextChoice(index=index, text=text)]))
-        self._offsets: Counter[int] = Counter()  # of each choice, where its next token begins
+        self._spellers: defaultdict[int, TextSpeller] = defaultdict(TextSpeller)  # of each choice
+        self._lengths: Counter[int] = Counter()  # of what each choice has told
+        self._echoes = {choice.index: echoes[choice.index // asked.texts] for choice in answer.choices if echoes}
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:
         choices = [self._choice(text.index, text) for text in texts]
@@ -49,18 +96,17 @@ class _CompletionStyle:
 
     def events(self, piece: Piece) -> list[CompletionReply | bytes]:
         index = piece.choice.index
-        if not piece.is_text or self._tells_ids:
+        if not piece.is_text or self._tells_ids or index in self._echoes:
             return [self._told([self._choice(index, piece)])]
         return [self._texts.fill(index, piece.text)]
 
     def _choice(self, index: int, said: Text | Piece) -> TextChoice:
-        logprobs = TextLogprobs.of(said.logprobs, self._offsets[index])
-        if logprobs is not None:
-            self._offsets[index] = logprobs.end
+        echo = self._echoes.pop(index, Echo("", ()))
+        text = echo.text + said.text
+        self._lengths[index] += len(text)
+        logprobs = self._spellers[index].tell([*echo.logprobs, *said.logprobs], self._lengths[index])
         ids = list(said.ids) if self._tells_ids else None
-        return TextChoice(
-            index=index, text=said.text, finish_reason=said.finish_reason, logprobs=logprobs, token_ids=ids
-        )
+        return TextChoice(index=index, text=text, finish_reason=said.finish_reason, logprobs=logprobs, token_ids=ids)
 
     def ending(self) -> Sequence[CompletionReply | str]:
         return [self._told([], Usage.of(self._answer.usage())), DONE] if self._tells_usage else [DONE]

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from swarmnode.gateway.http.api_error import ApiError, bad_request
+from swarmnode.gateway.http.json_bound import Items
 
 ASSISTANT = "assistant"
 MAX_MESSAGES = 4096
@@ -89,17 +90,21 @@ class Message(BaseModel):
     """What one side of a conversation said."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None
+    audio: Any = None
 
     def as_template_takes_it(self) -> dict[str, Any]:
         """As chat templates expect it, in which content is one text. Raises ApiError where there is anything but text, or nothing
         although no calls say what the model did."""
         if self.content is None and self.role != ASSISTANT:
             raise bad_request(f"a message of the role {self.role!r} needs content", "messages")
+        if self.function_call is not None or self.audio is not None:
+            raise bad_request("a message says its calls by tool_calls, and has no audio", "messages")
         told: dict[str, Any] = {"role": template_role(self.role), "content": text_of(self.content)}
         if self.tool_calls:
             told["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]

@@ -15,12 +15,13 @@ from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.openai.requests import Texts, each_of
 from swarmnode.gateway.served_model import ServedModel
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 MAX_TEXTS = 2048  # OpenAI's own bound
 
 
@@ -72,7 +73,7 @@ class EncoderRequest(BaseModel):
     """A text, token ids, or several of one of these."""
 
     model: str = ""
-    input: Texts = Field(min_length=1)
+    input: Texts
 
     @property
     def texts(self) -> list[str] | list[list[int]]:
@@ -136,6 +137,8 @@ async def _vectors(
     model: ServedModel, encoder: RemoteEncoder, asked: EncoderRequest, request: Request
 ) -> tuple[list[np.ndarray], EncoderUsage]:
     """Of every text, once all are known to be possible."""
+    if asked.input == []:
+        raise bad_request("input: give a text, token ids, or several of one of these", "input")
     if len(asked.texts) > MAX_TEXTS:
         raise bad_request(f"at most {MAX_TEXTS} texts at once are possible", "input")
     try:

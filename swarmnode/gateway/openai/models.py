@@ -7,12 +7,15 @@ import asyncio
 from fastapi import APIRouter, Request
 
 from swarmnode.gateway.gateway import gateway_of
+from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.body_route import BodyRoute
+from swarmnode.gateway.http.json_bound import MAX_VALUES
 from swarmnode.gateway.openai.conversation import templated
 from swarmnode.gateway.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
-from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest
+from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest, offered_tools
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.get("/v1/models")
@@ -34,9 +37,12 @@ async def tokenize(asked: TokenizeRequest, request: Request) -> TokenizeReply:
     if (asked.prompt is None) == (asked.messages is None):
         raise bad_request("give either a prompt or messages", "prompt")
     if asked.prompt is not None:
-        tokens = await model.encode(asked.prompt)
+        tokens = await model.encode(asked.prompt, special_tokens=asked.add_special_tokens)
     else:
-        tokens = await model.encode_chat(templated(asked.messages or ()))
+        tools, variables = ToolUse(offered_tools(asked.tools)), asked.chat_template_kwargs or {}
+        tokens = await model.encode_chat(templated(asked.messages or ()), tools, variables, asked.ending)
+    if len(tokens) > MAX_VALUES:
+        raise bad_request(f"at most {MAX_VALUES:,} tokens are told, and these are {len(tokens):,}", "prompt")
     return TokenizeReply(count=len(tokens), max_model_len=model.card().max_model_len, tokens=tokens)
 
 

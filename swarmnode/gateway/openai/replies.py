@@ -111,7 +111,8 @@ class CompletionReply(BaseModel):
 class ModelCard(BaseModel):
     """A swarm. `max_model_len`: positions that it has, as vLLM tells them; `task`: what may be asked of it (generate, embed,
     classify; infer of another module, train where it only trains one). `parent`: of an adapter the model that it changes, as vLLM
-    tells it."""
+    tells it. `system_prompt` and `tool_prompt`: where the model's chat template has no place for what the system says or for
+    tools, where they are put instead; null without a template, and before it is loaded."""
 
     id: str
     object: str = "model"
@@ -120,6 +121,8 @@ class ModelCard(BaseModel):
     max_model_len: int | None = None
     task: str
     parent: str | None = None
+    system_prompt: str | None = None
+    tool_prompt: str | None = None
 
 
 class ModelList(BaseModel):

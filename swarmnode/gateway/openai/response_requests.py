@@ -10,6 +10,7 @@ from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.conversation import (
     ASSISTANT,
     MAX_MESSAGES,
@@ -21,17 +22,19 @@ from swarmnode.gateway.openai.conversation import (
     text_of,
 )
 
+LOGPROBS = "message.output_text.logprobs"
+
 
 class InputItem(BaseModel):
     """A message, a call that the model made, what the tool gave, or what the model thought."""
 
     type: str = "message"
     role: str = ""
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
-    output: str | list[ContentPart] = ""
+    output: str | Items[ContentPart] = ""
 
 
 class ResponseTool(BaseModel):
@@ -54,6 +57,7 @@ class TextOptions(BaseModel):
     """What the text of a response is like."""
 
     format: ResponseFormat | None = None
+    verbosity: str | None = None
 
 
 class ReasoningOptions(BaseModel):
@@ -65,17 +69,19 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses. What refers to something that OpenAI keeps is refused."""
 
-    input: str | list[InputItem] = Field(max_length=1 << 24)
+    input: str | Items[InputItem]
     kept_conversation: Any = Field(None, alias="conversation")
     prompt: Any = None
     background: bool | None = None
+    include: Items[str] | None = None
+    top_logprobs: int | None = None
     instructions: str | None = None
     max_output_tokens: NewTokens | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | NamedResponseTool | None = None
 
     @property
@@ -100,8 +106,11 @@ class ResponsesRequest(SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """What else the template is told."""
-        effort = None if self.reasoning is None else self.reasoning.effort
-        return {} if effort is None else {"reasoning_effort": effort}
+        hints = {
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.text and self.text.verbosity,
+        }
+        return {name: hint for name, hint in hints.items() if hint is not None}
 
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates expect it. Raises ApiError where it goes on from what nobody keeps, or is to be asked for later."""
@@ -115,6 +124,8 @@ class ResponsesRequest(SamplingFields):
         if self.background:
             sentence = "background: answers are not kept here, so none can be fetched later: wait for it, or stream it"
             raise bad_request(sentence, "background")
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            raise bad_request("logprobs are told by /v1/chat/completions and /v1/completions alone", "top_logprobs")
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]

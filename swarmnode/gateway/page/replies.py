@@ -58,7 +58,8 @@ class PeerReply(BaseModel):
 
 class SwarmReply(BaseModel):
     """A swarm at one moment. `id` is what it is called here, `task` what may be asked of it (see ModelCard); `missing` are units
-    that nobody holds; `sessions` are those of this gateway, unless it has keys: then each asker knows its own."""
+    that nobody holds; `max_model_len` as ModelCard's; `sessions` are those of this gateway, unless it has keys: then each asker
+    knows its own."""
 
     id: str
     swarm: str
@@ -74,6 +75,7 @@ class SwarmReply(BaseModel):
     training_step: int
     peers: list[PeerReply]
     bootstraps: list[str]
+    max_model_len: int | None
     sessions: list[SessionReply]
 
 

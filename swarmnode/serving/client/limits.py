@@ -14,6 +14,8 @@ from swarmnode.errors import ContextTooLong, ProtocolError, UsageError
 from swarmnode.serving.client.generation import GenerateOptions
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
+MAX_TOKEN_CHARS = 128  # the longest tokens are rows of so many spaces
+
 
 @dataclass(frozen=True)
 class ModelLimits:
@@ -41,6 +43,14 @@ class ModelLimits:
             raise UsageError(f"token id {highest} is not in the model's vocabulary of {self.vocabulary}")
         if highest > MAX_TOKEN_ID:
             raise UsageError(f"token id {highest} is not in any model's vocabulary")
+
+    def check_text(self, chars: int) -> None:
+        """Raise ContextTooLong where a prompt of so many characters is too long however it is cut into tokens, which would take
+        seconds."""
+        if self.positions is not None and chars > self.positions * MAX_TOKEN_CHARS:
+            raise ContextTooLong(
+                f"the prompt has {chars:,} characters, the model has {self.positions:,} positions: shorten it"
+            )
 
     def check_generation(self, prompt_length: int, new_tokens: int) -> None:
         """Raises UsageError where a prompt and so many new tokens do not fit; the last new one takes no position."""

@@ -1,0 +1,118 @@
+"""Conversations as a model's chat template can show them: what the template has no place for is put where it has one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from swarmnode.client.tokenizer import GREETING, PARAGRAPH, SYSTEM, USER, ChatEnding, Tokenizer, without_system
+from swarmnode.gateway.generation.response_parser import CALL_BEGIN, CALL_END
+from swarmnode.gateway.generation.tool_use import ToolUse
+from swarmnode.gateway.http.api_error import bad_request
+
+Turn = dict[str, Any]
+ASSISTANT, TOOL = "assistant", "tool"
+BY_TEMPLATE = "template"
+USUAL = frozenset({SYSTEM, USER, ASSISTANT, TOOL})
+TOOLS = (
+    "You may call functions to help with the user's request. These are their signatures, as JSON:\n<tools>\n{tools}\n</tools>\n"
+    f"To call one, write a JSON object with its name and its arguments, and nothing else:\n{CALL_BEGIN}\n"
+    f'{{{{"name": <name>, "arguments": <arguments>}}}}\n{CALL_END}'
+)
+
+
+class ChatPrompter:
+    """Writes conversations by the chat template of `tokenizer`, and knows by trials what that one shows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.shows_system = tokenizer.shows_system
+        self.shows_tools = tokenizer.shows(lambda text: ([GREETING], [_trial_tool(text)]))
+
+    def __repr__(self) -> str:
+        return (
+            f"<ChatPrompter, {'' if self.shows_system else 'no '}system role, {'' if self.shows_tools else 'no '}tools>"
+        )
+
+    @property
+    def system_place(self) -> str:
+        """Where what the system says is put."""
+        return BY_TEMPLATE if self.shows_system else "before the first user message"
+
+    @property
+    def tool_place(self) -> str:
+        """Where tools are put."""
+        return BY_TEMPLATE if self.shows_tools else "as a system text"
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: ToolUse = ToolUse(),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        ending: ChatEnding = ChatEnding.ANSWER,
+    ) -> list[int]:
+        """Return the ids of a conversation. Raises ApiError for a role that the template leaves out, CheckpointError if it cannot
+        be used."""
+        turns, offered = list(map(dict, messages)), list(tools.offered)
+        self._check_roles(turns)
+        if offered and not self.shows_tools:
+            turns, offered = with_system(turns, _described(offered)), []
+        if not self.shows_tools:
+            turns = with_calls_as_text(turns)
+        if not self.shows_system:
+            turns = without_system(turns)
+        return self._tokenizer.encode_messages(turns, offered, variables, ending=ending)
+
+    def _check_roles(self, turns: Sequence[Turn]) -> None:
+        for role in {turn["role"] for turn in turns} - USUAL:
+
+            def said(text: str, role: str = role) -> tuple[list[Turn], Sequence[Turn]]:
+                return [GREETING, {"role": role, "content": text}], ()
+
+            self._tokenizer.encode_messages(*said(""))  # raises what the template says of it
+            if not self._tokenizer.shows(said):
+                raise bad_request(f"the model's chat template shows no messages of the role {role!r}", "messages")
+
+
+def with_calls_as_text(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation in which calls of tools are what the assistant said, and their results what the user says; several
+    results, and what the user says to them, are one message."""
+    told: list[Turn] = []
+    answered = False  # the last one holds results
+    for turn in turns:
+        if turn["role"] == TOOL:
+            turn = {"role": USER, "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
+        elif turn["role"] != USER:
+            answered = False
+        if calls := turn.get("tool_calls"):
+            written = [f"{CALL_BEGIN}\n{json.dumps(_called(call))}\n{CALL_END}" for call in calls]
+            content = "\n".join(filter(None, [turn["content"], *written]))
+            turn = {"role": turn["role"], "content": content}
+        if answered and turn["role"] == USER:
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{turn['content']}"}
+        else:
+            told.append(turn)
+        answered = turn["role"] == USER and turn["content"].startswith("<tool_response>")
+    return told
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+
+
+def with_system(turns: Sequence[Turn], text: str) -> list[Turn]:
+    """Return a conversation that begins with this text of the system, and what else the system said there."""
+    if turns and turns[0]["role"] == SYSTEM:
+        return [{**turns[0], "content": PARAGRAPH.join([text, turns[0]["content"]])}, *turns[1:]]
+    return [{"role": SYSTEM, "content": text}, *turns]
+
+
+def _described(tools: Sequence[Mapping[str, Any]]) -> str:
+    return TOOLS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+
+
+def _trial_tool(name: str) -> Turn:
+    function = {"name": name, "description": name, "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
