@@ -24,7 +24,7 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
     "Use a swarm": places("use", "join models generate chat infer serve launch mcp status trace"),
     "Lend this machine": {
         "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
-        **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "stop")},
+        **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "reload", "stop")},
         **places("lend", "why credit doctor bench"),
         "config": CommandPlace("lend.config", settings=_OF_RUN),
         "service": CommandPlace("lend.service.commands", "app"),
