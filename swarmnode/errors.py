@@ -133,6 +133,12 @@ class NotFinite(SwarmnodeError):
         self.unit = unit
 
 
+class StepFailed(SwarmnodeError):
+    """A training step fails at every peer that could compute it. It is not committed, so the last good one stands."""
+
+    remedy = "Read the log of the peer that the error names: it may lack memory (--microbatch). The same command tries again."
+
+
 class NetworkDown(SwarmnodeError):
     """The swarm cannot be reached from here: no bootstrap answers, or the local p2pd is gone."""
 

@@ -1,4 +1,4 @@
-"""A terminal that closes under a node, in a real pseudo-terminal: it leaves in order, unless it has none or nohup told it to stay."""
+"""A real pseudo-terminal that closes under a node: it leaves in order, unless it has none or nohup told it to stay."""
 
 from __future__ import annotations
 
