@@ -22,7 +22,7 @@ import typer
 
 from swarmnode.cli.options.option import option, taking_settings
 from swarmnode.cli.terminal.formatting import json_line, printable
-from swarmnode.errors import SwarmnodeError
+from swarmnode.errors import ADVICE, SwarmnodeError, with_advice
 from swarmnode.net.tasks import cancel_and_wait, cancel_the_rest
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
@@ -168,7 +168,7 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
 
 def _refused(error: OSError) -> str:
     """What the operating system refused: a disk is full, a path too long, a file another user's."""
-    what = error.strerror or str(error)
+    what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
     return what if error.filename is None else f"{error.filename}: {what}"
 
 

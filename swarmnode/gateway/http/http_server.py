@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, with_port_advice
 from swarmnode.net.limits.address_group import Claimant, address_group
 from swarmnode.net.limits.fair_share import FairShare
 
@@ -155,5 +155,7 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise LocalError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port") from None
+        raise LocalError(
+            f"cannot listen at {host}:{port}: {with_port_advice(error, 'choose another --port')}"
+        ) from None
     return listener
