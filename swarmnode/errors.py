@@ -230,7 +230,7 @@ ADVICE = {
 
 
 def with_advice(error: OSError, usual: str, others: Mapping[int, str] = {}) -> str:
-    """Return the reason for which the operating system failed, and what helps: by the reason in `others` or ADVICE, else `usual`."""
+    """Return why the operating system failed, and what helps: by the reason in `others` or ADVICE, else `usual`."""
     return f"{error.strerror or error}; {({**ADVICE, **others}).get(error.errno or 0, usual)}"
 
 

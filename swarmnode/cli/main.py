@@ -87,6 +87,7 @@ def main() -> None:
     # Read when torch starts: caches that grow and go leave holes in a card's memory, which segments of one size cannot use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     _open_standard_streams()
+    os.umask(os.umask(0) | 0o002)  # nobody else writes what we write, whatever we were started with
     try:
         app()
     except SystemExit as ended:

@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from swarmnode.version import __version__
 log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32
 END_LOOK_S = 0.05  # how often the server looks whether it is to end: who stops a node waits for that
 FAMILIES: dict[MetricKind, Callable[..., Family]] = {
     MetricKind.COUNTER: CounterMetricFamily,
@@ -239,7 +241,37 @@ class MetricsApp:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of MAX_CONNECTIONS at most: one more closes the oldest of the address that has most."""
+
     daemon_threads = True
+    block_on_close = False  # else an ended thread is kept as long as the server
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._open: dict[socket.socket, str] = {}  # the oldest first, with its address
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start its thread, once there is a place."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                most = Counter(self._open.values()).most_common(1)[0][0]
+                oldest = next(held for held, address in self._open.items() if address == most)
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._open[request] = client_address[0]
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Give its place to others."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that goes away or says nothing is no error of ours."""
+        log.info("a scrape from %s failed", client_address[0], exc_info=True)
 
 
 class _ServerOfIPv6(_Server):
@@ -248,6 +280,8 @@ class _ServerOfIPv6(_Server):
 
 class _Quiet(WSGIRequestHandler):
     """A scrape every few seconds is no news."""
+
+    timeout = SCRAPE_TIMEOUT_S  # for each piece that is read or written
 
     def log_message(self, format: str, *args: object) -> None:
         pass

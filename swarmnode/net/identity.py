@@ -47,7 +47,7 @@ class IdentitySlot:
     def __init__(self, home: Path, role: str) -> None:
         self._lock: IO[bytes] | None = None
         try:
-            home.mkdir(parents=True, exist_ok=True)
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
             for slot in range(1, MAX_SLOTS + 1):
                 self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
                 self._lock = lock_alone(self.path.with_suffix(".lock"))

@@ -72,8 +72,8 @@ def run(
             _reload_on_hangup(reload)
             if node.life_s is not None:
                 asyncio.get_running_loop().call_later(node.life_s, stop.set)
-            told = {"swarm": loaded.name, "readings": running.readings, "name": node.name}
-            async with attended(running, stop, watch, **told, reload=reload):
+            about = {"swarm": loaded.name, "name": node.name}
+            async with attended(running, stop, watch, **about, readings=running.readings, reload=reload):
                 await (running.run(stop) if gateway is None else beside(running.run(stop), loaded, gateway))
 
     with beginning_anew(), tell:

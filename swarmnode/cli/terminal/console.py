@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import IO, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -259,6 +260,15 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
+
+
+def is_kept(stream: IO[str]) -> bool:
+    """Whether what is written there is kept for others to read: by a journal, or in a file."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _to_nowhere(descriptors: Iterable[int]) -> None:
