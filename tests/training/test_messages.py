@@ -20,7 +20,7 @@ from swarmnode.training.trainer import FROM_COORDINATOR
 from swarmnode.training.worker import microbatch_in_flight
 from swarmnode.training.worker.stage import COMMANDS, OPENINGS
 
-PAGE = Path(__file__).parents[3] / "docs" / "training-step.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training-step.md"
 IN = {*(phase.name for phase in Phase), "any"}
 
 Way = tuple[str, str, str]
