@@ -6,6 +6,9 @@ never an exception's string.
 
 from __future__ import annotations
 
+import errno
+import socket
+from collections.abc import Mapping
 from enum import IntEnum
 
 
@@ -133,6 +136,12 @@ class NotFinite(SwarmnodeError):
         self.unit = unit
 
 
+class StepFailed(SwarmnodeError):
+    """A training step fails at every peer that could compute it. It is not committed, so the last good one stands."""
+
+    remedy = "Read the log of the peer that the error names: it may lack memory (--microbatch). The same command tries again."
+
+
 class NetworkDown(SwarmnodeError):
     """The swarm cannot be reached from here: no bootstrap answers, or the local p2pd is gone."""
 
@@ -207,3 +216,28 @@ def refusal(code: int, *, retry_s: float = 0.0, peer: str | None = None) -> Peer
     known = ErrorCode(code) if code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
     text = f"peer {peer or 'unknown'} answered {known.name}: {ERROR_TEXT[known]}"
     return PeerRefused(text, code=known, retry_s=retry_s or None, peer=peer)
+
+
+OPEN_FILES = "allow more open files (ulimit -n)"
+ADVICE = {
+    errno.EMFILE: OPEN_FILES,
+    errno.ENFILE: OPEN_FILES,
+    errno.ENOMEM: "free memory",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, of which your quota is used up",
+}
+"""What helps against errors of the operating system, whatever was attempted."""
+
+
+def with_advice(error: OSError, usual: str, others: Mapping[int, str] = {}) -> str:
+    """Return why the operating system failed, and what helps: by the reason in `others` or ADVICE, else `usual`."""
+    return f"{error.strerror or error}; {({**ADVICE, **others}).get(error.errno or 0, usual)}"
+
+
+def with_port_advice(error: OSError, usual: str) -> str:
+    """Return the reason for which no port could be opened, and what helps: `usual` where another port does."""
+    address = "give an address of this machine"
+    if isinstance(error, socket.gaierror):
+        return f"{error.strerror or error}; {address}"
+    others = {errno.EADDRNOTAVAIL: address, errno.EACCES: "choose a port above 1023", errno.EAFNOSUPPORT: address}
+    return with_advice(error, usual, others)

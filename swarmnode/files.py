@@ -43,7 +43,7 @@ def _locked(path: Path, *, alone: bool) -> IO[bytes] | None:
         raise LocalError("Windows has no such locks on files: run swarmnode in WSL 2 or in Docker")
     import fcntl
 
-    file = path.open("wb")
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")  # whatever the umask
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
     except BlockingIOError:
@@ -89,7 +89,7 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
     if there is none. Raises LocalError if that is not possible."""
     try:
         if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:

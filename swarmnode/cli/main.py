@@ -24,7 +24,7 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
     "Use a swarm": places("use", "join models generate chat infer serve launch mcp status trace"),
     "Lend this machine": {
         "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
-        **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "stop")},
+        **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "reload", "stop")},
         **places("lend", "why credit doctor bench"),
         "config": CommandPlace("lend.config", settings=_OF_RUN),
         "service": CommandPlace("lend.service.commands", "app"),
@@ -87,6 +87,7 @@ def main() -> None:
     # Read when torch starts: caches that grow and go leave holes in a card's memory, which segments of one size cannot use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     _open_standard_streams()
+    os.umask(os.umask(0) | 0o002)  # nobody else writes what we write, whatever we were started with
     try:
         app()
     except SystemExit as ended:

@@ -82,7 +82,7 @@ def probe_device(wanted: str = "auto") -> Device:
     """The device asked for ("auto": the GPU with most free memory, else the CPU). Raises LocalError where it is not here."""
     kind, _, number = wanted.partition(":")
     if number and not number.isdecimal():
-        raise LocalError(f"no device {wanted!r}: cards are numbered, as in cuda:1")
+        raise LocalError(f"no device {wanted!r}: devices are numbered, as in cuda:1 or cpu:1")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.is_available():
@@ -92,7 +92,18 @@ def probe_device(wanted: str = "auto") -> Device:
         return Device("mps", 0, f"Apple {platform.processor()}", memory.total, memory.available, shared=True)
     if kind == "cpu":
         return _probe_cpu(int(number or 0))
-    raise LocalError(f"no device {wanted!r} on this machine: use auto, cpu, cuda, cuda:N or mps")
+    raise LocalError(f"no device {wanted!r} on this machine: use {' or '.join(_usable_kinds())}")
+
+
+def _usable_kinds() -> list[str]:
+    """Names of devices that can be asked for on this machine."""
+    cards = ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    return [
+        "auto",
+        "cpu",
+        *(cards if torch.cuda.is_available() else ()),
+        *(("mps",) if torch.backends.mps.is_available() else ()),
+    ]
 
 
 def set_threads(count: int | None = None) -> int:

@@ -162,7 +162,12 @@ def _files() -> Finding:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= FILES_LEAST
-    return _enough("open files", enough, f"{soft} at most", f"ulimit -n {min(hard, 4 * FILES_LEAST)}")
+    may = hard == resource.RLIM_INFINITY or hard >= FILES_LEAST
+    wanted = 4 * FILES_LEAST if hard == resource.RLIM_INFINITY else min(hard, 4 * FILES_LEAST)
+    remedy = (
+        f"ulimit -n {wanted}" if may else f"have the system's administrator allow {FILES_LEAST} (nofile in limits.conf)"
+    )
+    return _enough("open files", enough, f"{soft} at most", remedy)
 
 
 def _daemon() -> Finding:

@@ -110,7 +110,8 @@ def _free_path(folder: Path, name: str) -> Path | None:
 
 
 class ControlServer:
-    """Answers for one node; `describe` is what every answer says beside the state, `stop` ends the node, and `why` explains it."""
+    """Answers for one node; `describe` is what every answer says beside the state, `stop` ends the node, `why` explains it, and
+    `reload` reads its options again (None: it has none) and says what came of it."""
 
     def __init__(
         self,
@@ -118,18 +119,20 @@ class ControlServer:
         stop: asyncio.Event,
         describe: Callable[[], Mapping[str, Any]],
         why: Callable[[str], Mapping[str, Any]] = lambda _about: {},
+        reload: Callable[[], str] | None = None,
     ) -> None:
         self._lending = lending
         self._stop = stop
         self._describe = describe
-        self._why = why
-        self._commands: dict[str, Callable[[ControlRequest], None]] = {
+        self._reload = reload
+        self._commands: dict[str, Callable[[ControlRequest], Mapping[str, Any] | None]] = {
             "pause": self._pause,
             "resume": lambda _request: lending.resume(),
             "finish": lambda request: lending.finish(request.reason or OWNER_ASKED, leave=request.leave),
-            "stop": lambda _request: stop.set(),
+            "stop": self._leave,
             "state": lambda _request: None,
-            "why": lambda _request: None,
+            "why": lambda request: why(request.about),
+            "reload": self._read_again,
         }
 
     def __repr__(self) -> str:
@@ -140,12 +143,23 @@ class ControlServer:
         return CommandSocket(self._obey).listening(home / NODES, name)
 
     async def _obey(self, request: ControlRequest) -> Mapping[str, Any]:
-        self._commands[request.command](request)
+        told = self._commands[request.command](request)
         if request.wait_s > 0 and not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lending.settled(), min(request.wait_s, MAX_WAIT_S))
-        explained = self._why(request.about) if request.command == "why" else {}
-        return {**self._state(), **explained}
+        return {**self._state(), **(told or {})}
+
+    def _leave(self, _request: ControlRequest) -> Mapping[str, Any]:
+        self._stop.set()
+        return {"told": "leaving"}
+
+    def _read_again(self, _request: ControlRequest) -> Mapping[str, Any]:
+        if self._reload is None:
+            return {"error": "it was started without options that could be read again"}
+        try:
+            return {"told": self._reload()}
+        except LocalError as error:
+            return {"error": str(error)}
 
     def _pause(self, request: ControlRequest) -> None:
         self._lending.pause(request.reason or OWNER_ASKED, keep=Keep(request.keep) if request.keep else None)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -25,7 +27,10 @@ from swarmnode.errors import LocalError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Metric, MetricKind, Reading, Readings, Source
 
+log = logging.getLogger(__name__)
+
 SCRAPE_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32
 END_LOOK_S = 0.05  # how often the server looks whether it is to end: who stops a node waits for that
 FAMILIES: dict[MetricKind, Callable[..., Family]] = {
     MetricKind.COUNTER: CounterMetricFamily,
@@ -159,12 +164,48 @@ class MetricsApp:
         return turned.wait(SCRAPE_TIMEOUT_S)
 
 
-class _ServerOfIPv6(ThreadingWSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of MAX_CONNECTIONS at most: one more closes the oldest of the address that has most."""
+
+    daemon_threads = True
+    block_on_close = False  # else an ended thread is kept as long as the server
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._open: dict[socket.socket, str] = {}  # the oldest first, with its address
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start its thread, once there is a place."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                most = Counter(self._open.values()).most_common(1)[0][0]
+                oldest = next(held for held, address in self._open.items() if address == most)
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._open[request] = client_address[0]
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Give its place to others."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that goes away or says nothing is no error of ours."""
+        log.info("a scrape from %s failed", client_address[0], exc_info=True)
+
+
+class _ServerOfIPv6(_Server):
     address_family = socket.AF_INET6
 
 
 class _Quiet(WSGIRequestHandler):
     """A scrape every few seconds is no news."""
+
+    timeout = SCRAPE_TIMEOUT_S  # for each piece that is read or written
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -174,4 +215,4 @@ def _listen(app: MetricsApp, host: str, port: int) -> WSGIServer:
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).version == 6:
             return make_server(host, port, app, _ServerOfIPv6, handler_class=_Quiet)
-    return make_server(host, port, app, ThreadingWSGIServer, handler_class=_Quiet)
+    return make_server(host, port, app, _Server, handler_class=_Quiet)

@@ -15,7 +15,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, with_advice
 from swarmnode.files import existing, lock_alone, may_write, write_private
 from swarmnode.net.interfaces import PeerId
 
@@ -46,16 +46,14 @@ class IdentitySlot:
     def __init__(self, home: Path, role: str) -> None:
         self._lock: IO[bytes] | None = None
         try:
-            home.mkdir(parents=True, exist_ok=True)
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
             for slot in range(1, MAX_SLOTS + 1):
                 self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
                 self._lock = lock_alone(self.path.with_suffix(".lock"))
                 if self._lock is not None:
                     return
         except OSError as error:
-            raise LocalError(
-                f"cannot keep state in {home}: {error.strerror or error}; choose another --home"
-            ) from error
+            raise LocalError(f"cannot keep state in {home}: {with_advice(error, 'choose another --home')}") from error
         raise LocalError(f"{MAX_SLOTS} nodes already use {home}; give this one another --home")
 
     def __repr__(self) -> str:

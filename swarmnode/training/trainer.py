@@ -27,13 +27,24 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.datasets.batches import Batches
-from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, PeerRefused, SwarmnodeError, UsageError, refusal
+from swarmnode.errors import (
+    ErrorCode,
+    NotFinite,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    StepFailed,
+    SwarmnodeError,
+    UsageError,
+    refusal,
+)
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.answer_times import CLEANUP, SILENCE_S, STALLED_S
+from swarmnode.training.coordinator.failed_attempts import LASTING
 from swarmnode.training.coordinator.waits import sentence
 
 log = logging.getLogger(__name__)
@@ -60,6 +71,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.next_step = 0
+        self.last_failure = ""  # of a microbatch, in words
         self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
         self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
 
@@ -68,7 +80,7 @@ class Trainer:
 
     async def train(self, stop: asyncio.Event) -> int:
         """Feed until the run is over or `stop` is set; the steps done. Raises UsageError where the swarm is in another run,
-        NotFinite where the loss is."""
+        NotFinite where the loss is, StepFailed where a step fails at all peers that could do it."""
         named: PeerId | None = None
         while not stop.is_set():
             for peer in self._candidates(named):
@@ -99,6 +111,12 @@ class Trainer:
                 f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
                 "the step before. Lower --lr or --clip, or look at the data",
                 unit=stopped.unit,
+            )
+        if stopped.code:
+            why = self.last_failure or str(refusal(stopped.code))
+            raise StepFailed(
+                f"step {stopped.step} fails at every peer that holds unit {stopped.unit}, at last: {why}; the swarm keeps the "
+                "step before"
             )
         return stopped.step
 
@@ -247,6 +265,8 @@ class _FeedingSession:
             self._tell(Failed(lease.lease, lease.route[0].peer, ErrorCode.PEER_LOST, run=self._run.id))
         except PeerError as error:
             code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
+            if code in LASTING:
+                self._trainer.last_failure = str(error)
             self._tell(Failed(lease.lease, error.peer or "", code, run=self._run.id))
 
     def _tell(self, body: Body) -> None:

@@ -76,3 +76,43 @@ def test_who_ends_by_itself_waits_for_its_threads() -> None:
         timeout=240,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
+
+
+WRITING = """
+    import asyncio, pathlib
+    from swarmnode.cli.terminal.console import run_async, say
+
+    async def command(stop):
+        say("begun")
+        await asyncio.to_thread(input)  # until the terminal closes
+        say("to nobody")
+        print("nor this", flush=True)
+        say("nor this", err=True)
+
+    try:
+        run_async(command)
+    except EOFError:
+        pass
+    except OSError:
+        say("to nobody")
+        print("nor this", flush=True)
+    pathlib.Path({path!r}).write_text("over")
+"""
+
+
+def test_who_was_left_to_itself_goes_on_where_its_terminal_closes(tmp_path: Path) -> None:
+    """As after `disown`: nothing tells it of the closing but an error as it writes."""
+    master, slave = os.openpty()
+    path = tmp_path / "over"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITING).format(path=str(path))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    assert os.read(master, 16).startswith(b"begun")
+    os.close(master)
+    assert process.wait(240) == 0 and path.read_text() == "over"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,27 @@ def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  #
     done = invoke("join", line, "--home", str(tmp_path / "home"), "--name", "club")
     assert "as client for ever, for 3 peers" in done.stdout and "swarmnode run" not in done.stdout
     assert JoinedSwarms(tmp_path / "home").names() == ["club"]
+
+
+@pytest.mark.parametrize(("life", "shown"), [("10m", "%Y-%m-%d %H:%M"), ("7d", "%Y-%m-%d.")])
+def test_the_time_of_day_is_told_of_an_end_that_is_near(file: Path, tmp_path: Path, life: str, shown: str) -> None:  # noqa: F811
+    given = json.loads(invoke("invite", str(file), "--expires", life, "--json").stdout)
+    done = invoke("join", given["invite"], "--home", str(tmp_path / "home"))
+    assert f"until {datetime.fromtimestamp(given['expires_at']).strftime(shown)}" in done.stdout
+
+
+def test_an_invite_that_has_expired_is_refused(
+    file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = json.loads(invoke("invite", str(file), "--expires", "1h", "--json").stdout)
+    monkeypatch.setattr(time, "time", lambda: float(given["expires_at"]))
+    when = f"{datetime.fromtimestamp(given['expires_at']):%Y-%m-%d %H:%M}"
+    for as_json in ((), ("--json",)):
+        done = invoke("join", given["invite"], "--home", str(tmp_path / "home"), *as_json)
+        assert_clear(done, 2, " expired at ", when, "ask its owner")
+    assert not done.stdout and not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize(

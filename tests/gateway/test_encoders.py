@@ -112,7 +112,7 @@ async def test_embeddings_that_cannot_be(embedding: Any, tmp_path: Path) -> None
 
 @in_virtual_time
 async def test_an_empty_text_is_answered_alike_alone_and_among_others(embedding: Any, tmp_path: Path) -> None:
-    founded, whole, nodes = embedding
+    founded, _whole, nodes = embedding
     async with serving(founded, tmp_path, nodes=nodes) as served:
         alone = await served.openai.embeddings.create(model=MODEL, input="")
         among = await served.openai.embeddings.create(model=MODEL, input=["a", ""])

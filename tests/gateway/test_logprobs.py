@@ -116,10 +116,9 @@ async def test_an_echo_scores_a_prompt_as_transformers_does(founded: Founded, tm
         pieces = [json.loads(event)["choices"][0] for event in events]
         whole = (await served.http.post(TEXT, json={**body, "stream": False})).json()["choices"][0]
         assert "".join(piece["text"] for piece in pieces) == whole["text"]
-        assert (
-            sum((piece["logprobs"]["text_offset"] for piece in pieces if piece["logprobs"]), [])
-            == whole["logprobs"]["text_offset"]
-        )
+        assert [
+            offset for piece in pieces if piece["logprobs"] for offset in piece["logprobs"]["text_offset"]
+        ] == whole["logprobs"]["text_offset"]
         assert await served.freed()
         without = (await served.http.post(TEXT, json={"prompt": text, "max_tokens": 0, "echo": True})).json()[
             "choices"

@@ -138,3 +138,15 @@ def test_nobody_pays_who_does_not_ask() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "prometheus_client" not in done.stdout.split()
+
+
+async def test_silent_connections_are_bounded_and_scrapes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition._Quiet, "timeout", 0.5)
+    before = threading.active_count()
+    async with serving(Sources("friends", nothing, nothing), "127.0.0.1", 0) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * exposition.MAX_CONNECTIONS)]
+        assert "swarmnode" in await scrape(port)
+        assert threading.active_count() - before <= exposition.MAX_CONNECTIONS + 40
+        for reader, writer in silent:
+            assert await reader.read() == b""
+            writer.close()

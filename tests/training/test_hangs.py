@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.codec.training_messages import StepReport
+from swarmnode.codec.messages import KIND_OF, decode_body, encode_body
+from swarmnode.codec.training_messages import Done, Failed, StepReport
 from swarmnode.compute.training.datasets.batches import Batches, Microbatch
+from swarmnode.errors import ErrorCode, StepFailed
 from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL
-from tests.peer.training_swarm import StallingExecutor, TrainingSwarm, local_losses, toy_batches, toy_run, until
+from tests.peer.training_swarm import (
+    StallingExecutor,
+    TrainingSwarm,
+    Volunteer,
+    local_losses,
+    toy_batches,
+    toy_run,
+    until,
+)
 from tests.training.sabotage import Ill, Saboteur, wrapping
 
 STEPS = 4
@@ -172,3 +183,80 @@ def test_a_coordinator_that_gives_out_no_work(tmp_path: Path, after: int) -> Non
         assert scene.swarm.volunteers[1].stage.following.coordinator != scene.swarm.volunteers[0].peer
 
     in_scenario(tmp_path, test, peer_0=Withholds(Ill.PINGS, after))
+
+
+def fail(volunteer: Volunteer, *, at_pass: int = 0) -> None:
+    """From its pass of that number on, its device does what no torch program expects."""
+    segment, forward = volunteer.segment, volunteer.segment.forward
+
+    def failing(*arguments: Any) -> Any:
+        if segment.passes >= at_pass:
+            raise RuntimeError("the card is full")
+        return forward(*arguments)
+
+    segment.forward = failing  # type: ignore[method-assign]
+
+
+def mend(volunteer: Volunteer) -> None:
+    del volunteer.segment.forward
+
+
+@pytest.mark.parametrize(("unit", "holders"), [(0, 1), (0, 2), (1, 1), (2, 3)])
+@pytest.mark.parametrize("at_pass", [0, 8])
+def test_a_step_that_fails_at_every_holder_ends_the_run_with_the_cause(
+    tmp_path: Path, unit: int, holders: int, at_pass: int
+) -> None:
+    """The trainer hears why; once the cause is gone, the same run goes on."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*(unit,) * holders, *{0, 1, 2} - {unit})
+        for volunteer in scene.swarm.volunteers[:holders]:
+            fail(volunteer, at_pass=at_pass)
+        for _ in range(2):
+            with pytest.raises(
+                StepFailed, match=rf"fails at every peer that holds unit {unit}, at last: peer .* INTERNAL"
+            ):
+                await scene.train()
+        for volunteer in scene.swarm.volunteers[:holders]:
+            mend(volunteer)
+        await scene.train()
+
+    in_scenario(tmp_path, test)
+
+
+def test_a_step_that_fails_at_one_of_two_holders_goes_on(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 2)
+        fail(scene.swarm.volunteers[1])
+        await scene.train()
+
+    in_scenario(tmp_path, test)
+
+
+def test_a_trainer_that_slanders_the_only_holder_ends_the_run_for_nobody_else(tmp_path: Path) -> None:
+    """It says of every microbatch that the last stage has failed it."""
+
+    class Slanderer(Saboteur):
+        def instead_of(self, frame: Frame) -> Frame | None:
+            if frame.kind != FrameKind.DONE:
+                return frame
+            done = decode_body(frame.kind, frame.body)
+            assert isinstance(done, Done)
+            self.count += 1
+            told = Failed(done.lease, last.peer, ErrorCode.INTERNAL, run=done.run)
+            return Frame(KIND_OF[Failed], frame.channel, frame.seq, encode_body(told))
+
+    async def test(scene: Scenario) -> None:
+        nonlocal last
+        await scene.join(0, 1, 2)
+        last = scene.swarm.volunteers[2]
+        _, slandering = await scene.swarm.trainer(scene.run, scene.batches, lambda _report: None)
+        feeding = asyncio.ensure_future(slandering.train(asyncio.Event()))
+        await until(lambda: slanderer.count > 3, "it slanders")
+        await scene.train()
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+
+    last: Any = None
+    slanderer = Slanderer(Ill.PINGS, 0)
+    in_scenario(tmp_path, test, peer_3=slanderer)

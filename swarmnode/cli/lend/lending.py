@@ -1,10 +1,10 @@
-"""`swarmnode pause`, `resume`, `finish` and `stop`: what the owner wants of the nodes that run on this machine."""
+"""`swarmnode pause`, `resume`, `finish`, `reload` and `stop`: what the owner wants of the nodes that run on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,20 @@ REASON = option("", "Shown by `swarmnode ps`.", "--reason")
 
 @contextlib.asynccontextmanager
 async def attended(
-    node: Node, stop: asyncio.Event, watch: Watch, *, swarm: str, readings: Source, name: str = ""
+    node: Node,
+    stop: asyncio.Event,
+    watch: Watch,
+    *,
+    swarm: str,
+    readings: Source,
+    name: str = "",
+    reload: Callable[[], str] | None = None,
 ) -> AsyncIterator[None]:
     """Its socket in the home folder and its metrics are there while the context lasts. `name` is what `ps` calls it; default: the
-    swarm's. Raises LocalError where one of them cannot be."""
+    swarm's. `reload` reads its options again; None if it has none. Raises LocalError where one of them cannot be."""
     from swarmnode.lending.control_server import ControlServer
 
-    control = ControlServer(node.lending, stop, node.describe, node.why)
+    control = ControlServer(node.lending, stop, node.describe, node.why, reload)
     async with watch.over(swarm, readings), control.listening(watch.home, name or swarm):
         yield
 
@@ -80,6 +87,15 @@ def finish(
 
 
 @command
+def reload(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
+    """Let a node read node.toml again: its rules and rates change at once, and it says what needs a restart.
+
+    Example: swarmnode reload friends
+    """
+    _tell_nodes("reload", name, home, as_json)
+
+
+@command
 def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
     """Let a node leave its swarm in order, as Ctrl-C does where it runs.
 
@@ -104,7 +120,7 @@ def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any)
         elif as_json:
             print_json({"node": node, **answer})
         else:
-            say(f"{node}: {state_text(answer) if command != 'stop' else 'leaving'}")
+            say(f"{node}: {answer.get('told') or state_text(answer)}")
     if failed:
         fail("; ".join(failed))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from swarmnode.cli.options.option import build, option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.commands import WrongUsage
-from swarmnode.cli.terminal.console import EVENTS, LogOptions, command, run_async
+from swarmnode.cli.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
 from swarmnode.cli.terminal.restart import beginning_anew
 from swarmnode.cli.terminal.teller import Teller
-from swarmnode.errors import SwarmnodeError
+from swarmnode.errors import LocalError, SwarmnodeError
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell
@@ -52,6 +52,8 @@ def run(
 ) -> None:
     """Lend this machine to a swarm. Ctrl-C lets running sessions move to others before it leaves; twice leaves now.
 
+    It leaves, too, where its terminal closes; under nohup or as a service it stays.
+
     Where its card fails it leaves, waits, and begins anew; the pause doubles each time, up to five minutes.
 
     Example: swarmnode run swarm1… --device cuda --memory 6GB
@@ -66,10 +68,12 @@ def run(
     async def lend(stop: asyncio.Event) -> None:
         with CollectorPause() as pause:
             loaded, running = _node(swarm, config, tell, pause)
-            _reload_on_hangup(context, running)
+            reload = _reloader(context, running)
+            _reload_on_hangup(reload)
             if node.life_s is not None:
                 asyncio.get_running_loop().call_later(node.life_s, stop.set)
-            async with attended(running, stop, watch, swarm=loaded.name, readings=running.readings, name=node.name):
+            about = {"swarm": loaded.name, "name": node.name}
+            async with attended(running, stop, watch, **about, readings=running.readings, reload=reload):
                 await (running.run(stop) if gateway is None else beside(running.run(stop), loaded, gateway))
 
     with beginning_anew(), tell:
@@ -111,20 +115,33 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
     return loaded, Node(loaded, config, note)
 
 
-def _reload_on_hangup(context: typer.Context, node: Node) -> None:
-    """After SIGHUP the options are read again, flags and file, and what can change in a running node does."""
+def _reloader(context: typer.Context, node: Node) -> Callable[[], str]:
+    """Return a function that reads the options again, flags and file, changes what can change in a running node and says so.
 
-    def reload() -> None:
+    It raises LocalError if the options are wrong; then nothing changes.
+    """
+
+    def reload() -> str:
         try:
             again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
             rest = node.follow(build(NodeOptions, again.params).config())
         except (SwarmnodeError, WrongUsage) as error:
-            log.warning("the options are not changed: %s", error)
-            return
+            raise LocalError(f"the options are not changed: {error}") from None
         except typer.Exit:  # what is wrong has been said
-            log.warning("the options are not changed")
-            return
-        log.warning("the options were read again%s", f"; a restart is needed for {', '.join(rest)}" if rest else "")
+            raise LocalError("the options are not changed; its log says why") from None
+        return f"the options were read again{'; a restart is needed for ' if rest else ''}{', '.join(rest)}"
 
-    if sys.platform != "win32":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    return reload
+
+
+def _reload_on_hangup(reload: Callable[[], str]) -> None:
+    """Without a terminal, as a service, SIGHUP asks for the options to be read again; with one it says that the terminal closes."""
+
+    def told() -> None:
+        try:
+            log.warning("%s", reload())
+        except LocalError as error:
+            log.warning("%s", error)
+
+    if heeds_hangup() and not has_terminal():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, told)

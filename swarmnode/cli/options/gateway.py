@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.console import is_kept, print_json, say
 from swarmnode.cli.terminal.formatting import origin
 from swarmnode.errors import NetworkDown
 from swarmnode.lending.control_client import GATEWAYS
@@ -66,7 +67,9 @@ class GatewayAddress:
 
     def _tell(self, port: int, token: str, models: list[str]) -> None:
         url = f"{origin(self.host, port)}/v1"
-        page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/#owner={token}"
+        page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
+        if not is_kept(sys.stdout):  # a journal has other readers; the token is in the home folder, too
+            page += f"#owner={token}"
         if self.as_json:
             print_json({"event": "serving", "url": url, "page": page, "models": models})
         else:

@@ -9,20 +9,21 @@ import functools
 import logging
 import os
 import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import IO, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from swarmnode.cli.options.option import option, taking_settings
 from swarmnode.cli.terminal.formatting import json_line, printable
-from swarmnode.errors import SwarmnodeError
+from swarmnode.errors import ADVICE, SwarmnodeError, with_advice
 from swarmnode.net.tasks import cancel_the_rest, until_first
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
@@ -130,7 +131,8 @@ Verbosity = Annotated[LogOptions, "verbose"]
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Text for people, on standard output or error. Some of it may be of strangers."""
-    typer.echo(printable(text), nl=nl, err=err)
+    with outliving_terminal():
+        typer.echo(printable(text), nl=nl, err=err)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
@@ -166,13 +168,25 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
 
 def _refused(error: OSError) -> str:
     """What the operating system refused: a disk is full, a path too long, a file another user's."""
-    what = error.strerror or str(error)
+    what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
     return what if error.filename is None else f"{error.filename}: {what}"
 
 
 def print_json(value: Any) -> None:
     """One JSON value on one line of standard output."""
-    typer.echo(json_line(value))
+    with outliving_terminal():
+        typer.echo(json_line(value))
+
+
+@contextlib.contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """A process that was left to itself (`disown`) goes on if its terminal closes while it writes to it in this context."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        _to_nowhere((1, 2))
 
 
 def ranges(units: Iterable[int]) -> list[str]:
@@ -187,8 +201,13 @@ def ranges(units: Iterable[int]) -> list[str]:
 
 
 def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
-    """Run `main(stop)` on a uvloop. The first Ctrl-C or SIGTERM sets `stop`; the second one cancels main at once."""
+    """Run `main(stop)` on a uvloop. The first Ctrl-C or SIGTERM sets `stop`; the second one cancels main at once.
+
+    SIGHUP, from a terminal that closes, sets `stop` too, unless it was ignored at the start (nohup).
+    """
     import uvloop
+
+    shown = [number for number in (0, 1, 2) if os.isatty(number)]
 
     async def supervised() -> T:
         stop = asyncio.Event()
@@ -202,8 +221,16 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
                 _end_soon()
             stop.set()
 
+        def on_hangup() -> None:
+            """Never cancel: the kernel and the shell each send one. What is said from now on is read by nobody."""
+            _asked_to_stop.set()
+            _to_nowhere(shown)
+            stop.set()
+
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
+        if heeds_hangup():
+            loop.add_signal_handler(signal.SIGHUP, on_hangup)
         try:
             return await task
         except asyncio.CancelledError:
@@ -218,6 +245,37 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def heeds_hangup() -> bool:
+    """Whether SIGHUP means anything here: not where it is ignored, as nohup has it, nor on Windows."""
+    return sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def has_terminal() -> bool:
+    """Whether a terminal controls this process, which its closing ends by SIGHUP."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def is_kept(stream: IO[str]) -> bool:
+    """Whether what is written there is kept for others to read: by a journal, or in a file."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _to_nowhere(descriptors: Iterable[int]) -> None:
+    """Let what is written there vanish: a closed terminal answers every write by an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _end_soon() -> None:

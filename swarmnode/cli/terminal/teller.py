@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.console import outliving_terminal, print_json, say
 from swarmnode.cli.terminal.formatting import one_line
 
 # What gives way to the next on a terminal.
@@ -48,6 +48,7 @@ class Teller:
     def _show(self, line: str) -> None:
         """Draw the changing line. The cursor waits at its beginning, where whatever else is printed begins."""
         if self._changing and (line or self._line):
-            sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")
-            sys.stdout.flush()
+            with outliving_terminal():
+                sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")
+                sys.stdout.flush()
         self._line = line

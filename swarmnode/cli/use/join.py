@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,8 @@ def _invite(text: str) -> str:
 
 
 def _terms(invite: Any) -> dict[str, Any]:
-    """What the invite is good for; an open swarm's grants every role to everybody."""
+    """Return what the invite is good for; an open swarm's grants every role to everybody. Raises NotAdmitted if it has expired."""
+    from swarmnode.errors import NotAdmitted
     from swarmnode.swarm.records.invite import OwnedInvite
 
     terms = {"swarm": invite.swarm_id.hex(), "private": False, "role": "volunteer", "expires_at": None, "uses": None}
@@ -76,6 +79,11 @@ def _terms(invite: Any) -> dict[str, Any]:
     if not invite.grant:
         fail(f"this line tells where {invite.name} is, and admits nobody; ask its owner for an invite of your own", 2)
     grant = invite.opened_grant()
+    if 0 < grant.expires_at <= time.time():
+        expired = datetime.fromtimestamp(grant.expires_at)
+        raise NotAdmitted(
+            f"the invite to {invite.name} expired at {expired:%Y-%m-%d %H:%M}; ask its owner for a new one"
+        )
     return {
         **terms,
         "private": True,
@@ -88,9 +96,8 @@ def _terms(invite: Any) -> dict[str, Any]:
 def _say(terms: dict[str, Any]) -> str:
     if not terms["private"]:
         return "everybody may join it, lend and ask"
-    import datetime
+    from swarmnode.cli.host.members import end
 
-    until = terms["expires_at"]
-    life = f"until {datetime.datetime.fromtimestamp(until):%Y-%m-%d}" if until else "for ever"
+    life = f"until {end(terms['expires_at'])}" if terms["expires_at"] else "for ever"
     uses = f", for {counted(terms['uses'], 'peer')} in all" if terms["uses"] else ""
     return f"a private swarm, you are invited as {terms['role']} {life}{uses}"

@@ -69,7 +69,7 @@ def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Qua
     if method not in METHODS[1:]:
         raise LocalError(f"no quantisation {method!r}: use one of {', '.join(METHODS)}")
     if method == "nf4" and device.type not in ("cuda", "cpu"):
-        raise LocalError(f"{method} is not available on {device.type}: use cuda or cpu, or int8")
+        raise LocalError(f"{method} is not available on {device.type}: use int8, or --device cpu")
     before = after = matrices = 0
     for name, module in list(layers.named_modules()):
         if type(module) is not nn.Linear or min(module.weight.shape) < MIN_FEATURES:

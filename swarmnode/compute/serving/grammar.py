@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import ErrorCode, ProtocolError
 
+BURST_S, TOKEN_S = 1.0, 0.02  # of the compute thread, which all sessions share: at first, and for each token
 LIBRARY_BYTES = 8 << 20
 TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
 LIMITS = LLParserLimits(
@@ -114,6 +116,7 @@ class GrammarMatcher:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._text: list[int] = []  # that it has followed
+        self._spent_s = 0.0  # of the compute thread
         self._mask = allocate_token_bitmask(1, vocabulary)
 
     def __repr__(self) -> str:
@@ -121,8 +124,12 @@ class GrammarMatcher:
 
     def allowed(self, text: Sequence[int]) -> Tensor:
         """allowed_V (bool) after these tokens. Raises ProtocolError, INVALID_REQUEST: none is, or that takes too much."""
+        began_s = time.thread_time()
         self._follow(text)
         fill_next_token_bitmask(self._matcher, self._mask, 0)
+        self._spent_s += time.thread_time() - began_s
+        if self._spent_s > BURST_S + len(text) * TOKEN_S:
+            raise invalid("it takes too long to find the tokens that may follow")
         if self._matcher.is_error():
             raise invalid(self._matcher.get_error())
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, with_port_advice
 from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.limits.address_group import Claimant, address_group
 from swarmnode.net.limits.fair_share import FairShare
@@ -147,6 +147,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener = bound(host, port, backlog=MAX_CONNECTIONS)
     except OSError as error:
-        raise LocalError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port") from None
+        raise LocalError(
+            f"cannot listen at {host}:{port}: {with_port_advice(error, 'choose another --port')}"
+        ) from None
     listener.setblocking(False)
     return listener

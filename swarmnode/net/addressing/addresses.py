@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import LocalError, UsageError, with_port_advice
 from swarmnode.net.interfaces import PeerId
 
 # This network; reserved, and to all of a network.
@@ -177,7 +177,7 @@ def check_port_free(address: str) -> None:
     try:
         bound(*endpoint).close()
     except OSError as error:
-        raise LocalError(f"cannot listen on {address}: {error.strerror or error}; choose another port") from None
+        raise LocalError(f"cannot listen on {address}: {with_port_advice(error, 'choose another port')}") from None
 
 
 def check_can_listen(option: str, host: str, port: int) -> None:
@@ -186,11 +186,11 @@ def check_can_listen(option: str, host: str, port: int) -> None:
         if not host:
             raise ValueError("it is empty; say 0.0.0.0 where everybody is meant")
         bound(host, port).close()
-    except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name
-        raise LocalError(
-            f"cannot listen at {option} {host}, port {port}: {getattr(error, 'strerror', None) or error}; "
-            "choose another address or port"
-        ) from None
+    except OSError as error:
+        reason = with_port_advice(error, "choose another address or port")
+        raise LocalError(f"cannot listen at {option} {host}, port {port}: {reason}") from None
+    except ValueError as error:  # what cannot be a host's name
+        raise LocalError(f"cannot listen at {option} {host}, port {port}: {error}") from None
 
 
 def bound(host: str, port: int, *, backlog: int | None = None) -> socket.socket:

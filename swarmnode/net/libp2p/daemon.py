@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, with_advice
 from swarmnode.files import lock_alone
 from swarmnode.net.libp2p.parent import die_with_parent
 from swarmnode.net.tasks import cancel_and_wait
@@ -150,7 +151,9 @@ class Daemon:
                 start_new_session=True,  # a Ctrl-C at the terminal is for us: p2pd is needed while we drain
             )
         except OSError as error:
-            raise LocalError(f"cannot start p2pd ({binary}): {error.strerror or error}; reinstall hivemind") from error
+            processes = {errno.EAGAIN: "allow more processes (ulimit -u)"}
+            reason = with_advice(error, "reinstall hivemind", processes)
+            raise LocalError(f"cannot start p2pd ({binary}): {reason}") from error
         daemon = cls(process, socket)
         try:
             await asyncio.wait_for(daemon._until_ready(), START_TIMEOUT_S)

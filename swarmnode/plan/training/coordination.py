@@ -39,9 +39,9 @@ class Event(Enum):
     DISAGREED = "a member is lost, failed or is late"
     UNCOVERED = "a unit has nobody who takes part, or a stage did not get to the step"
     FINISHED = "the last step is committed"
-    NOT_FINITE = "a loss or a gradient is NaN or infinite, by the word of more than one"
+    FAILED = "a loss or a gradient is NaN or infinite by the word of more than one, or all holders of a unit fail at the same"
     OTHER_RUN = "a trainer brings another run, and this one is over"
-    SAME_RUN = "a trainer wants a run that met NaN to be tried again"
+    SAME_RUN = "a trainer wants a run that failed to be tried again"
 
 
 class Action(Enum):
@@ -71,11 +71,11 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Outcome] = {
     (Phase.CANDIDATE, Event.NOT_OUR_TURN): (Phase.VACANT, ()),
     (Phase.CANDIDATE, Event.SETTLED): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
     (Phase.RENDEZVOUS, Event.GATHERED): (Phase.STEPPING, (Action.GATHER, Action.LEASE)),
-    (Phase.STEPPING, Event.NOT_FINITE): (Phase.OVER, (Action.STOP,)),
+    (Phase.STEPPING, Event.FAILED): (Phase.OVER, (Action.STOP,)),
     (Phase.STEPPING, Event.FINISHED): (Phase.OVER, (Action.STOP,)),
     (Phase.STEPPING, Event.UNCOVERED): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
     (Phase.STEPPING, Event.COUNTED): (Phase.REDUCING, (Action.REDUCE,)),
-    (Phase.REDUCING, Event.NOT_FINITE): (Phase.OVER, (Action.STOP,)),
+    (Phase.REDUCING, Event.FAILED): (Phase.OVER, (Action.STOP,)),
     (Phase.REDUCING, Event.DISAGREED): (Phase.STEPPING, (Action.LEASE,)),
     (Phase.REDUCING, Event.AGREED): (Phase.STEPPING, (Action.COMMIT, Action.LEASE)),
     (Phase.OVER, Event.OTHER_RUN): (Phase.STEPPING, (Action.BEGIN, Action.LEASE)),

@@ -37,7 +37,8 @@ class OutstandingLease:
     """One attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
 
     `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: peers that may be why it failed;
-    None as long as that is to be seen from the counts of its stages.
+    None as long as that is to be seen from the counts of its stages. `failed_at`, `code`: the stage that could not, and its reason,
+    by the trainer's word; empty if it names none.
     """
 
     lease: int
@@ -49,6 +50,8 @@ class OutstandingLease:
     called_back: bool = False
     releasing: set[PeerId] = field(default_factory=set)
     suspects: frozenset[PeerId] | None = None
+    failed_at: PeerId = ""
+    code: int = 0
 
     def passes(self, peer: PeerId) -> bool:
         """Return whether a stage is on the route."""

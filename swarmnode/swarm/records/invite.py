@@ -137,7 +137,8 @@ def _check(invite: Invite) -> None:
         "a printable name": 0 < len(invite.name) <= MAX_NAME_CHARS and invite.name.isprintable(),
         f"at most {MAX_BOOTSTRAPS} bootstrap addresses": len(invite.bootstraps) <= MAX_BOOTSTRAPS,
         "bootstrap addresses that are multiaddrs": all(
-            address.startswith("/") and len(address) <= MAX_ADDRESS_CHARS for address in invite.bootstraps
+            address.startswith("/") and address.isprintable() and len(address) <= MAX_ADDRESS_CHARS
+            for address in invite.bootstraps
         ),
     }
     if isinstance(invite, OwnedInvite):

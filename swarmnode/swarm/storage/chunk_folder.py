@@ -6,6 +6,7 @@ After a power cut a mark may be on the disk without its chunk: each process ther
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, with_advice
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, verify_chunk, verify_hashes
 
 HAVE = b"\x01"
@@ -129,9 +130,8 @@ def used_bytes(folder: Path) -> int:
 
 def disk_error(folder: Path, error: OSError) -> LocalError:
     """The error for a folder that cannot be written into."""
-    return LocalError(
-        f"cannot keep files in {folder}: {error.strerror or error}; free disk space or choose another --home"
-    )
+    full = {errno.ENOSPC: "free disk space or choose another --home"}
+    return LocalError(f"cannot keep files in {folder}: {with_advice(error, 'choose another --home', full)}")
 
 
 def _size(path: Path) -> int:

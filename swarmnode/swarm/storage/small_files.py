@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from swarmnode.codec.body import DECODE_ERRORS
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import LocalError, UsageError, with_advice
 from swarmnode.files import read_bounded, replace_durably, sync_tree, write_private
 from swarmnode.swarm.storage.content import is_allowed_name
 
@@ -58,9 +58,7 @@ def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         sync_tree(partial)
         replace_durably(partial, out)
     except OSError as error:
-        raise LocalError(
-            f"cannot write {out}: {error.strerror or error}; free disk space or name another place"
-        ) from error
+        raise LocalError(f"cannot write {out}: {with_advice(error, 'name another place')}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -38,18 +38,20 @@ class WeightCache(ChunkFolder):
         Raises LocalError where that is not enough.
         """
         used = used_bytes(self.root) + used_bytes(self.root.parent / BACKUPS)
-        free = shutil.disk_usage(self.root).free
-        bound = self._max_bytes if self._max_bytes is not None else used + int(free * DISK_SHARE)
-        excess = used + needed_bytes - bound
+        room = used + int(shutil.disk_usage(self.root).free * DISK_SHARE)
+        allowed = self._max_bytes
+        excess = used + needed_bytes - (room if allowed is None else allowed)
         for folder in sorted(self.root.iterdir(), key=last_used):
             if excess <= 0:
                 return
             if folder != self.folder:
                 excess -= evict(folder)
         if excess > 0 and needed_bytes > 0:
+            bound = "there is room for; free some disk space, hold a smaller --span or choose another --home"
+            if allowed is not None:
+                bound = f"--disk {allowed / 1e6:.0f}MB leaves; allow more with --disk, or hold a smaller --span"
             raise LocalError(
-                f"the weights need {needed_bytes / 1e6:.0f} MB in {self.root}, {excess / 1e6:.0f} MB more than there is "
-                "room for; free some disk space, hold a smaller --span or choose another --home"
+                f"the weights need {needed_bytes / 1e6:.0f} MB in {self.root}, {excess / 1e6:.0f} MB more than {bound}"
             )
 
     def close(self) -> None:

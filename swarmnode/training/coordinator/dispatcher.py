@@ -24,6 +24,7 @@ from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, Wire, book, keep_busy, wire
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.answer_times import AnswerTimes
+from swarmnode.training.coordinator.failed_attempts import FailedAttempts
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.coordinator.strikes import OUT, Strikes
@@ -54,6 +55,7 @@ class Dispatcher:
         self.ledger = StepLedger(0, self.units, 0)
         self.term = 0
         self.key = b""  # of the term's seals
+        self.failed_attempts = FailedAttempts()
         self._run = b""  # the id of the run in force
         self._positions = 0  # of one of its microbatches
         self._transfers = Transfers()
@@ -67,6 +69,8 @@ class Dispatcher:
 
     def begin(self, run: Run, ledger: StepLedger) -> None:
         """Give out leases of this run, and of the step of this ledger, from now on."""
+        if (run.id, ledger.step) != (self._run, self.ledger.step):  # the same step again does not begin anew
+            self.failed_attempts = FailedAttempts()
         self._run, self._positions, self.ledger = run.id, run.positions, ledger
 
     # -- giving
@@ -120,6 +124,19 @@ class Dispatcher:
             able = [line for line in able if line.peer in self._proven]
         return min(able, key=lambda line: load[line], default=None)
 
+    def hopeless_unit(self) -> int | None:
+        """Return a unit whose stages have all failed the same microbatch for good; None if there is none.
+
+        If trainers have fed something, each of them must say so.
+        """
+        usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
+        holders = [
+            {member.peer for member in usable if member.span.start <= unit < member.span.end}
+            for unit in range(self.units)
+        ]
+        proven = {line.peer for line in self.trainer_connections if line.peer in self._proven}
+        return self.failed_attempts.hopeless_unit(holders, proven)
+
     def _tries_newcomers(self) -> bool:
         tried = any(record.trainer not in self._proven for record in self.ledger.out)
         return not tried and not self.strikes.rests(NEWCOMERS)
@@ -157,6 +174,7 @@ class Dispatcher:
             self._call_back(record, frozenset({trainer.peer}))
             return
         self.ledger.done(record, body.loss)
+        self.failed_attempts.forget(record.number, {peer for peer, _ in record.route})
         self._book(record, -1)
         self._times.note(FrameKind.LEASE, self.clock() - record.given_at_s)
         self._prove(trainer.peer)
@@ -180,6 +198,8 @@ class Dispatcher:
         is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
         place = hops.index(failed.peer) if is_stage else 0
         suspects = frozenset(hops[max(0, place - 1) : place + 1])
+        if is_stage:
+            record.failed_at, record.code = failed.peer, failed.code
         self._call_back(record, frozenset() if failed.code == ErrorCode.NOT_FINITE else suspects)
 
     def expire(self) -> None:
@@ -211,6 +231,8 @@ class Dispatcher:
         if record.suspects is None and not suspects:
             is_stranger = bool(self._proven) and record.trainer not in self._proven
             suspects = frozenset({record.trainer, *(() if is_stranger else (peer for peer, _ in record.route))})
+        if record.failed_at and not self.strikes.rests(record.failed_at):  # else it is the same failure
+            self.failed_attempts.note(record.number, record.failed_at, record.code, record.trainer)
         for peer in suspects:
             self.strikes.strike(peer)
         if record.trainer in suspects and record.trainer not in self._proven:

@@ -41,6 +41,7 @@ from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
 from swarmnode.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher
+from swarmnode.training.coordinator.failed_attempts import ALL_REDUCE, ATTEMPTS, FailedAttempts
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.strikes import OUT, Strikes
 from swarmnode.training.coordinator.trainer_connections import TrainerConnections
@@ -215,6 +216,16 @@ class StepLoop:
         for peer in self.dispatcher.blame(record):
             if self.office.strikes.in_a_row(peer) >= OUT and self.worker_group.can_spare(peer):
                 self.worker_group.dismiss(peer, f"it failed {OUT} times in a row")
+        self._stop_if_hopeless()
+
+    def _stop_if_hopeless(self) -> None:
+        """End the run if all stages that hold a unit fail at the same: to try again would never end."""
+        unit = self.dispatcher.hopeless_unit()
+        if unit is not None and self._stopped is None:
+            code = self.dispatcher.failed_attempts.code
+            facts = (f"every stage that holds unit {unit} has failed it {ATTEMPTS} times, at last with code {code}",)
+            self.office.decisions.note(Topic.TRAINING, f"stops the run at step {self.step}", facts)
+            self._stopped = Stopped(self.step, self.run.id, code, unit)
 
     def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
         if self._all_reduce is not None and (body.run, body.attempt) == (self.run.id, self._all_reduce.attempt):
@@ -233,6 +244,9 @@ class StepLoop:
                 all_reduce.expire(member.peer)
             else:
                 all_reduce.fail(member.peer, body.peer or None)
+            if not body.peer:
+                self.dispatcher.failed_attempts.note(ALL_REDUCE, member.peer, body.code)
+                self._stop_if_hopeless()
         if body.code == ErrorCode.NOT_FINITE:
             self._hear_claim(member, body.unit)
 
@@ -408,6 +422,9 @@ class StepLoop:
         stopped, self._stopped = self._stopped or Stopped(self.step, self.run.id), None
         self._all_reduce = None
         self.dispatcher.clear()
+        for peer in self.dispatcher.failed_attempts.peers:  # a trainer may try it again
+            self.office.strikes.forgive(peer)
+        self.dispatcher.failed_attempts = FailedAttempts()
         if stopped.code:
             for member in self.worker_group.usable():
                 member.command(Discard(self.run.id))
@@ -422,7 +439,7 @@ FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]]
 """What stages say to their coordinator (`docs/training-step.md`)"""
 
 CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
-    Event.NOT_FINITE: lambda loop: loop._stopped is not None,
+    Event.FAILED: lambda loop: loop._stopped is not None,
     Event.FINISHED: lambda loop: loop.step >= loop.run.steps,
     Event.UNCOVERED: StepLoop._is_uncovered,
     Event.COUNTED: StepLoop._is_counted,

@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from swarmnode.codec.messages import Error
 from swarmnode.codec.training_messages import Lead
-from swarmnode.errors import PeerError, PeerLost
+from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.training.coordinator.answer_times import SILENCE_S, STALLED_S
 from swarmnode.training.coordinator.worker_group import Line
@@ -18,6 +20,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 IDLER_S, MOST_IDLER_S = 60.0, 3600.0  # for which who led and gave out no work is not followed again
+MAX_CLAIMS = 64
+CLAIM_S = 60.0  # for which a coordinator that is not in force may go on talking
 MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word does not use all terms up
 
 
@@ -91,3 +95,36 @@ class Following:
         """Follow nobody any more: whoever's line ends now has not done it."""
         self.coordinator = self.line = None
         await self._tasks.close()
+
+
+class LeadClaims:
+    """Conversations in which peers claim to lead: besides the one in force one for each peer, MAX_CLAIMS in all, for a while."""
+
+    def __init__(self, following: Following) -> None:
+        self._following = following
+        self._channels: dict[Channel, None] = {}  # the oldest first
+
+    def __repr__(self) -> str:
+        return f"<LeadClaims, {len(self._channels)} open>"
+
+    def add(self, channel: Channel) -> None:
+        """Keep a conversation, whose first LEAD has been answered, and close what is over the bounds."""
+        self._channels = {kept: None for kept in self._channels if kept.open}
+        idle = [kept for kept in self._channels if kept is not self._following.line]
+        of_peer = [kept for kept in idle if kept.peer == channel.peer]
+        oldest = idle[: max(0, len(idle) + 1 - MAX_CLAIMS)]
+        for kept in {*of_peer, *oldest}:
+            self._close(kept)
+        self._channels[channel] = None
+        asyncio.get_running_loop().call_later(CLAIM_S, self._expire, channel)
+
+    def _expire(self, channel: Channel) -> None:
+        """One in force is looked at again later: it may be displaced."""
+        if channel.open and channel is self._following.line:
+            asyncio.get_running_loop().call_later(CLAIM_S, self._expire, channel)
+        else:
+            self._close(channel)
+
+    def _close(self, channel: Channel) -> None:
+        if self._channels.pop(channel, channel) is None and channel.open:
+            channel.close(Error(ErrorCode.STALE))

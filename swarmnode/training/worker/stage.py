@@ -49,7 +49,7 @@ from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import refusal_of
 from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
-from swarmnode.training.worker.following import Following
+from swarmnode.training.worker.following import Following, LeadClaims
 from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingParts
@@ -83,6 +83,7 @@ class TrainingStage:
         )
         self.gate = links.gate
         self.following = Following(on_crash=links.supervisor.ends_peer)
+        self._claims = LeadClaims(self.following)
         self.state = StageState(self.parts, self.checkpoint_manager)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
@@ -211,6 +212,10 @@ class TrainingStage:
         line.on_lost = lambda error: self.following.lost(line, error)
         if first is not None:
             self.obey(line, first)
+
+    def _hear_lead(self, channel: Channel, body: Lead, _payload: bytes | bytearray) -> None:
+        self.follow(channel, body)
+        self._claims.add(channel)
 
     def obey(self, line: Line, body: Body) -> None:
         """Do what a command says; one of a coordinator that is not in force any more is answered STALE."""
@@ -361,7 +366,7 @@ OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]
     Forward: TrainingStage._forward,
     Labels: TrainingStage._take_labels,
     Pull: lambda stage, channel, body, _payload: stage._all_reducer.hear(channel, body),
-    Lead: lambda stage, channel, body, _payload: stage.follow(channel, body),
+    Lead: TrainingStage._hear_lead,
     Work: lambda stage, channel, body, _payload: stage.on_work(channel, body),
 }
 """What a conversation may begin with (`docs/training-step.md`)"""

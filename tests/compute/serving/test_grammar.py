@@ -142,3 +142,15 @@ def test_a_text_that_strays_is_refused(compiler: GrammarCompiler) -> None:
 def test_a_checkpoint_without_a_tokenizer_knows_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="tokenizer"):
         GrammarCompiler(tmp_path, VOCABULARY).compile(schema(PERSON))
+
+
+def test_a_grammar_that_keeps_the_compute_thread_busy_fails_its_session(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s = iter(range(100))
+    monkeypatch.setattr("swarmnode.compute.serving.grammar.time.thread_time", lambda: 0.3 * next(spent_s))
+    matcher = compiler.compile(Grammar(GrammarKind.REGEX, "a+"))
+    for _ in range(3):
+        matcher.allowed([])
+    with pytest.raises(ProtocolError, match="takes too long"):
+        matcher.allowed([])

@@ -67,3 +67,10 @@ def test_the_manifest_must_name_the_owner_of_the_invite():
 def test_manifests_that_cannot_be(changes):
     with pytest.raises(ProtocolError, match="manifest is not valid"):
         encode_manifest(make_manifest(**changes))
+
+
+def test_addresses_that_command_a_terminal_are_refused() -> None:
+    with pytest.raises(UsageError, match="bootstrap addresses"):
+        decode_invite(
+            encode_invite(msgspec.structs.replace(PUBLIC, bootstraps=("/ip4/203.0.113.7\x1b]0;owned\x07/tcp/1",)))
+        )

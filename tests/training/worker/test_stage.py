@@ -13,7 +13,7 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Commit, Counted, Discard, Failed, Lead, Release, Status
 from swarmnode.errors import ErrorCode, PeerError
-from swarmnode.training.worker.following import MAX_TERM_JUMP
+from swarmnode.training.worker.following import CLAIM_S, MAX_TERM_JUMP
 from tests.training.scene import KEY, RUN, TERM, Scene, in_scene
 
 
@@ -266,3 +266,15 @@ async def test_a_speed_is_told_once_when_it_is_another(scene: Scene) -> None:
     assert not has_new_speed(state), "about as told"
     part.unit_time.begin(9.0)
     assert has_new_speed(state) and not has_new_speed(state)
+
+
+@in_scene
+async def test_claims_to_lead_are_bounded_and_idle_ones_close(scene: Scene) -> None:
+    await scene.lead()
+    claims = [await scene.talk(1) for _ in range(100)]
+    for claim in claims:
+        assert isinstance(await claim.ask(Lead(TERM - 1, KEY)), Status)
+    held = [incoming.channels for incoming in scene.stage.switchboard._incoming]
+    assert sum(map(len, held)) == 2, "the one in force, and the peer's last claim"
+    await asyncio.sleep(CLAIM_S + 1)
+    assert sum(map(len, held)) == 0, "who says nothing leads no more, either"

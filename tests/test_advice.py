@@ -1,0 +1,53 @@
+"""The advice of an error fits its cause."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from swarmnode.compute.device import probe_device
+from swarmnode.errors import LocalError, with_advice, with_port_advice
+from swarmnode.swarm.storage.chunk_folder import disk_error
+from swarmnode.swarm.storage.weight_cache import WeightCache
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOSPC, "free disk space"),
+        (errno.ENOENT, "reinstall"),
+        (errno.ENOMEM, "free memory"),
+    ],
+)
+def test_the_reason_decides(number: int, advice: str) -> None:
+    told = with_advice(OSError(number, os.strerror(number)), "reinstall hivemind")
+    assert told.startswith(os.strerror(number)) and advice in told and ("reinstall" in told) == (advice == "reinstall")
+
+
+def test_another_port_helps_only_where_one_is_taken() -> None:
+    assert "another port" in with_port_advice(OSError(errno.EADDRINUSE, "in use"), "choose another port")
+    assert "above 1023" in with_port_advice(OSError(errno.EACCES, "denied"), "choose another port")
+    for error in (OSError(errno.EADDRNOTAVAIL, "none"), socket.gaierror(socket.EAI_NONAME, "unknown")):
+        assert "address of this machine" in with_port_advice(error, "choose another port")
+
+
+def test_a_bound_of_the_owners_is_not_a_full_disk(tmp_path: Path) -> None:
+    cache = WeightCache(tmp_path / "weights", bytes(32), 1_000_000)
+    with pytest.raises(LocalError, match="--disk 1MB leaves; allow more with --disk") as refused:
+        cache.make_room(3_000_000)
+    assert "free some" not in str(refused.value)
+    cache.close()
+    assert "free" not in str(disk_error(tmp_path, PermissionError(errno.EACCES, "denied")))
+    assert "free disk space" in str(disk_error(tmp_path, OSError(errno.ENOSPC, "full")))
+
+
+def test_only_devices_that_are_here_are_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(LocalError, match="no device 'cuda' on this machine: use auto or cpu") as refused:
+        probe_device("cuda")
+    assert "cuda:N" not in str(refused.value)
