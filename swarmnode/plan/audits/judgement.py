@@ -1,7 +1,8 @@
 """What the comparison of a hop's work with a replica's says: the same within honest noise, or not.
 
 Honest replicas differ beyond the tolerance now and then, and draw another token. So it is counted how often, and the work is false
-where honest replicas would differ so often once in ten million times.
+where honest replicas would differ so often once in ten million times; or where a single position lies farther off than any honest one.
+What is beyond and not false is a near miss, which is counted over a peer's texts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from swarmnode.net.interfaces import PeerId
 CHANCE = 1e-7
 MARGIN = 1.25  # over what was found
 BEYOND = 1e-4  # of the positions
+FAR = 4.0  # times the tolerance, at a single position: honest ones lay at 1.9 at most
+NEAR_MISSES = 3  # texts, at least
 TABLE_UNITS = 8
 SHALLOW_UNITS = 4
 ROUNDING = 1e-7  # of a sketch itself
@@ -131,7 +134,7 @@ def _depth(units: int) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of `compared` positions `beyond` were not the same; `worst` is the largest deviation over what is tolerated."""
+    """Of the first `compared` positions `beyond` were not the same; `worst` is the largest deviation over what is tolerated."""
 
     compared: int
     beyond: int
@@ -143,7 +146,8 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
     """Of what a hop sent on at a segment's positions: relative deviations from what a replica sent on."""
     ratios = [deviation / tolerance.deviation for deviation in deviations]
     beyond = sum(not ratio <= 1.0 for ratio in ratios)  # so that NaN is beyond
-    return _judgement(len(ratios), beyond, max(ratios, default=0.0), tolerance.beyond)
+    is_far = any(not ratio <= FAR for ratio in ratios)
+    return _judgement(len(ratios), beyond, max(ratios, default=0.0), tolerance.beyond, is_far=is_far)
 
 
 def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
@@ -153,8 +157,18 @@ def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Toleranc
     return _judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), tolerance.other_tokens)
 
 
-def _judgement(compared: int, beyond: int, worst: float, rate: float) -> Judgement:
-    return Judgement(compared, beyond, worst, _chance_of_at_least(beyond, compared, rate) < CHANCE)
+def are_too_many(near_misses: float, positions: float) -> bool:
+    """Whether so many texts with a near miss, of so many positions together, are more than an honest peer would have once in ten
+    million times."""
+    if near_misses < NEAR_MISSES:
+        return False
+    expected = BEYOND * positions
+    below = math.fsum(expected**count / math.factorial(count) for count in range(math.floor(near_misses)))
+    return 1 - math.exp(-expected) * below < CHANCE
+
+
+def _judgement(compared: int, beyond: int, worst: float, rate: float, *, is_far: bool = False) -> Judgement:
+    return Judgement(compared, beyond, worst, is_far or _chance_of_at_least(beyond, compared, rate) < CHANCE)
 
 
 def _chance_of_at_least(beyond: int, compared: int, rate: float) -> float:

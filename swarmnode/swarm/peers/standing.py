@@ -19,6 +19,7 @@ import msgspec
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.net.addressing.addresses import ip_of
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.audits.judgement import are_too_many
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.storage.small_files import read_kept, write_kept
 
@@ -94,12 +95,15 @@ def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
 
 
 class PeerStanding(msgspec.Struct):
-    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when."""
+    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when. `near_misses`: texts that lay a little too far
+    off, of `audited` positions since it was first known, both as of `at`."""
 
     passed: float = 0.0
     at: float = 0.0
     shunned_until: float = 0.0
     doubts: dict[str, float] = {}
+    near_misses: float = 0.0
+    audited: float = 0.0
 
 
 class Standing:
@@ -138,8 +142,21 @@ class Standing:
 
     def pass_audit(self, peer: PeerId, positions: int) -> None:
         """So many of its positions were found right."""
-        known = self._known(peer)
-        known.passed, known.at = self._passed(peer) + positions, self._now()
+        known = self._aged(peer)
+        known.passed += positions
+        known.audited += positions
+
+    def come_near(self, peer: PeerId) -> None:
+        """A text of it or of another one lay a little too far off, and nobody can tell whose: it has half of its trust left."""
+        self._aged(peer).passed /= 2
+
+    def near_miss(self, peer: PeerId, positions: int) -> bool:
+        """A text of it, of so many positions, lay a little too far off. Whether that was one too many: then it is to be shunned."""
+        known = self._aged(peer)
+        known.passed /= 2
+        known.near_misses += 1
+        known.audited += positions
+        return are_too_many(known.near_misses, known.audited)
 
     def forfeit(self, peer: PeerId) -> None:
         """It did not say what it did, which may be no fault of its own: what it has passed counts no more."""
@@ -164,6 +181,7 @@ class Standing:
         """It was found to compute falsely: it begins anew, in a week."""
         known = self._known(peer)
         known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
+        known.near_misses = known.audited = 0.0
 
     def save(self) -> None:
         """Write the file where something changed. Raises LocalError where it cannot be written."""
@@ -181,6 +199,16 @@ class Standing:
     def _passed(self, peer: PeerId) -> float:
         known = self._peers.get(peer)
         return 0.0 if known is None else known.passed * 0.5 ** max(0.0, (self._now() - known.at) / HALF_LIFE_S)
+
+    def _aged(self, peer: PeerId) -> PeerStanding:
+        """Its entry as of now, which is about to change: what was found is half forgotten after HALF_LIFE_S."""
+        known, now = self._known(peer), self._now()
+        left = 0.5 ** max(0.0, (now - known.at) / HALF_LIFE_S)
+        known.passed, known.near_misses, known.audited = (
+            left * count for count in (known.passed, known.near_misses, known.audited)
+        )
+        known.at = now
+        return known
 
     def _known(self, peer: PeerId) -> PeerStanding:
         """Its entry, which is about to change; who matters least gives way."""
