@@ -1,4 +1,4 @@
-"""A peer sends nothing for the last two positions of each prompt, and the peer behind it is to be blamed for what it makes of that."""
+"""A peer sends nothing for the last two positions of each prompt, and the peer behind it is to be blamed."""
 
 from __future__ import annotations
 

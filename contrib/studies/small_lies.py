@@ -167,8 +167,13 @@ def small_llama(folder: Path, seed: int) -> Checkpoint:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 10},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=10,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
     )
     torch.manual_seed(seed)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -83,9 +83,9 @@ class TextRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said, each of the positions up to the
-    first at which the hop's input differed beyond the tolerance. `unclear` where the runs part at positions for which nobody of the
-    routes answers."""
+    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said, each of the positions up to
+    the first at which the hop's input differed beyond the tolerance. `unclear` where the runs part at positions for which nobody of
+    the routes answers."""
 
     judgements: Sequence[Judgement] = ()
     unclear: bool = False
@@ -212,8 +212,8 @@ class AuditCase:
         return "void" if found.unclear else "passed"
 
     async def _is_shunned_for(self, near: int, compared: int, original: TextRun, second: TextRun) -> bool:
-        """Two runs lie a little too far apart at the hop `near`: who of the two it was is asked a third one, lowers that one's trust
-        (of both, where nobody can tell) and adds to what else was near of it."""
+        """Two runs lie a little too far apart at the hop `near`: which of the two it was a third one tells. It lowers that
+        one's trust (where nobody can tell, both) and adds to its earlier near misses."""
         suspects = original.route[near].peer, second.route[near].peer
         if suspects[0] == suspects[1]:
             return False

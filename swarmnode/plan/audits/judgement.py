@@ -1,7 +1,7 @@
 """What the comparison of a hop's work with a replica's says: the same within honest noise, or not.
 
 Honest replicas differ beyond the tolerance now and then, and draw another token. So it is counted how often, and the work is false
-where honest replicas would differ so often once in ten million times; or where a single position lies farther off than any honest one.
+where honest replicas would differ so often once in ten million times; or where one position lies farther off than any honest one.
 What is beyond and not false is a near miss, which is counted over a peer's texts.
 """
 

@@ -35,7 +35,7 @@ class OutstandingLease:
     """One attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
 
     `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: peers that may be why it failed;
-    None as long as that is to be seen from the counts of its stages.
+    None as long as that is to be seen from the counts of its stages. `claimed`: a stage has said that it met NaN in it.
     """
 
     lease: int
@@ -47,6 +47,7 @@ class OutstandingLease:
     called_back: bool = False
     releasing: set[PeerId] = field(default_factory=set)
     suspects: frozenset[PeerId] | None = None
+    claimed: bool = False
 
     def passes(self, peer: PeerId) -> bool:
         """Return whether a stage is on the route."""
@@ -89,6 +90,10 @@ class StepLedger:
         """Return the lease of this number; None if it is over, called back, or another trainer's."""
         found = self._leases.get(lease)
         return found if found is not None and found.trainer == trainer and not found.called_back else None
+
+    def lease(self, number: int) -> OutstandingLease | None:
+        """Return the lease of this number; None if it is over."""
+        return self._leases.get(number)
 
     def free(self) -> list[int]:
         """Return the microbatches that can be leased: some unit has not counted them, and they have no lease."""

@@ -95,8 +95,8 @@ def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
 
 
 class PeerStanding(msgspec.Struct):
-    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when. `near_misses`: texts that lay a little too far
-    off, of `audited` positions since it was first known, both as of `at`."""
+    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when. `near_misses`: texts that lay a little too
+    far off, of `audited` positions since it was first known, both as of `at`."""
 
     passed: float = 0.0
     at: float = 0.0

@@ -44,7 +44,7 @@ def test_one_position_that_no_honest_peer_would_be_so_far_off_at_is_false(size: 
 
 
 def test_near_misses_add_up_over_texts() -> None:
-    """Honest peers have one in 10,000 positions. One in each text of 128 is found after a few of them, one in each tenth text later."""
+    """Honest peers have one in 10,000 positions. One in each text of 128 is found after a few, one in each tenth text later."""
     assert not are_too_many(2, 0), "whatever their texts are"
     assert not are_too_many(3, 3 * 128)
     assert are_too_many(5, 5 * 128)
