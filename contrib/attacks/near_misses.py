@@ -1,4 +1,4 @@
-"""A peer is off by a little more than the tolerance, at one position of each text."""
+"""A peer is off at one position of each text, by a little less than is false."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VIRTUAL, FAST = True, False
 
 
 async def attack() -> Outcome:
-    return await found_out(lambda member, _model: tamper(member, a_little_off(1.2e-6)))
+    return await found_out(lambda member, _model: tamper(member, a_little_off(1.2e-5)))
 
 
 main(__name__, attack, virtual=VIRTUAL)

@@ -16,10 +16,8 @@ sketches' seeds are drawn anew each time; positions and texts are those recorded
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -33,12 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the line above: it reads OMP_NUM_THREADS when it is imported
 from torch import Tensor, nn
 
-from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.adapters.adapter_file import Lora, features_of
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.sketch import deviations, sketch
 from swarmnode.founding.model_source import open_plain
 
 LENGTH, PROMPT = 128, 32

@@ -97,9 +97,9 @@ class Comparison:
 
     @property
     def near_hop(self) -> int | None:
-        """The index of the first hop whose states lie apart beyond the tolerance at some position, and not so that it is false."""
+        """The index of the first hop whose states lie so far apart at some position that it is nearly false."""
         states = self.judgements[:-1]  # the last hop sends tokens, of which some are others
-        return next((index for index, judged in enumerate(states) if judged.beyond and not judged.false), None)
+        return next((index for index, judged in enumerate(states) if judged.near), None)
 
     def agree_at(self, index: int, compared: int = 0) -> bool | None:
         """Whether the runs agree up to and with this hop; None where they part before it, or before so many positions were
@@ -109,9 +109,9 @@ class Comparison:
         return True if len(self.judgements) > index and self.judgements[index].compared >= compared else None
 
     def is_near_miss(self, index: int, compared: int) -> bool | None:
-        """Whether a hop's states lie apart beyond the tolerance at some position; None where it cannot be told (`agree_at`)."""
+        """Whether a hop's states lie nearly so far apart that it is false; None where it cannot be told (`agree_at`)."""
         agree = self.agree_at(index, compared)
-        return None if agree is None else not agree or self.judgements[index].beyond > 0
+        return None if agree is None else not agree or self.judgements[index].near
 
 
 def compare(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-
 from pathlib import Path
 
 import msgspec

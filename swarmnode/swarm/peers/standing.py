@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ import msgspec
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.net.addressing.addresses import ip_of
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.audits.judgement import are_too_many
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.storage.small_files import read_kept, write_kept
 
@@ -29,6 +29,9 @@ HALF_LIFE_S = 3 * 86_400.0  # of what was passed
 SHUN_S = 7 * 86_400.0
 DOUBT_S = 3 * 86_400.0
 DOUBTS = 3  # with as many different others
+NEAR_MISSES = 3  # texts, at least
+NEAR_MISS_RATE = 1e-4  # texts of honest peers that come near, a position
+CHANCE = 1e-7  # of so many by accident
 HALF_TRUST = 2_000.0  # audited positions
 NEWCOMER_WEIGHT = 0.25
 MAX_PEERS = 1_024
@@ -218,3 +221,13 @@ class Standing:
             least = min(self._peers, key=lambda one: (self._peers[one].shunned_until > now, self._passed(one)))
             del self._peers[least]
         return self._peers.setdefault(peer, PeerStanding())
+
+
+def are_too_many(near_misses: float, positions: float) -> bool:
+    """Whether so many texts with a near miss, of so many positions together, are more than an honest peer would have once in ten
+    million times."""
+    if near_misses < NEAR_MISSES:
+        return False
+    expected = NEAR_MISS_RATE * positions
+    below = math.fsum(expected**count / math.factorial(count) for count in range(math.floor(near_misses)))
+    return 1 - math.exp(-expected) * below < CHANCE

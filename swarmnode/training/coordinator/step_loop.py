@@ -249,8 +249,8 @@ class StepLoop:
     def _hear_claim(self, member: WorkerHandle, claim: Failed) -> None:
         """NaN in a microbatch, by the word of one stage: made by a unit of its own, or sent by a neighbour.
 
-        Peers that are in all claims of the step may be why, and are not asked again before a pause. The run is stopped where no peer
-        is in all of them; and by the second claim where the step can do without none of those that are."""
+        Peers that are in all claims of the step may be why, and are not asked again before a pause. The run is stopped where no
+        peer is in all of them; and by the second claim where the step can do without none of those that are."""
         if claim.unit >= 0 and not member.span.start <= claim.unit < member.span.end:
             return  # of what it does not hold it knows nothing
         record = self._ledger.lease(claim.lease)
