@@ -1,16 +1,10 @@
 """How small a lie audits find: one position a text, against what honest peers differ by over kernels, adapters and trained models.
 
     OMP_NUM_THREADS=1 python contrib/studies/small_lies.py record FOLDER [--model CHECKPOINT_OR_GGUF] [--texts 32] [--seed 1]
-    OMP_NUM_THREADS=1 python contrib/studies/small_lies.py judge FOLDER... [--trials 100] [--seed 1]
 
 `record` computes the same texts in processes whose kernels differ (those of this machine, AVX2's, and ATen's and oneDNN's oldest),
 each once as it is served and once as an audit does, without and with an adapter, and once for each lie of the first hop; what each
 hop sends on is kept in FOLDER. Without `--model` it is a small Llama with random weights.
-
-`judge` compares every honest run with every other of the same texts and prints how far apart they lie, relative to the tolerance,
-and how many a client would call false. Then it plays trials: a liar of middling trust serves text after text, the default budget
-draws which are audited, and what it sent in one process is compared with what an honest peer made in another, until it is out. The
-sketches' seeds are drawn anew each time; positions and texts are those recorded. Prints JSON.
 """
 
 from __future__ import annotations
@@ -213,19 +207,18 @@ def compute(folder: Path, kernel: str, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("record", "compute", "judge"))
-    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("do", choices=("record", "compute"))
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="")
     parser.add_argument("--kernel", default="own")
     parser.add_argument("--texts", type=int, default=32)
-    parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.do == "record":
-        record(args.folders[0], args.model, args.texts, args.seed)
+        record(args.folder, args.model, args.texts, args.seed)
     elif args.do == "compute":
-        compute(args.folders[0], args.kernel, args.seed)
+        compute(args.folder, args.kernel, args.seed)
 
 
 if __name__ == "__main__":

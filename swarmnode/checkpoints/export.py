@@ -24,11 +24,10 @@ from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.records.run import Run, decode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import Progress
-from swarmnode.swarm.storage.small_files import check_free, new_folder
+from swarmnode.swarm.storage.small_files import UNCONFIRMED_FILE, check_free, new_folder
 from swarmnode.swarm.storage.states import StateStore
 from swarmnode.weights.weights import Weights
 
-UNCONFIRMED_FILE = "UNCONFIRMED.txt"
 AGAIN_S = 1.0
 PATIENCE_S = 30.0  # for peers to turn up who have all units
 
