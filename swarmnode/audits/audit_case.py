@@ -83,8 +83,9 @@ class TextRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said. `unclear` where the runs part
-    at positions for which nobody of the routes answers."""
+    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said, each of the positions up to
+    the first at which the hop's input differed beyond the tolerance. `unclear` where the runs part at positions for which nobody of
+    the routes answers."""
 
     judgements: Sequence[Judgement] = ()
     unclear: bool = False
@@ -94,42 +95,61 @@ class Comparison:
         """The index of the hop at which the two runs part, having agreed before it."""
         return len(self.judgements) - 1 if self.judgements and self.judgements[-1].false else None
 
-    def agree_at(self, index: int) -> bool | None:
-        """Whether the runs agree up to and with this hop; None where they part before it, so that it cannot be told."""
+    @property
+    def near_hop(self) -> int | None:
+        """The index of the first hop whose states lie so far apart at some position that it is nearly false."""
+        states = self.judgements[:-1]  # the last hop sends tokens, of which some are others
+        return next((index for index, judged in enumerate(states) if judged.near), None)
+
+    def agree_at(self, index: int, compared: int = 0) -> bool | None:
+        """Whether the runs agree up to and with this hop; None where they part before it, or before so many positions were
+        `compared`, so that it cannot be told."""
         if self.false_hop == index:
             return False
-        return True if len(self.judgements) > index else None
+        return True if len(self.judgements) > index and self.judgements[index].compared >= compared else None
+
+    def is_near_miss(self, index: int, compared: int) -> bool | None:
+        """Whether a hop's states lie nearly so far apart that it is false; None where it cannot be told (`agree_at`)."""
+        agree = self.agree_at(index, compared)
+        return None if agree is None else not agree or self.judgements[index].near
 
 
 def compare(
     one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration, *, adapted: bool = False
 ) -> Comparison:
     """What came out of each hop in two runs of the same text, whose states had met no coarser codec than `codec_at` says: as the
-    next hop got them, and in the end tokens. `adapted`: through an adapter."""
+    next hop got them, and in the end tokens. `adapted`: through an adapter.
+
+    What a hop makes of a position depends on what came in up to it: behind the first that came in otherwise nothing is its own."""
     judgements: list[Judgement] = []
+    alike: int | None = None  # positions up to the first that came in otherwise
     for index in range(len(one.route)):
         said = one.accounts[index].statement
         codec = codec_at(said.end)
         if index + 1 == len(one.route):
             tolerance = calibration.tolerance(said.number_format, codec, units=said.end)
-            both = [at for at in one.drawn if at in other.drawn]
+            both = [at for at in one.drawn if at in other.drawn and (alike is None or at <= alike)]
             drawn, again = ([run.drawn[at] for at in both] for run in (one, other))
             judgements.append(judge_tokens(drawn, again, tolerance))
             break
         mine_TK, yours_TK = one.accounts[index + 1].received_TK, other.accounts[index + 1].received_TK
         assert mine_TK is not None and yours_TK is not None, "only the first hop takes ids in"
-        apart = deviations(mine_TK, yours_TK)
+        apart = deviations(mine_TK[:alike], yours_TK[:alike])
         tolerance = calibration.tolerance(said.number_format, codec, units=said.end, deviations=apart, adapted=adapted)
         judged = judge_states(apart, tolerance)
-        if judged.false:
+        if judged.beyond:
+            was_false = judged.false
             judged = judge_states(apart[max(one.base(index + 1), other.base(index + 1)) :], tolerance)
-            if not judged.false:  # it was sent by a hop that has left the route, and whatever follows is made of it
+            if (
+                was_false and not judged.false
+            ):  # a hop that has left the route sent it, and whatever follows is made of it
                 return Comparison(tuple(judgements), unclear=True)
         elif not adapted:
             calibration.note(one.route[index].peer, said.number_format, codec, apart, units=said.end)
         judgements.append(judged)
         if judged.false:
             break
+        alike = next((at for at, one_apart in enumerate(apart) if not one_apart <= tolerance.deviation), alike)
     return Comparison(tuple(judgements))
 
 
@@ -178,27 +198,59 @@ class AuditCase:
             return "void"  # and no doubt: what it drew may have come back to it sooner than what it was sent
         found = self._compare(original, second)
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
-        for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
-            for peer in {hop.peer, other.peer} if hop.peer != other.peer else ():
+        near = found.near_hop
+        for index, (judgement, hop, other) in enumerate(zip(agreed, original.route, second.route, strict=False)):
+            for peer in {hop.peer, other.peer} if hop.peer != other.peer and index != near else ():
                 self._referee.standing.pass_audit(peer, judgement.compared)
                 self._referee.note(
                     "finds it right", peer, f"{judgement.compared} positions of {self._name} were computed by two alike"
                 )
+        if near is not None and await self._is_shunned_for(near, found.judgements[near].compared, original, second):
+            return "false"
         if found.false_hop is not None:
-            return await self._who(original, second, found.false_hop)
+            return await self._who(original, second, found.false_hop, found.judgements[-1].compared)
         return "void" if found.unclear else "passed"
 
-    async def _who(self, original: TextRun, second: TextRun, index: int) -> str:
-        """Two runs part at a hop: a third one, by other peers, says which of the two is false."""
+    async def _is_shunned_for(self, near: int, compared: int, original: TextRun, second: TextRun) -> bool:
+        """Two runs lie a little too far apart at the hop `near`: which of the two it was a third one tells. It lowers that
+        one's trust (where nobody can tell, both) and adds to its earlier near misses."""
+        suspects = original.route[near].peer, second.route[near].peer
+        if suspects[0] == suspects[1]:
+            return False
+        third = await self._third_run(original.route, near, suspects)
+        votes = [third and self._compare(run, third).is_near_miss(near, compared) for run in (original, second)]
+        alone = odd_one_out([None if vote is None else not vote for vote in votes])
+        if alone is None:
+            for peer in suspects:
+                self._referee.standing.come_near(peer)
+            return False
+        if not self._referee.standing.near_miss(suspects[alone], compared):
+            self._referee.note("trusts it less", suspects[alone], f"{self._name} of it lies farther off than most")
+            return False
+        self.accused = (original, second)[alone].accounts[near]
+        self._shun(suspects[alone], "several texts of it lie farther off from what others compute than chance has it")
+        return True
+
+    async def _third_run(self, route: Sequence[HopSpec], index: int, suspects: tuple[PeerId, PeerId]) -> TextRun | None:
+        """The text once more, with neither of the two at hop `index`; None where there is nobody, or who contradicts itself."""
+        third = await self._run_again(route, suspects[1])
+        is_of_use = third is not None and third.route[index].peer not in suspects
+        return third if third is not None and is_of_use and third.contradiction(self.ids) is None else None
+
+    async def _who(self, original: TextRun, second: TextRun, index: int, compared: int) -> str:
+        """Two runs part at a hop, of which so many positions were `compared`: a third one, by other peers, says which of the two is
+        false."""
         suspects = original.route[index].peer, second.route[index].peer
         if suspects[0] == suspects[1]:  # one time may be noise that nobody has measured
             return "false" if self._referee.doubt(suspects[0], self._name) else "doubt"
-        third = await self._run_again(original.route, suspects[1])
-        if third is not None and third.route[index].peer not in suspects and third.contradiction(self.ids) is None:
-            alone = odd_one_out([self._compare(run, third).agree_at(index) for run in (original, second)])
+        third = await self._third_run(original.route, index, suspects)
+        if third is not None:
+            alone = odd_one_out([self._compare(run, third).agree_at(index, compared) for run in (original, second)])
             if alone is not None:
                 self.accused = (original, second)[alone].accounts[index]
-                return self._shun(self.accused.statement.peer, third.route[index].peer)
+                by = third.route[index].peer
+                self._shun(suspects[alone], f"{by} computed {self._name} as another peer did, and not as it")
+                return "false"
         self._referee.doubt_both(*suspects)
         return "doubt"
 
@@ -241,12 +293,10 @@ class AuditCase:
         self._referee.doubt_both(one, other)
         return "doubt"
 
-    def _shun(self, peer: PeerId, third: PeerId) -> str:
+    def _shun(self, peer: PeerId, fact: str) -> None:
         log.warning("peer %s computes falsely: it is left out from now on", peer)
         self._referee.standing.shun(peer)
-        fact = f"it computes falsely: {third} computed {self._name} as another peer did, and not as it"
-        self._referee.note("leaves it out for a week", peer, fact)
-        return "false"
+        self._referee.note("leaves it out for a week", peer, f"it computes falsely: {fact}")
 
     # -- asking
 

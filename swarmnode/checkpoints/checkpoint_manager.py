@@ -13,6 +13,7 @@ from torch import Tensor
 from swarmnode.checkpoints.export import find_whole_step
 from swarmnode.checkpoints.state_server import Fresh, StateServer
 from swarmnode.checkpoints.states import fetch_states, state_board
+from swarmnode.checkpoints.votes import Electorate
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.snapshot import read_step, write_step
@@ -107,19 +108,41 @@ class CheckpointManager:
         async with self._fetching:
             return await fetch_states(self._board, peers, blocks, into=self.store, at_least=at_least)
 
-    async def restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
+    async def restore(
+        self,
+        peers: Callable[[], Iterable[PeerId]],
+        blocks: Collection[int],
+        units: int,
+        electorate: Callable[[], Electorate] = Electorate,
+    ) -> int | None:
         """Bring these blocks of the newest step of which all `units` are there, as backups if need be, and keep its run's
         states from now on; which step it is. None where there is none, or it is here. Raises PeerRefused, LocalError."""
         async with self._fetching:
-            found = await find_whole_step(self._board, peers, blocks, units, self.backups)
-            if found is None:
-                return None
-            self.open(found.run)
-            assert self.store is not None
-            if set(blocks) <= set(self.store.files(found.step)):
-                return None
-            step, backups = found.step, self.backups
-            return await fetch_states(self._board, peers, blocks, into=self.store, step=step, backups=backups)
+            return await self._restore(peers, blocks, units, electorate)
+
+    async def _restore(
+        self,
+        peers: Callable[[], Iterable[PeerId]],
+        blocks: Collection[int],
+        units: int,
+        electorate: Callable[[], Electorate],
+    ) -> int | None:
+        found = await find_whole_step(self._board, peers, blocks, units, self.backups, electorate)
+        if found is None:
+            return None
+        self.open(found.run)
+        assert self.store is not None
+        if set(blocks) <= set(self.store.files(found.step)):
+            return None
+        return await fetch_states(
+            self._board,
+            peers,
+            blocks,
+            into=self.store,
+            step=found.step,
+            backups=self.backups,
+            electorate=electorate,
+        )
 
     async def close(self) -> None:
         """Stop giving and fetching."""

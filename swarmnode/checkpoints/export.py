@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swarmnode.checkpoints.states import NAME, Listing, fetch_states, listing_of, state_board, survey
-from swarmnode.checkpoints.votes import Votes
+from swarmnode.checkpoints.votes import Electorate, Votes, named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.compute.training.gather import gather, write_language_model, write_module
@@ -24,7 +24,7 @@ from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.records.run import Run, decode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import Progress
-from swarmnode.swarm.storage.small_files import check_free, new_folder
+from swarmnode.swarm.storage.small_files import UNCONFIRMED_FILE, check_free, new_folder
 from swarmnode.swarm.storage.states import StateStore
 from swarmnode.weights.weights import Weights
 
@@ -41,7 +41,9 @@ class WholeStep:
     blocks: tuple[int, ...]
 
 
-def whole_step(listings: Mapping[PeerId, Listing], units: int) -> WholeStep | None:
+def whole_step(
+    listings: Mapping[PeerId, Listing], units: int, electorate: Electorate = Electorate()
+) -> WholeStep | None:
     """The newest of the run that most peers are in; None where some unit lacks one that the others have."""
     found = of_one_run(listings)
     if found is None:
@@ -49,7 +51,7 @@ def whole_step(listings: Mapping[PeerId, Listing], units: int) -> WholeStep | No
     run, of_it = found
     shares = any(entry.block == SHARED for entries in of_it.values() for entry in entries)
     blocks = (*((SHARED,) if shares else ()), *range(units))
-    chosen = Votes(of_it).choose(blocks)
+    chosen = Votes(of_it, electorate).choose(blocks)
     return None if chosen is None else WholeStep(run, chosen.step, blocks)
 
 
@@ -59,6 +61,7 @@ async def find_whole_step(
     blocks: Collection[int],
     units: int,
     backups: BackupFolder | None,
+    electorate: Callable[[], Electorate] = Electorate,
 ) -> WholeStep | None:
     """The newest for who wants these blocks, which nobody alive may hold: the others are asked for the step of their backups."""
     listings = _with_own(await survey(board, peers(), tuple(blocks)), backups)
@@ -70,7 +73,7 @@ async def find_whole_step(
     steps = [{entry.step for entry in entries if entry.block == block} for block in blocks]
     newest = max(set.intersection(*steps), default=0)
     listings = await survey(board, peers(), at_least=newest, run_id=run.id)
-    return whole_step(_with_own(listings, backups), units)
+    return whole_step(_with_own(listings, backups), units, electorate())
 
 
 def _with_own(listings: dict[PeerId, Listing], backups: BackupFolder | None) -> dict[PeerId, Listing]:
@@ -117,6 +120,7 @@ async def export(
         found = await _look(host, board, patience_s)
         root = host.config.home / "exports" / host.swarm.id.hex()[:16]
         store = StateStore(root, found.run, keep=1)
+        unconfirmed: list[str] = []
         try:
             step = await fetch_states(
                 board,
@@ -126,11 +130,13 @@ async def export(
                 at_least=found.step,
                 progress=progress,
                 whole=True,
+                electorate=lambda: Electorate(host.directory.peers()),
+                on_unconfirmed=lambda blocks: unconfirmed.extend(map(named, blocks)),
             )
             files = [
                 store.path(step, block, verify=False) for block in found.blocks
-            ]  # chunks were checked on their way
-            await _write(host, files, out, force)
+            ]  # each chunk was checked on its way
+            await _write(host, files, out, force, unconfirmed)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:
             store.close()
@@ -150,15 +156,16 @@ async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         listings = await survey(board, _others(host))
-        found = whole_step(listings, len(units))
+        found = whole_step(listings, len(units), Electorate(host.directory.peers()))
         if found is not None:
             return found
         if asyncio.get_running_loop().time() > deadline_s:
-            raise PeerRefused(_lack(units, listings), code=ErrorCode.NOT_FOUND)
+            lack = _lack(units, listings, Electorate(host.directory.peers()))
+            raise PeerRefused(lack, code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
 
 
-def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
+def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing], electorate: Electorate) -> str:
     held = {entry.block for listing in listings.values() for entry in listing.entries}
     missing = [unit for unit in units if unit not in held]
     if not held:
@@ -169,24 +176,36 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
         return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
     text = "the peers have no step of all units together yet; try again after the next checkpoint of the training"
     run = of_one_run(listings)
-    differ = None if run is None else Votes(run[1]).disagreement(units)
+    differ = None if run is None else Votes(run[1], electorate).disagreement(units)
     return text if differ is None else f"{text}: {differ}"
 
 
-async def _write(host: Host, files: Sequence[Path], out: Path, force: bool) -> None:
+async def _write(host: Host, files: Sequence[Path], out: Path, force: bool, unconfirmed: Sequence[str]) -> None:
     assert host.swarm.manifest is not None
     language = host.swarm.manifest.kind == CAUSAL_LM
     weights = Weights(host)
     try:
         founded = await (weights.small_files() if language else weights.everything())
-        await asyncio.to_thread(write_checkpoint, language, gather(files), founded, out, force=force)
+        await asyncio.to_thread(
+            write_checkpoint, language, gather(files), founded, out, force=force, unconfirmed=unconfirmed
+        )
     finally:
         await weights.close()
 
 
 def write_checkpoint(
-    language: bool, tensors: Mapping[str, Tensor], founded: Path, out: Path, *, force: bool = False
+    language: bool,
+    tensors: Mapping[str, Tensor],
+    founded: Path,
+    out: Path,
+    *,
+    force: bool = False,
+    unconfirmed: Sequence[str] = (),
 ) -> None:
-    """Write trained tensors into `out`; `founded` has what the swarm was founded with. Raises UsageError, LocalError."""
+    """Write trained tensors into `out`; `founded` has what the swarm was founded with. A file says what is `unconfirmed`.
+    Raises UsageError, LocalError."""
     with new_folder(out, force=force) as folder:
         (write_language_model if language else write_module)(tensors, founded, folder)
+        if unconfirmed:
+            text = f"One peer alone had the state of these parts, and nobody confirmed it: {', '.join(unconfirmed)}.\n"
+            (folder / UNCONFIRMED_FILE).write_text(text)

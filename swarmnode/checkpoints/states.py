@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
-from swarmnode.checkpoints.votes import ChosenStep, SecondVoice, Version, Votes, named
+from swarmnode.checkpoints.votes import ChosenStep, Electorate, SecondVoice, Version, Votes, named
 from swarmnode.codec.state_messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
 from swarmnode.errors import (
     CheckpointError,
@@ -183,6 +183,8 @@ async def fetch_states(
     patience_s: float = 60.0,
     progress: Progress | None = None,
     whole: bool = False,
+    electorate: Callable[[], Electorate] = Electorate,
+    on_unconfirmed: Callable[[Sequence[int]], None] = lambda _blocks: None,
 ) -> int:
     """Fetch one step of all these blocks from the peers of the store's run; which step it was.
 
@@ -190,18 +192,24 @@ async def fetch_states(
     are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
     `backups` is what this machine keeps for others, and counts as a peer's. What counts is what more than half of a block's
     holders have (`votes.py`). A lost peer's part comes from others; what came
-    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`votes.py`). Raises
+    stays on the disk for the next attempt. `on_unconfirmed`
+    hears of blocks that one holder alone vouches for. `whole`: where roots differ, every value has to be alike
+    (`votes.py`). Raises
     PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the disk is full.
     """
     fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole, backups)
     idle_since = asyncio.get_running_loop().time()
     while True:
         listings = await fetch.listings()
-        votes = Votes({peer: listing.entries for peer, listing in listings.items()})
+        votes = Votes({peer: listing.entries for peer, listing in listings.items()}, electorate())
         chosen = fetch.choose(votes)
         if chosen is not None:
             before = fetch.fetched_bytes
             if await fetch.bring(chosen, votes, listings, progress):
+                if chosen.unconfirmed:
+                    units = ", ".join(map(named, chosen.unconfirmed))
+                    log.warning("step %d: %s had one holder, and nobody confirms its state", chosen.step, units)
+                    on_unconfirmed(chosen.unconfirmed)
                 return chosen.step
             if fetch.fetched_bytes > before:
                 idle_since = asyncio.get_running_loop().time()

@@ -4,6 +4,9 @@ A peer is a holder of a block where it lists any state of it that is its own. A 
 holders list it (both, where there are two), and so does a version; what a version lacks in votes may be made up for by holders
 whose own versions are alike, for devices round differently (`SecondVoice`). A backup of a step makes its keeper a holder as
 far as this step goes: that it has others, or not this one, says nothing.
+
+Where peers that announce a unit as ready list its state, they alone have a say, and each owner one vote, however many peers it has.
+The state of the only holder is used and called unconfirmed.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group
+from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.weights.sources import Source
@@ -82,11 +87,13 @@ def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
 
 @dataclass(frozen=True)
 class ChosenStep:
-    """The step to fetch, and which version of each block. `lacking`: by block, how many votes more its version needs."""
+    """The step to fetch, and which version of each block. `lacking`: by block, how many votes more its version needs.
+    `unconfirmed`: blocks of which one holder alone has a say."""
 
     step: int
     versions: Mapping[int, Version]
     lacking: Mapping[int, int] = field(default_factory=dict)
+    unconfirmed: Sequence[int] = field(default=(), compare=False)
 
 
 def majority(holders: int) -> int:
@@ -94,10 +101,31 @@ def majority(holders: int) -> int:
     return holders // 2 + 1
 
 
+@dataclass(frozen=True)
+class Electorate:
+    """Peers as they announce themselves: whose vote is whose, and who is ready with what. One that knows nobody gives each peer a
+    vote of its own."""
+
+    announced: Mapping[PeerId, Announcement] = field(default_factory=dict)
+
+    def owner(self, peer: PeerId) -> str:
+        """Return whose vote a peer's is."""
+        known = self.announced.get(peer)
+        return peer if known is None else owner_of(Claimant(wide_group(known.addresses), peer))
+
+    def is_ready(self, peer: PeerId, block: int) -> bool:
+        """Return whether a peer announces that it is ready with a block; with what both ends share, if it holds one of them."""
+        known = self.announced.get(peer)
+        if known is None or known.life is not State.READY:
+            return False
+        return known.holds(block) if block != SHARED else known.span[0] < known.span[1]
+
+
 class Votes:
     """What each peer lists, once for each step and block."""
 
-    def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]]) -> None:
+    def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]], electorate: Electorate = Electorate()) -> None:
+        self._electorate = electorate
         self._versions: dict[int, dict[int, dict[PeerId, Version]]] = {}  # by step, block, holder
         self._newest: dict[int, dict[PeerId, int]] = {}  # by block and holder, backups apart
         for peer, entries in listings.items():
@@ -132,20 +160,36 @@ class Votes:
     def _of_step(self, step: int, blocks: Collection[int], failed: Collection[Version]) -> ChosenStep | None:
         versions: dict[int, Version] = {}
         lacking: dict[int, int] = {}
+        unconfirmed: list[int] = []
         for block in blocks:
-            listed = self._versions[step].get(block, {})
-            needed = majority(self._holders(step, block))
+            listed = self._listed(step, block)
+            holders = self._holders(step, block)
+            needed = majority(holders)
             votes = Counter(version for version in listed.values() if version not in failed)
             if len(listed) < needed or not votes:
                 return None
+            if holders == 1:
+                unconfirmed.append(block)
             versions[block] = max(votes, key=lambda version: (votes[version], version))
             if votes[versions[block]] < needed:
                 lacking[block] = needed - votes[versions[block]]
-        return ChosenStep(step, versions, lacking)
+        return ChosenStep(step, versions, lacking, tuple(unconfirmed))
+
+    def _listed(self, step: int, block: int) -> dict[str, Version]:
+        """By owner, the version of a block that has its vote."""
+        listed = self._versions[step].get(block, {})
+        voters = self._having_a_say(block, listed)
+        return {self._electorate.owner(peer): listed[peer] for peer in sorted(voters, reverse=True)}
+
+    def _having_a_say(self, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
+        """Of these peers those that announce the block as ready; all, if no peer does that lists it at any step."""
+        ready = [peer for peer in self._newest.get(block, {}) if self._electorate.is_ready(peer, block)]
+        return [peer for peer in peers if peer in ready] if ready else peers
 
     def _holders(self, step: int, block: int) -> int:
-        """How many have a say in a step."""
-        return len({*self._newest.get(block, {}), *self._versions[step].get(block, {})})
+        """How many owners have a say in a step."""
+        holders = {*self._newest.get(block, {}), *self._versions[step].get(block, {})}
+        return len({self._electorate.owner(peer) for peer in self._having_a_say(block, holders)})
 
     def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
         """Who has another version of the chosen step, and of which blocks."""
@@ -160,15 +204,21 @@ class Votes:
         nobody differs."""
         for step in sorted(self._versions, reverse=True):
             for block in blocks:
-                listed, holders = self._versions[step].get(block, {}), self._holders(step, block)
+                listed, holders = self._listed(step, block), self._holders(step, block)
                 if len(listed) >= majority(holders) and max(Counter(listed.values()).values()) < majority(holders):
                     return _sentence(step, block, listed, holders)
         return None
 
     def others(self, choice: ChosenStep, block: int) -> dict[PeerId, Version]:
-        """The holders of another version of the chosen step."""
-        listed = self._versions[choice.step].get(block, {})
-        return {peer: version for peer, version in listed.items() if version != choice.versions[block]}
+        """Holders of another version of the chosen step, one for each owner."""
+        every, chosen, others = self._versions[choice.step].get(block, {}), choice.versions[block], {}
+        owners = {owner for owner, version in self._listed(choice.step, block).items() if version == chosen}
+        for peer in self._having_a_say(block, every):
+            owner = self._electorate.owner(peer)
+            if every[peer] != chosen and owner not in owners:
+                owners.add(owner)
+                others[peer] = every[peer]
+        return others
 
     def reached(self, blocks: Collection[int]) -> int:
         """The latest step that some block's holders are at, by the word of more than any minority of them."""

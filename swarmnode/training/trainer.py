@@ -174,6 +174,8 @@ class _FeedingSession:
                     "or found another swarm"
                 ) from None
             return None
+        except NotFinite:
+            raise
         except SwarmnodeError as error:
             log.info("coordinator %s: %s", self._coordinator, error)
             self.failed = str(error)
@@ -268,6 +270,17 @@ class _FeedingSession:
             if code in LASTING:
                 self._trainer.last_failure = str(error)
             self._tell(Failed(lease.lease, error.peer or "", code, run=self._run.id))
+            if code == ErrorCode.NOT_FINITE:
+                await asyncio.to_thread(self._check_data, lease)
+
+    def _check_data(self, lease: Lease) -> None:
+        """Raises NotFinite where the data themselves hold NaN: then no other peer would help."""
+        for values in self._trainer.batches.microbatch(lease.step, lease.number, self._run):
+            if any(value.is_floating_point() and bool(value.isnan().any()) for value in values):
+                raise NotFinite(
+                    f"step {lease.step}, microbatch {lease.number}: the data hold NaN; look at what the dataset gives",
+                    unit=0,
+                )
 
     def _tell(self, body: Body) -> None:
         if self._channel is not None and self._channel.open:

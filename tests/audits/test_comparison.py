@@ -117,3 +117,38 @@ def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
 def test_of_two_runs_that_part_earlier_nothing_can_be_said() -> None:
     found = compare(HONEST, run(states(5), states(2), IDS), lambda _unit: Codec.NONE, Calibration())
     assert (found.agree_at(0), found.agree_at(1), found.agree_at(2)) == (False, None, None)
+
+
+def shifted(layer: int, at: int, size: float) -> torch.Tensor:
+    """States of which one position, or all from one on, is off by so much of its length."""
+    sent, off = states(layer), states(layer + 50)
+    sent[at] += size * off[at]
+    return sent
+
+
+def test_one_position_falsified_is_found_at_the_hop_that_did_it() -> None:
+    zeroed = states(1)
+    zeroed[62] = 0
+    swapped = states(1)
+    swapped[[3, 4]] = swapped[[4, 3]]
+    for lied in (zeroed, swapped, shifted(1, 0, 1e-3)):
+        assert false_hop(run(lied, states(3), [9] * 64)) == 0
+
+
+def test_a_hop_is_not_judged_for_what_it_was_sent_otherwise() -> None:
+    """The hop before lies by less than is far at position 40, and all that follows is made of it."""
+    tolerance = Calibration().tolerance("float32", Codec.NONE, units=2).deviation
+    lied = shifted(1, 40, 12 * tolerance)
+    behind = states(2)
+    behind[40:] = states(3)[40:]
+    drawn = IDS[:41] + [9] * 23
+    found = compare(HONEST, run(lied, behind, drawn), lambda _unit: Codec.NONE, Calibration())
+    assert (found.false_hop, found.near_hop) == (None, 0)
+    assert [judged.compared for judged in found.judgements] == [64, 40, 41]
+    assert found.is_near_miss(0, 64) is True
+    assert found.is_near_miss(1, 40) is False
+    assert found.is_near_miss(1, 64) is None, "of what came later nothing can be said"
+    assert found.agree_at(1, 64) is None
+
+    behind[30] = states(4)[30]
+    assert false_hop(run(lied, behind, drawn)) == 1, "for what it made of what was sent to it as to the other"

@@ -16,7 +16,7 @@ from swarmnode.checkpoints.backups import AT_ONCE, BACKUP_PROTOCOL, TURN_S, Back
 from swarmnode.checkpoints.export import whole_step
 from swarmnode.checkpoints.state_server import StateServer
 from swarmnode.checkpoints.states import Listing, fetch_states, list_states, state_board
-from swarmnode.checkpoints.votes import Votes
+from swarmnode.checkpoints.votes import Electorate, Votes
 from swarmnode.codec.messages import Hello
 from swarmnode.codec.state_messages import BackUp, StateEntry
 from swarmnode.errors import ErrorCode, LocalError, PeerRefused
@@ -315,3 +315,30 @@ def test_the_step_is_one_of_which_all_units_are_there() -> None:
     found = whole_step({"front": front, "keeper": keeper}, UNITS)
     assert found is not None and (found.run, found.step) == (RUN, 40)
     assert whole_step({"front": front}, UNITS) is None
+
+
+def living_at(peer: str, units: tuple[int, int], address: str, state: State = State.READY) -> Announcement:
+    return Announcement(1, bytes(32), peer, 1, 1.0, 2.0, 0.0, state=state, span=units, addresses=(address,))
+
+
+def test_identities_do_not_decide_what_a_lone_holder_has() -> None:
+    """Two of them outvoted it: without a word that they hold the unit, and with one network between them."""
+    lone = living_at("lone", (0, 1), "/ip4/9.9.9.9/tcp/1")
+    listings = {"lone": entries(0, 50), "one": entries(0, 50, 60, root=OTHER), "two": entries(0, 50, 60, root=OTHER)}
+    strangers = {name: living_at(name, (1, 2), "/ip4/8.8.8.8/tcp/1") for name in ("one", "two")}
+    loading = {name: living_at(name, (0, 1), "/ip4/8.8.8.8/tcp/1", State.LOADING) for name in ("one", "two")}
+    for others in ({}, strangers, loading):
+        chosen = Votes(listings, Electorate({"lone": lone, **others})).choose((0,))
+        assert chosen is not None
+        assert (chosen.step, chosen.unconfirmed) == (50, (0,))
+        assert chosen.versions[0] == Votes({"lone": listings["lone"]}).choose((0,)).versions[0]  # type: ignore[union-attr]
+
+
+def test_an_owner_has_one_vote() -> None:
+    at = {"lone": "/ip4/9.9.9.9/tcp/1", "one": "/ip4/8.8.8.8/tcp/1", "two": "/ip4/8.8.8.9/tcp/1"}
+    electorate = Electorate({name: living_at(name, (0, 1), address) for name, address in at.items()})
+    listings = {"lone": entries(0, 50), "one": entries(0, 50, root=OTHER), "two": entries(0, 50, root=OTHER)}
+    chosen = Votes(listings, electorate).choose((0,))
+    assert chosen is not None and chosen.lacking == {0: 1}, "one against one"
+    assert len(Votes(listings, electorate).others(chosen, 0)) == 1
+    assert not chosen.unconfirmed

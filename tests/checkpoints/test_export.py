@@ -52,7 +52,7 @@ class World:
             peer_id="me",
             hello=self.hello,
             link_config=LinkConfig(),
-            directory=SimpleNamespace(peers=lambda: list(self.peers)),
+            directory=SimpleNamespace(peers=lambda: dict.fromkeys(self.peers)),
             config=SimpleNamespace(home=folder / "home", max_cache_bytes=None),
         )
 

@@ -69,6 +69,35 @@ def noise_on_every_tenth(size: float) -> Change:
     return change
 
 
+def zeroed(*places: int, of_prompts: bool = True) -> Change:
+    """Nothing at these places of a prompt, or of what else comes as one."""
+
+    def change(hidden_BTH: Tensor) -> Tensor:
+        if (hidden_BTH.shape[1] > 1) is of_prompts:
+            hidden_BTH = hidden_BTH.clone()
+            hidden_BTH[:, list(places)] = 0
+        return hidden_BTH
+
+    return change
+
+
+def swapped(hidden_BTH: Tensor) -> Tensor:
+    """The second place of a prompt for the first, and the other way round."""
+    return hidden_BTH[:, [1, 0, *range(2, hidden_BTH.shape[1])]] if hidden_BTH.shape[1] > 1 else hidden_BTH
+
+
+def a_little_off(size: float) -> Change:
+    """The first place of a prompt by so much of its length."""
+
+    def change(hidden_BTH: Tensor) -> Tensor:
+        if hidden_BTH.shape[1] > 1:
+            hidden_BTH = hidden_BTH.clone()
+            hidden_BTH[:, 0] *= 1 + size
+        return hidden_BTH
+
+    return change
+
+
 def results(client: SwarmClient) -> dict[str, float]:
     return {reading.labels[0]: reading.value for reading in client.auditor.readings() if reading.value}
 

@@ -19,12 +19,16 @@ from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import (
     ALWAYS,
     TOKENS,
+    Change,
+    a_little_off,
     generate_until_shunned,
     hop_in_use,
     noise_on_every_tenth,
     results,
+    swapped,
     tamper,
     three_by_two,
+    zeroed,
 )
 from tests.node.conftest import Founded
 from tests.tiny import PROMPT
@@ -59,6 +63,40 @@ async def test_who_perturbs_one_step_in_ten_is_left_out(founded: Founded, tmp_pa
         assert client.auditor.standing.shunned == {liar.peer}
         after = await client.generate(PROMPT, max_new_tokens=4)
         assert liar.peer not in {hop.peer for hop in after.route}
+
+
+@in_virtual_time
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "lie", [zeroed(-1, -2), zeroed(0), swapped], ids=["last two zeroed", "first zeroed", "swapped"]
+)
+async def test_one_false_position_of_a_prompt_is_enough(
+    founded: Founded, tmp_path: Path, lie: Change, dtype: str
+) -> None:
+    """These passed for noise, and the hop behind, which made of them what follows from them, was shunned."""
+    async with three_by_two(founded.into, tmp_path, dtype=dtype) as (swarm, client):
+        liar = await hop_in_use(swarm, client, 0)
+        tamper(liar, lie)
+        assert await generate_until_shunned(client, 3) <= 3
+        assert client.auditor.standing.shunned == {liar.peer}
+
+
+@in_virtual_time
+async def test_near_misses_lower_trust_and_add_up(founded: Founded, tmp_path: Path) -> None:
+    async with three_by_two(founded.into, tmp_path) as (swarm, client):
+        liar = await hop_in_use(swarm, client, 0)
+        for _ in range(2):
+            await client.generate(PROMPT, max_new_tokens=TOKENS)
+            await client.auditor.idle()
+        trusted = client.auditor.standing.trust(liar.peer)
+        assert trusted > 0
+        tamper(liar, a_little_off(1.2e-5))
+        await client.generate(PROMPT, max_new_tokens=TOKENS)
+        await client.auditor.idle()
+        assert client.auditor.standing.trust(liar.peer) < trusted
+        assert not client.auditor.standing.shunned
+        await generate_until_shunned(client, 12)
+        assert client.auditor.standing.shunned == {liar.peer}
 
 
 @in_virtual_time

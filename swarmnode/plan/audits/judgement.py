@@ -1,7 +1,8 @@
 """Judgement: the comparison of a hop's work with a replica's, by the noise of honest replicas.
 
 Honest replicas differ beyond the tolerance now and then, and draw another token. So it is counted how often, and the work is false
-where honest replicas would differ so often once in ten million times.
+where honest replicas would differ so often once in ten million times; or where one position lies farther off than any honest one.
+What comes near that is a near miss, which is counted over a peer's texts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from swarmnode.net.interfaces import PeerId
 CHANCE = 1e-7
 MARGIN = 1.25  # over what was found
 BEYOND = 1e-4  # of the positions
+FAR = 8.0  # times the tolerance, at a single position: honest ones lay at 3.3 at most, over a trained model in bfloat16
+FAR_EXACT = 32.0  # of float32 that travels as it is: honest ones lay at 5.9 at most, lies at 1,600 and more
+NEAR = 0.5  # of what is far
 TABLE_UNITS = 8
 SHALLOW_UNITS = 4
 ROUNDING = 1e-7  # of a sketch itself
@@ -49,11 +53,12 @@ class Noise:
 @dataclass(frozen=True)
 class Tolerance:
     """Up to which relative deviation a position counts as the same, which share of honest positions may lie `beyond`, and of honest
-    tokens be another."""
+    tokens be another; how many times the deviation is `far`."""
 
     deviation: float
     beyond: float
     other_tokens: float
+    far: float = FAR
 
 
 UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: what is grossly false shows
@@ -115,7 +120,8 @@ class Calibration:
         noise = noise_of(number_format, codec)
         factor = min(self.most, max(1.0, _ratio(number_format, codec, deviations, units) or 1.0))
         factor *= ADAPTED if adapted else 1.0
-        return Tolerance(max(ROUNDING, MARGIN * noise.high * _depth(units) * factor), BEYOND, noise.other_tokens)
+        far = FAR_EXACT if (number_format, codec) == ("float32", Codec.NONE) else FAR
+        return Tolerance(max(ROUNDING, MARGIN * noise.high * _depth(units) * factor), BEYOND, noise.other_tokens, far)
 
 
 def _ratio(number_format: str, codec: Codec, deviations: Sequence[float], units: int) -> float | None:
@@ -131,30 +137,31 @@ def _depth(units: int) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of `compared` positions `beyond` were not the same; `worst` is the largest deviation over what is tolerated."""
+    """Of the first `compared` positions `beyond` were not the same; `worst` is the largest deviation over what is tolerated.
+    `near`: not false, and nearer to that than honest work is."""
 
     compared: int
     beyond: int
     worst: float
     false: bool
+    near: bool = False
 
 
 def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement:
     """Of what a hop sent on at a segment's positions: relative deviations from what a replica sent on."""
     ratios = [deviation / tolerance.deviation for deviation in deviations]
     beyond = sum(not ratio <= 1.0 for ratio in ratios)  # so that NaN is beyond
-    return _judgement(len(ratios), beyond, max(ratios, default=0.0), tolerance.beyond)
+    worst = max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=0.0)
+    false = worst > tolerance.far or _chance_of_at_least(beyond, len(ratios), tolerance.beyond) < CHANCE
+    return Judgement(len(ratios), beyond, worst, false, near=not false and worst > NEAR * tolerance.far)
 
 
 def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
     """Of the tokens that the last hop drew, and those that a replica drew at the same positions after the same text."""
     compared = min(len(drawn), len(again))
     other = sum(one != two for one, two in zip(drawn, again, strict=False))
-    return _judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), tolerance.other_tokens)
-
-
-def _judgement(compared: int, beyond: int, worst: float, rate: float) -> Judgement:
-    return Judgement(compared, beyond, worst, _chance_of_at_least(beyond, compared, rate) < CHANCE)
+    false = _chance_of_at_least(other, compared, tolerance.other_tokens) < CHANCE
+    return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false)
 
 
 def _chance_of_at_least(beyond: int, compared: int, rate: float) -> float:

@@ -38,7 +38,8 @@ class OutstandingLease:
 
     `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: peers that may be why it failed;
     None as long as that is to be seen from the counts of its stages. `failed_at`, `code`: the stage that could not, and its reason,
-    by the trainer's word; empty if it names none.
+    by the trainer's word; empty if it names none. `claimed`: a stage
+    has said that it met NaN in it.
     """
 
     lease: int
@@ -52,6 +53,7 @@ class OutstandingLease:
     suspects: frozenset[PeerId] | None = None
     failed_at: PeerId = ""
     code: int = 0
+    claimed: bool = False
 
     def passes(self, peer: PeerId) -> bool:
         """Return whether a stage is on the route."""
@@ -94,6 +96,10 @@ class StepLedger:
         """Return the lease of this number; None if it is over, called back, or another trainer's."""
         found = self._leases.get(lease)
         return found if found is not None and found.trainer == trainer and not found.called_back else None
+
+    def lease(self, number: int) -> OutstandingLease | None:
+        """Return the lease of this number; None if it is over."""
+        return self._leases.get(number)
 
     def free(self) -> list[int]:
         """Return the microbatches that can be leased: some unit has not counted them, and they have no lease."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ HALF_LIFE_S = 3 * 86_400.0  # of what was passed
 SHUN_S = 7 * 86_400.0
 DOUBT_S = 3 * 86_400.0
 DOUBTS = 3  # with as many different others
+NEAR_MISSES = 3  # texts, at least
+NEAR_MISS_RATE = 1e-4  # texts of honest peers that come near, a position
+CHANCE = 1e-7  # of so many by accident
 HALF_TRUST = 2_000.0  # audited positions
 NEWCOMER_WEIGHT = 0.25
 MAX_PEERS = 1_024
@@ -96,12 +100,15 @@ def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
 
 
 class PeerStanding(msgspec.Struct):
-    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when."""
+    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when. `near_misses`: texts that lay a little too
+    far off, of `audited` positions since it was first known, both as of `at`."""
 
     passed: float = 0.0
     at: float = 0.0
     shunned_until: float = 0.0
     doubts: dict[str, float] = {}
+    near_misses: float = 0.0
+    audited: float = 0.0
 
 
 class Standing:
@@ -140,8 +147,21 @@ class Standing:
 
     def pass_audit(self, peer: PeerId, positions: int) -> None:
         """So many of its positions were found right."""
-        known = self._known(peer)
-        known.passed, known.at = self._passed(peer) + positions, self._now()
+        known = self._aged(peer)
+        known.passed += positions
+        known.audited += positions
+
+    def come_near(self, peer: PeerId) -> None:
+        """A text of it or of another one lay a little too far off, and nobody can tell whose: it has half of its trust left."""
+        self._aged(peer).passed /= 2
+
+    def near_miss(self, peer: PeerId, positions: int) -> bool:
+        """A text of it, of so many positions, lay a little too far off. Whether that was one too many: then it is to be shunned."""
+        known = self._aged(peer)
+        known.passed /= 2
+        known.near_misses += 1
+        known.audited += positions
+        return are_too_many(known.near_misses, known.audited)
 
     def forfeit(self, peer: PeerId) -> None:
         """It did not say what it did, which may be no fault of its own: what it has passed counts no more."""
@@ -166,6 +186,7 @@ class Standing:
         """It was found to compute falsely: it begins anew, in a week."""
         known = self._known(peer)
         known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
+        known.near_misses = known.audited = 0.0
 
     def save(self) -> None:
         """Write the file if something changed. If it cannot be written, that is logged."""
@@ -181,6 +202,16 @@ class Standing:
         known = self._peers.get(peer)
         return 0.0 if known is None else known.passed * 0.5 ** max(0.0, (self._now() - known.at) / HALF_LIFE_S)
 
+    def _aged(self, peer: PeerId) -> PeerStanding:
+        """Its entry as of now, which is about to change: what was found is half forgotten after HALF_LIFE_S."""
+        known, now = self._known(peer), self._now()
+        left = 0.5 ** max(0.0, (now - known.at) / HALF_LIFE_S)
+        known.passed, known.near_misses, known.audited = (
+            left * count for count in (known.passed, known.near_misses, known.audited)
+        )
+        known.at = now
+        return known
+
     def _known(self, peer: PeerId) -> PeerStanding:
         """Its entry, which is about to change; who matters least gives way."""
         self._changed = True
@@ -189,3 +220,13 @@ class Standing:
             least = min(self._peers, key=lambda one: (self._peers[one].shunned_until > now, self._passed(one)))
             del self._peers[least]
         return self._peers.setdefault(peer, PeerStanding())
+
+
+def are_too_many(near_misses: float, positions: float) -> bool:
+    """Whether so many texts with a near miss, of so many positions together, are more than an honest peer would have once in ten
+    million times."""
+    if near_misses < NEAR_MISSES:
+        return False
+    expected = NEAR_MISS_RATE * positions
+    below = math.fsum(expected**count / math.factorial(count) for count in range(math.floor(near_misses)))
+    return 1 - math.exp(-expected) * below < CHANCE

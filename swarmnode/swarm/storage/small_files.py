@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+UNCONFIRMED_FILE = "UNCONFIRMED.txt"  # beside an exported checkpoint, of which a part has one holder
+
+
 def check_free(out: Path, *, force: bool = False) -> None:
     """Raises UsageError unless `out` is free, an empty folder, or (`force`) a folder of nothing but a checkpoint's files."""
     if not out.exists() and not out.is_symlink():
@@ -33,7 +36,7 @@ def check_free(out: Path, *, force: bool = False) -> None:
     names = [path.name for path in out.iterdir()]
     if names and not force:
         raise UsageError(f"{out} is there already; name a folder that does not exist yet, or --force to replace it")
-    foreign = sorted(name for name in names if not is_allowed_name(name))
+    foreign = sorted(name for name in names if name != UNCONFIRMED_FILE and not is_allowed_name(name))
     if foreign:
         raise UsageError(
             f"{out} holds {foreign[0]}, which is no file of a checkpoint: it is not replaced, even by --force"

@@ -197,10 +197,9 @@ class Dispatcher:
         hops = [trainer.peer, *(peer for peer, _ in record.route)]
         is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
         place = hops.index(failed.peer) if is_stage else 0
-        suspects = frozenset(hops[max(0, place - 1) : place + 1])
-        if is_stage:
+        if is_stage and failed.code != ErrorCode.NOT_FINITE:  # of NaN, claims decide (`step_loop.py`)
             record.failed_at, record.code = failed.peer, failed.code
-        self._call_back(record, frozenset() if failed.code == ErrorCode.NOT_FINITE else suspects)
+        self._call_back(record, frozenset(hops[max(0, place - 1) : place + 1]))
 
     def expire(self) -> None:
         """Call back what has been out for too long."""
@@ -226,7 +225,10 @@ class Dispatcher:
 
     def blame(self, record: OutstandingLease) -> frozenset[PeerId]:
         """Strike the peers that may be why a lease failed, once all its stages have said what they counted; return these peers.
-        If no stage has counted it, it is the fault of any of them, or of a trainer that has fed nothing yet while others have."""
+        If a stage has met NaN in it they are struck already. If no stage has counted it, it is the fault of any of them, or of a
+        trainer that has fed nothing yet while others have."""
+        if record.claimed:
+            return frozenset()
         suspects = self.ledger.around_the_gap(record) if record.suspects is None else record.suspects
         if record.suspects is None and not suspects:
             is_stranger = bool(self._proven) and record.trainer not in self._proven
@@ -234,12 +236,16 @@ class Dispatcher:
         if record.failed_at and not self.strikes.rests(record.failed_at):  # else it is the same failure
             self.failed_attempts.note(record.number, record.failed_at, record.code, record.trainer)
         for peer in suspects:
-            self.strikes.strike(peer)
-        if record.trainer in suspects and record.trainer not in self._proven:
-            self.strikes.strike(NEWCOMERS)
-        elif self.strikes.in_a_row(record.trainer) >= OUT:
-            self._proven.pop(record.trainer, None)
+            self.strike(peer, is_trainer=peer == record.trainer)
         return suspects
+
+    def strike(self, peer: PeerId, *, is_trainer: bool = False) -> None:
+        """Leave a peer alone for a while. A trainer that fails again and again is none any more that has proven itself."""
+        self.strikes.strike(peer)
+        if is_trainer and peer not in self._proven:
+            self.strikes.strike(NEWCOMERS)
+        elif is_trainer and self.strikes.in_a_row(peer) >= OUT:
+            self._proven.pop(peer, None)
 
     def lose(self, peer: PeerId) -> None:
         """Forget a stage with what it had counted: nothing is expected of it, and leases through it are called back."""

@@ -7,7 +7,6 @@ which event of `plan/training/coordination.py` that is, and the coordinator has 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +90,7 @@ class StepLoop:
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
         self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
-        self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
+        self._claims: list[frozenset[PeerId]] = []  # of NaN, in this step: who may be why
         self._expected = ExpectedStep()
         self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # the step, and the stages
         self._begins = True  # nothing is leased yet
@@ -248,24 +247,52 @@ class StepLoop:
                 self.dispatcher.failed_attempts.note(ALL_REDUCE, member.peer, body.code)
                 self._stop_if_hopeless()
         if body.code == ErrorCode.NOT_FINITE:
-            self._hear_claim(member, body.unit)
+            self._hear_claim(member, body)
 
-    def _hear_claim(self, member: WorkerHandle, unit: int) -> None:
-        """NaN, by the word of one stage. It is asked again, of another one where there is one; twice, and the run is stopped."""
-        if unit >= 0 and not member.span.start <= unit < member.span.end:
+    def _hear_claim(self, member: WorkerHandle, claim: Failed) -> None:
+        """NaN in a microbatch, by the word of one stage: made by a unit of its own, or sent by a neighbour.
+
+        Peers that are in all claims of the step may be why, and are not asked again before a pause. The run is stopped where no
+        peer is in all of them; and by the second claim where the step can do without none of those that are."""
+        if claim.unit >= 0 and not member.span.start <= claim.unit < member.span.end:
             return  # of what it does not hold it knows nothing
-        self._claims[member.peer] += 1
-        ends = (0, self.office.units - 1)
-        held = ends if unit < 0 else (unit,)
-        others = [
-            other
-            for other in self.worker_group.usable()
-            if other.peer != member.peer and any(other.span.start <= one < other.span.end for one in held)
-        ]
-        if len(self._claims) > 1 or (not others and self._claims[member.peer] > 1):
+        record = self._ledger.lease(claim.lease)
+        suspects = self._suspects(member.peer, claim, record)
+        if suspects is None or (record is not None and record.claimed):
+            return
+        if record is not None:
+            record.claimed = True
+        self._claims.append(suspects)
+        common = frozenset.intersection(*self._claims)
+        if not common or (len(self._claims) > 1 and not any(map(self._can_do_without, common))):
+            unit = claim.unit if claim.unit >= 0 or not claim.peer else member.span.start
             self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
-        else:
-            self.office.strikes.strike(member.peer)
+            return
+        for peer in common:
+            self.dispatcher.strike(peer, is_trainer=record is not None and peer == record.trainer)
+        spared = [peer for peer in common if self.worker_group.can_spare(peer)]
+        if len(self._claims) >= OUT and len(spared) == 1:
+            self.worker_group.dismiss(spared[0], "what passes it holds NaN or infinity")
+
+    def _suspects(self, claimant: PeerId, claim: Failed, record: OutstandingLease | None) -> frozenset[PeerId] | None:
+        """Who may be why a stage says that it met NaN: of what a neighbour sent, these two; of what it made of finite values, all
+        that may have made those large. None where it says so of a microbatch that it has nothing to do with, or of no neighbour."""
+        if record is None:
+            return frozenset({claimant}) if not claim.lease and not claim.peer else None
+        hops = [record.trainer, *(peer for peer, _ in record.route)]
+        if claimant not in hops[1:]:
+            return None
+        if not claim.peer:
+            return frozenset(hops if self._can_do_without(record.trainer) else hops[1:])
+        place = hops.index(claimant, 1)
+        feeds = claim.peer == record.trainer and place in (1, len(hops) - 1)  # inputs, and labels
+        near = claim.peer in hops[place - 1 : place + 2] and claim.peer != claimant
+        return frozenset({claimant, claim.peer}) if near or feeds else None
+
+    def _can_do_without(self, peer: PeerId) -> bool:
+        """Whether others hold all units that a stage holds, or a trainer is not the only one."""
+        trainers = {line.peer for line in self.trainer_connections}
+        return len(trainers) > 1 if peer in trainers else self.worker_group.can_spare(peer)
 
     def lose(self, peer: PeerId) -> None:
         """A stage is gone."""

@@ -23,9 +23,18 @@ from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Encoded, decode_values
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
-from swarmnode.compute.training.saved_activations import Gradients
+from swarmnode.compute.training.saved_activations import Gradients, is_finite
 from swarmnode.compute.training.segment import Values, moved
-from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.errors import (
+    ErrorCode,
+    NotFinite,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    SwarmnodeError,
+    refusal,
+)
 from swarmnode.measuring.meters import BACKWARD, FORWARD, TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
@@ -48,6 +57,13 @@ T = TypeVar("T")
 LONGEST_S = 3600.0  # whatever a lease says
 URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
+
+
+class NotFiniteInput(PeerRefused):
+    """What a peer sent holds NaN or infinity, which no honest one sends on."""
+
+    def __init__(self, peer: PeerId) -> None:
+        super().__init__(f"peer {peer} sent NaN or infinity", code=ErrorCode.NOT_FINITE, peer=peer)
 
 
 class TrainingMeter(StageMeter):
@@ -80,8 +96,8 @@ class MicrobatchStage(Protocol):
     def lost_counts(self) -> None:
         """A pass back broke off, and with it went what its device had counted."""
 
-    def blame(self, error: NotFinite) -> None:
-        """A unit met NaN."""
+    def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
+        """A unit met NaN in a microbatch, or another peer sent it."""
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """It is over, in whatever way."""
@@ -142,8 +158,8 @@ class MicrobatchInFlight:
                 infos, payload = self._returned
                 self._finish(Backward(loss, self._present, infos, self.body.run), payload)
         except SwarmnodeError as error:
-            if isinstance(error, NotFinite):
-                self._stage.blame(error)
+            if isinstance(error, NotFinite | NotFiniteInput):
+                self._stage.blame(error, self.body.lease)
             self._fail(error)
         except asyncio.CancelledError:
             self.end()
@@ -241,7 +257,10 @@ class MicrobatchInFlight:
         peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
         if next_hop is not None:
             self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
-        flowing = iter(decode_values(answer.values, payload, part.segment.device))
+        came = decode_values(answer.values, payload, part.segment.device)
+        if not is_finite(came):
+            raise NotFiniteInput(peer)
+        flowing = iter(came)
         return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
@@ -252,12 +271,20 @@ class MicrobatchInFlight:
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = decode_values(body.values, self._payload, device)
+            if body.hop and not is_finite(values):
+                raise NotFiniteInput(body.sender)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
             self.kept = checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
         values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
-        with self._passing(FORWARD, part, units):
-            return part.learner.forward(place, body.number, units.start, units.end, values, labels)
+        try:
+            with self._passing(FORWARD, part, units):
+                return part.learner.forward(place, body.number, units.start, units.end, values, labels)
+        except NotFinite:
+            fed = (*labels, *(values if units.start == 0 else ()))
+            if any(value.is_floating_point() and bool(value.isnan().any()) for value in fed):
+                raise NotFiniteInput(body.feeder) from None  # of infinities some are meant: masks
+            raise
 
     def _labels_on(self, part: TrainingPart) -> Values:
         """What the loss needs, which is let go; none but at the last device of the last hop."""
@@ -282,6 +309,9 @@ class MicrobatchInFlight:
             inputs = tuple(None for _ in inputs)
         self._present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
+        if not is_finite(flowing):
+            unit = self._passed[0][1].start
+            raise NotFinite(f"the gradient that leaves unit {unit} is NaN or infinite", unit=unit)
         self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
         if self.kept is not None:
             self.kept.returned = self._returned

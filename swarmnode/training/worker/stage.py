@@ -50,7 +50,7 @@ from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import refusal_of
 from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
 from swarmnode.training.worker.following import Following, LeadClaims
-from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
+from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, NotFiniteInput, TrainingMeter, place_of
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingParts
 
@@ -197,12 +197,13 @@ class TrainingStage:
         discarding = self.bench.call(Urgency.CONTROL, self.state.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
 
-    def blame(self, error: NotFinite) -> None:
-        """Let the coordinator know which unit met NaN."""
+    def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
+        """Let the coordinator know which unit met NaN in a microbatch, or which peer sent it."""
         self.meter.not_finite += 1
         line = self.following.line
         if line is not None and line.open:
-            line.send(Failed(0, "", error.code, error.unit, self.state.run_id))
+            peer, unit = (error.peer or "", -1) if isinstance(error, NotFiniteInput) else ("", error.unit)
+            line.send(Failed(lease, peer, ErrorCode.NOT_FINITE, unit, self.state.run_id))
 
     # -- the coordinator's word
 

@@ -9,6 +9,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.plan.audits.judgement import (
+    FAR,
     MAX_FACTOR,
     NOISE,
     SPREAD,
@@ -29,9 +30,16 @@ def honest(count: int, seed: int = 0) -> list[float]:
     return [abs(dice.gauss(median, median / 3)) for _ in range(count)]
 
 
-def test_honest_noise_passes_and_one_step_far_off_is_an_accident() -> None:
+def test_honest_noise_passes_and_one_step_somewhat_off_is_an_accident() -> None:
     assert not judge_states(honest(512), TOLERANCE).false
-    assert not judge_states([*honest(511), 10 * TOLERANCE.deviation], TOLERANCE).false
+    near = judge_states([*honest(511), 2 * TOLERANCE.deviation], TOLERANCE)
+    assert (near.false, near.beyond) == (False, 1)
+
+
+@pytest.mark.parametrize("size", [1.01 * FAR, 10.0, math.inf, math.nan])
+@pytest.mark.parametrize("count", [1, 19, 512])
+def test_one_position_that_no_honest_peer_would_be_so_far_off_at_is_false(size: float, count: int) -> None:
+    assert judge_states([*honest(count - 1), size * TOLERANCE.deviation], TOLERANCE).false
 
 
 def test_every_tenth_step_at_five_times_the_noise_is_false() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.swarm.peers.standing import DOUBTS, HALF_LIFE_S, HALF_TRUST, MAX_PEERS, SHUN_S, Standing
+from swarmnode.swarm.peers.standing import DOUBTS, HALF_LIFE_S, HALF_TRUST, MAX_PEERS, SHUN_S, Standing, are_too_many
 
 
 class Clock:
@@ -59,6 +59,31 @@ def test_doubts_with_one_peer_count_once_and_with_several_add_up(standing: Stand
         assert not standing.doubt("one", f"peer {number}")
     assert standing.doubt("one", "the last")
     assert standing.shunned == {"one"}
+
+
+def test_near_misses_add_up_over_texts() -> None:
+    """Honest peers have one in 10,000 positions. One in each text of 128 is found after a few, one in each tenth text later."""
+    assert not are_too_many(2, 0), "whatever their texts are"
+    assert not are_too_many(3, 3 * 128)
+    assert are_too_many(5, 5 * 128)
+    assert not are_too_many(100, 1e6)
+    assert are_too_many(100, 500 * 128)
+
+
+def test_near_misses_lower_trust_add_up_and_are_forgotten(standing: Standing, clock: Clock, tmp_path: Path) -> None:
+    standing.pass_audit("honest", int(HALF_TRUST))
+    assert not standing.near_miss("honest", 128)
+    assert standing.trust("honest") == pytest.approx(1 / 3)
+    standing.come_near("honest")
+    assert standing.trust("honest") == pytest.approx(1 / 5)
+    assert not any(standing.near_miss("honest", 10_000) for _ in range(20)), "as often as chance has it"
+
+    said = [standing.near_miss("liar", 128) for _ in range(5)]
+    assert said == [False] * 4 + [True]
+    standing.save()
+    assert Standing(tmp_path / "standing" / "swarm.json", clock).near_miss("liar", 128), "over restarts"
+    clock.now += 3 * HALF_LIFE_S
+    assert not standing.near_miss("liar", 128)
 
 
 def test_a_crowd_of_names_does_not_make_the_shunned_forgotten(standing: Standing) -> None:

@@ -1,0 +1,17 @@
+"""A peer is off at one position of each text, by a little less than is false."""
+
+from __future__ import annotations
+
+from attack import Outcome, main
+from liar import found_out
+
+from tests.node.audited_swarm import a_little_off, tamper
+
+VIRTUAL, FAST = True, False
+
+
+async def attack() -> Outcome:
+    return await found_out(lambda member, _model: tamper(member, a_little_off(1.2e-5)))
+
+
+main(__name__, attack, virtual=VIRTUAL)

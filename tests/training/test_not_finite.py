@@ -1,0 +1,126 @@
+"""NaN and infinity that one peer sends: who sent them is left alone, the others train on. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from swarmnode.codec.frames import Frame, FrameKind
+from swarmnode.compute.training.datasets.batches import Batches, Microbatch
+from swarmnode.errors import NotFinite
+from swarmnode.swarm.records.run import Run
+from tests.peer.training_swarm import until
+from tests.training.sabotage import Ill, Saboteur
+from tests.training.test_hangs import STEPS, Scenario, in_scenario
+
+PAIRS = (0, 0, 1, 1, 2, 2)
+LATE = 20  # frames: in the middle of a step
+LIAR = 3  # of the middle unit: activations go on from it, and gradients back
+
+
+class Sender(Saboteur):
+    """Sends float32 values of one number, or its own times a factor, in frames of this kind."""
+
+    def __init__(
+        self, kind: FrameKind, number: float = math.nan, *, factor: float | None = None, after: int = LATE
+    ) -> None:
+        super().__init__(Ill.PINGS, after)
+        self._kind = kind
+        self._number = number
+        self._factor = factor
+        self.lies = 0
+
+    def instead_of(self, frame: Frame) -> Frame | None:
+        if not self.tripped or frame.kind != self._kind or not frame.payload:
+            return frame
+        self.lies += 1
+        sent = torch.frombuffer(bytearray(frame.payload), dtype=torch.float32)
+        lied = torch.full_like(sent, self._number) if self._factor is None else sent * self._factor
+        return msgspec.structs.replace(frame, payload=lied.numpy().tobytes())
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", [FrameKind.FORWARD, FrameKind.BACKWARD], ids=["activations", "gradients"])
+def test_the_others_train_on(tmp_path: Path, kind: FrameKind, number: float) -> None:
+    """It ended the run and blamed the honest stage behind, or had the microbatch tried 580 times in 5 s."""
+    sender = Sender(kind, number)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*PAIRS)
+        await scene.train()
+        assert len(scene.losses) == STEPS
+
+    in_scenario(tmp_path, test, **{f"peer_{LIAR}": sender})
+    assert 0 < sender.lies < 40
+
+
+@pytest.mark.parametrize("kind", [FrameKind.FORWARD, FrameKind.BACKWARD], ids=["activations", "gradients"])
+def test_where_nobody_else_has_the_unit_the_run_ends_after_a_pause(tmp_path: Path, kind: FrameKind) -> None:
+    sender = Sender(kind)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 1, 2)
+        with pytest.raises(NotFinite):
+            await scene.train()
+
+    in_scenario(tmp_path, test, peer_1=sender)
+    assert 1 < sender.lies < 40
+
+
+def test_values_out_of_all_reason_are_put_down_to_who_made_them(tmp_path: Path) -> None:
+    """They overflow in the honest stage behind, which says that it met NaN: on one route only."""
+    sender = Sender(FrameKind.FORWARD, 3e38)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*PAIRS)
+        await scene.train()
+        assert len(scene.losses) == STEPS
+
+    in_scenario(tmp_path, test, **{f"peer_{LIAR}": sender})
+    assert sender.lies
+
+
+def test_a_trainer_that_sends_nan_does_not_stop_another_one(tmp_path: Path) -> None:
+    sender = Sender(FrameKind.FORWARD, after=8)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*PAIRS)
+        _, false = await scene.swarm.trainer(scene.run, scene.batches, lambda _report: None)
+        feeding = asyncio.ensure_future(false.train(asyncio.Event()))
+        await until(lambda: sender.lies > 0, "it feeds")
+        await scene.train()
+        assert len(scene.losses) == STEPS
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+
+    in_scenario(tmp_path, test, peer_6=sender)
+    assert sender.lies
+
+
+class WithNan(Batches):
+    """Data of which the inputs are NaN."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.fingerprint = batches.fingerprint
+        self._batches = batches
+
+    def samples(self, run: Run) -> int:
+        return self._batches.samples(run)
+
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
+        inputs, labels = self._batches.rows(numbers, run)
+        return Microbatch(tuple(torch.full_like(value, math.nan) for value in inputs), labels)
+
+
+def test_a_trainer_whose_data_hold_nan_is_told_so(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 1, 2)
+        with pytest.raises(NotFinite, match="the data hold NaN"):
+            await scene.train(WithNan(scene.batches))
+
+    in_scenario(tmp_path, test)
