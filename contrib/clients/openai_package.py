@@ -27,8 +27,8 @@ def sync(url: str, model: str) -> None:
         )
         assert set(json.loads(forced.choices[0].message.tool_calls[0].function.arguments)) == {"hens"}
         assert client.completions.create(prompt="A hen", max_tokens=8, **ask).usage.completion_tokens == 8
-        response = client.responses.create(input=SAID, max_output_tokens=16, **ask)
-        *_, last = client.responses.create(input=SAID, max_output_tokens=16, stream=True, **ask)
+        response = client.responses.create(input=SAID, max_output_tokens=4, **ask)
+        *_, last = client.responses.create(input=SAID, max_output_tokens=4, stream=True, **ask)
         assert last.type == "response.incomplete" and last.response.output_text == response.output_text
         called = client.responses.create(
             input=SAID, max_output_tokens=100, tools=[FLAT], tool_choice={"type": "function", "name": "count"}, **ask

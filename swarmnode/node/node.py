@@ -52,7 +52,7 @@ from swarmnode.weights.seeder import Seeder
 if TYPE_CHECKING:
     from swarmnode.checkpoints.shared_states import SharedStates
     from swarmnode.measuring.hardware import Hardware
-    from swarmnode.serving.kept_span import KeptSpan
+    from swarmnode.serving.span_part import KeptSpan
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from swarmnode.checkpoints.shared_states import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.hardware import Workplace
-    from swarmnode.serving.kept_span import KeptSpan
+    from swarmnode.serving.span_part import KeptSpan
     from swarmnode.weights.weights import Weights
 
 

@@ -25,11 +25,10 @@ from swarmnode.plan.view import Span as Units
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.audit_server import Author, audit_server
 from swarmnode.serving.grammars import Grammars
-from swarmnode.serving.kept_span import KeptSpan
 from swarmnode.serving.link_codecs import codec_rules_of
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer
-from swarmnode.serving.span_part import LoadedSpan, SpanPart
+from swarmnode.serving.span_part import KeptSpan, LoadedSpan, SpanPart
 from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.sections import Section, ServingLoad
 

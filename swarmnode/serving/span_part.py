@@ -1,10 +1,10 @@
-"""Span part: the units of a served span on one device, loaded, tried, measured, and ready to compute for sessions."""
+"""Parts of a served span: what one device holds, loaded, tried and measured; a whole span in the host's memory during a pause."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,9 @@ from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds, measure_
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import PrecisionError
-from swarmnode.ledger import Account, Reservation
+from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.measuring.capability import Capability
-from swarmnode.measuring.hardware import Workplace
+from swarmnode.measuring.hardware import Hardware, Workplace
 from swarmnode.measuring.meters import DECODE
 from swarmnode.plan.view import Span
 from swarmnode.serving.worker import Worker
@@ -154,3 +154,40 @@ class SpanPart:
         self.runner.close_all(keep_span=keep_span)
         for reservation in self._memory:
             reservation.release()
+
+
+@dataclass(frozen=True)
+class KeptSpan:
+    """`replicas` of it, in parts. `memory` is what they take in the host's ledger, until `release`, or until they are on their
+    devices again. `hardware` as they were computed with."""
+
+    hardware: Hardware
+    replicas: Sequence[Sequence[LoadedSpan]]
+    memory: Reservation
+
+    def __repr__(self) -> str:
+        return f"<KeptSpan {self.replicas!r}>"
+
+    @classmethod
+    def of(cls, hardware: Hardware, replicas: Sequence[Sequence[LoadedSpan]], host: MemoryLedger) -> KeptSpan | None:
+        """Move a span that nobody uses into the host's memory; None for quantised weights, which cannot go there and come back."""
+        spans = [part.span for replica in replicas for part in replica]
+        if any(span.quantization is not None for span in spans):
+            for span in spans:
+                span.close()
+            return None
+        for span in spans:
+            span.move_to(torch.device("cpu"))
+        return cls(hardware, replicas, host.count(Account.WEIGHTS, sum(span.weight_bytes for span in spans)))
+
+    @property
+    def units(self) -> Span:
+        """Which they are."""
+        return Span(self.replicas[0][0].span.start, self.replicas[0][-1].span.end)
+
+    def release(self) -> None:
+        """Free it."""
+        for replica in self.replicas:
+            for part in replica:
+                part.span.close()
+        self.memory.release()

@@ -10,7 +10,7 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.swarm.records.sections import Section
 
 if TYPE_CHECKING:
-    from swarmnode.serving.kept_span import KeptSpan
+    from swarmnode.serving.span_part import KeptSpan
 
 
 class Stage(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarmnode.cli.host import host as command
-from swarmnode.cli.terminal import restart
+from swarmnode.cli.terminal import process
 from swarmnode.errors import ExecutorDied
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.swarm.storage.swarmfile import load_swarm
@@ -65,10 +65,10 @@ def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypat
         begun.append(arguments)
         raise SystemExit(0)
 
-    monkeypatch.setenv(restart.COUNT, "")  # afterwards it is as before
-    monkeypatch.delenv(restart.COUNT)
+    monkeypatch.setenv(process.COUNT, "")  # afterwards it is as before
+    monkeypatch.delenv(process.COUNT)
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(restart, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(process, "FIRST_PAUSE_S", 0.0)
     with monkeypatch.context() as dying:
         dying.setattr(SwarmHost, "run", dies)
         done = invoke("host", "./tiny", *LOOPBACK)

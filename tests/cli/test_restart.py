@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli.terminal.restart import COUNT, LASTED_S, LONGEST_PAUSE_S, begin_anew, pause_s
+from swarmnode.cli.terminal.process import COUNT, LASTED_S, LONGEST_PAUSE_S, begin_anew, pause_s
 from swarmnode.errors import ExecutorDied
 
 

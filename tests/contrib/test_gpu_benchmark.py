@@ -25,4 +25,4 @@ def test_a_device_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as caught:
         gpu.main()
     assert caught.value.code == 2
-    assert "cards are numbered, as in cuda:1" in capsys.readouterr().err
+    assert "devices are numbered, as in cuda:1" in capsys.readouterr().err

@@ -174,7 +174,7 @@ async def test_nobody_waits_for_long(founded: Founded, tiny: TinyModel, tmp_path
 async def idle_session(client: SwarmClient) -> Any:
     """A session that was never opened."""
     stream = await client.stream(PROMPTS[0], max_new_tokens=NEW)
-    return stream.__dict__["_ring"].__dict__["_session"]
+    return stream.__dict__["_ring"].session
 
 
 @in_virtual_time

@@ -292,7 +292,7 @@ async def test_a_full_disk_is_said_to_be_so(world: World, monkeypatch: pytest.Mo
 async def test_what_cannot_fit_is_refused_before_it_is_fetched(world: World) -> None:
     world.cache = WeightCache(world.home, bytes(32), max_bytes=CHUNK_BYTES)
     source = Good(world)
-    with pytest.raises(LocalError, match="more than there is room"):
+    with pytest.raises(LocalError, match="more than --disk 1MB leaves"):
         await world.fetch(source)
     assert source.gave == []
 

@@ -27,8 +27,8 @@ from swarmnode.cli.options.option import argument, of_same_names, option
 from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async
 from swarmnode.cli.terminal.formatting import parse_life
+from swarmnode.cli.terminal.process import beginning_anew, is_begun_anew
 from swarmnode.cli.terminal.progress import bytes_bar
-from swarmnode.cli.terminal.restart import beginning_anew, is_begun_anew
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
 

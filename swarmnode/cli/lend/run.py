@@ -18,10 +18,9 @@ from swarmnode.cli.options.node_file import CONFIG
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import build, option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.commands import WrongUsage
 from swarmnode.cli.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
-from swarmnode.cli.terminal.restart import beginning_anew
+from swarmnode.cli.terminal.process import CollectorPause, beginning_anew
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.errors import LocalError, SwarmnodeError
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import run_async
+from swarmnode.cli.terminal.process import CollectorPause
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

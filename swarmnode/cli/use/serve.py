@@ -13,8 +13,8 @@ from swarmnode.cli.options.gateway import PORT, GatewayAddress
 from swarmnode.cli.options.option import argument, option, path_option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.cli.terminal.process import CollectorPause
 
 if TYPE_CHECKING:
     from swarmnode.swarm.peers.standing import Trust

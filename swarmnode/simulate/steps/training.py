@@ -27,8 +27,7 @@ from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
 from swarmnode.simulate.steps.microbatch import Encoder, SimulatedMicrobatch, SimulatedStage
-from swarmnode.simulate.steps.pipelines import beat_s, share_out
-from swarmnode.simulate.steps.training_rule import simulated_rule
+from swarmnode.simulate.steps.training_rule import beat_s, share_out, simulated_rule
 
 MAX_PEERS = 500  # every microbatch's route is chosen among all of them
 MISSING_RETRY_S = 1.0

@@ -1,20 +1,41 @@
-"""The rule by which simulated peers that train choose their units: the nodes' own (`plan/training/rule.py`), on what all have
-announced, with the speeds and links of the model."""
+"""The rule by which simulated peers that train choose their units, and the pipelines of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from swarmnode.compute.capacity.memory import STATE_BYTES
+from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.averaging import averaged_bytes, may_cluster
 from swarmnode.plan.training.rule import StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
+from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import PeerView, View
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.microbatch import Encoder
+
+
+def beat_s(pipeline: Sequence[PeerId], workers: Mapping[PeerId, Replica]) -> float:
+    """Seconds between two microbatches that leave it: those of its slowest stage, others taking the place of lost ones; endless
+    where all are lost."""
+    return max(
+        (workers[peer].span.units * workers[peer].unit_s for peer in pipeline if peer in workers), default=math.inf
+    )
+
+
+def share_out(microbatches: int, beats_s: Sequence[float]) -> list[int]:
+    """The pipeline of each microbatch: the one that would be done with it first, all beginning at once."""
+    given = [0] * len(beats_s)
+    shared = []
+    for _ in range(microbatches):
+        first = min(range(len(beats_s)), key=lambda number: ((given[number] + 1) * beats_s[number], given[number]))
+        given[first] += 1
+        shared.append(first)
+    return shared
 
 
 def simulated_rule(

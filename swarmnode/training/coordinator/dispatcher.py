@@ -24,10 +24,9 @@ from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, Wire, book, keep_busy, wire
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.answer_times import AnswerTimes
-from swarmnode.training.coordinator.failed_attempts import FailedAttempts
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.seal import seal_lease
-from swarmnode.training.coordinator.strikes import OUT, Strikes
+from swarmnode.training.coordinator.strikes import OUT, FailedAttempts, Strikes
 from swarmnode.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 

@@ -40,9 +40,8 @@ from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
 from swarmnode.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher
-from swarmnode.training.coordinator.failed_attempts import ALL_REDUCE, ATTEMPTS, FailedAttempts
 from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.strikes import OUT, Strikes
+from swarmnode.training.coordinator.strikes import ALL_REDUCE, ATTEMPTS, OUT, FailedAttempts, Strikes
 from swarmnode.training.coordinator.trainer_connections import TrainerConnections
 from swarmnode.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.training.worker.status import masks_of

@@ -83,7 +83,7 @@ def test_fused_experts_are_named_as_kept():
 def test_what_cannot_be_is_told():
     with pytest.raises(LocalError, match="no quantisation 'int3'"):
         quantize_layers(nn.Sequential(nn.Linear(64, 64)), "int3", CPU)
-    with pytest.raises(LocalError, match="not available on mps: use cuda or cpu, or int8"):
+    with pytest.raises(LocalError, match="not available on mps: use int8, or --device cpu"):
         quantize_layers(nn.Sequential(nn.Linear(64, 64)), "nf4", torch.device("mps"))
     with pytest.raises(LocalError, match="no plain matrices"):
         quantize_layers(nn.Sequential(nn.LayerNorm(64)), "nf4", CPU)

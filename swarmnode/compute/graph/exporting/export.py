@@ -38,6 +38,7 @@ _CLONE, _DETACH = torch.ops.aten.clone.default, torch.ops.aten.detach.default
 _CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 
 
+@torch.library.register_fake("aten::_ctc_loss.Tensor")  # type: ignore[untyped-decorator]
 def _ctc_shapes(
     log_probs: Tensor,
     targets: Tensor,

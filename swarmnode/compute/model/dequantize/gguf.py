@@ -20,8 +20,7 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.dequantize.checkpoint import write_plain
-from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config
-from swarmnode.compute.model.dequantize.gguf_sampling import generation_config
+from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean

@@ -1,8 +1,4 @@
-"""What a GGUF file says of its model, as the values of a config.json: transformers' reading, and what that leaves out.
-
-Every key is read, has no effect here, or makes the file one that is refused: a model that computes something else than its file
-says is worse than none.
-"""
+"""The config of a GGUF model and its ways to draw tokens: the keys of the file that transformers' reader takes, and the others."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from swarmnode.compute.model.dequantize.gguf_tokenizer import GgufTokenizer
 from swarmnode.errors import CheckpointError
 
 # Factors of the rotary frequencies (a Llama's from 3.1 on, and of LongRoPE), which stand beside the weights.
@@ -41,6 +38,40 @@ _SILENT = frozenset(
     {"context_length", "vocab_size", "block_count", "embedding_length", "feed_forward_length", "tensor_data_layout"}
     | {"pooling_type", "rope.scaling.finetuned", "expert_count", "expert_used_count"}
 )
+PREFIX = "general.sampling."
+NAMES = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+WITHOUT_EFFECT = frozenset({"sequence", "penalty_last_n", "xtc_threshold", "mirostat_tau", "mirostat_eta"})
+
+
+"""The order of the steps, which is fixed here, and settings of steps that are off."""
+
+
+def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a generation_config.json. Raises CheckpointError if the file asks for a way to draw that is not known
+    here."""
+    tokenizer = GgufTokenizer(fields)
+    values: dict[str, Any] = tokenizer.token_ids()
+    if ends := tokenizer.ends:
+        values["eos_token_id"] = list(ends)
+    for name, field in fields.items():
+        key = name.removeprefix(PREFIX)
+        if not name.startswith(PREFIX) or key in WITHOUT_EFFECT:
+            continue
+        if key in NAMES:
+            values[NAMES[key]] = field.contents()
+        elif field.contents():
+            raise CheckpointError(f"its {name} asks for a way to draw tokens that is not known here")
+    if "temperature" in values:
+        values["do_sample"] = values["temperature"] > 0
+    return values
+
+
 """Sizes, which the tensors' shapes tell as well, and keys that say nothing of what a causal language model computes."""
 _FACTORS = frozenset(
     {"logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale", "expert_group_scale"}
