@@ -209,6 +209,13 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
     assert not loaded & HEAVY
 
 
+def test_a_peer_is_imported_without_its_real_network() -> None:
+    """In virtual time nobody needs libp2p."""
+    listing = "import sys, swarmnode.peer.host; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"hivemind", "swarmnode.net.libp2p.engine"} & set(done.stdout.split())
+
+
 def test_a_client_starts_without_torch() -> None:
     """It computes nothing, and torch takes longer to import than all else that joining and asking take."""
     listing = "import sys, swarmnode.client.swarm_client, swarmnode.net.libp2p.engine; print(*sys.modules)"

@@ -8,7 +8,7 @@ import io
 from attack import Outcome, main
 
 from swarmnode.cli.terminal.console import print_json, say
-from swarmnode.cli.terminal.formatting import show
+from swarmnode.cli.terminal.tables import show
 from swarmnode.cli.use.status import status_table
 
 VIRTUAL, FAST = True, True

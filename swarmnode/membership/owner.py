@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-import segno
-
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.net.identity import SigningKey, is_peer_id
 from swarmnode.net.interfaces import PeerId
@@ -28,6 +26,8 @@ class InviteQr:
     """Of one line of text. Raises ValueError where it is longer than a QR code can be."""
 
     def __init__(self, line: str) -> None:
+        import segno  # of who shows invites alone
+
         self._code = segno.make_qr(line.upper(), error="l")
 
     def __repr__(self) -> str:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from swarmnode.cli.terminal.console import JsonLines, TextLines, print_json, say
-from swarmnode.cli.terminal.formatting import json_line, one_line, printable, show
+from swarmnode.cli.terminal.formatting import json_line, one_line, printable
+from swarmnode.cli.terminal.tables import show
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.cli.use.status import status_table
 

@@ -162,14 +162,14 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
     if as_json:
         print_json(picture)
         return
-    from swarmnode.cli.terminal.formatting import show
+    from swarmnode.cli.terminal.tables import show
 
     show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
 
 
 def members_table(picture: dict[str, Any]) -> Table:
     """One row per member."""
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     seen = f"{counted(len(picture['members']), 'member')} seen, {counted(count, 'revocation')}"
@@ -184,7 +184,7 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """One row per invite that was given out."""
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     table = new_table("invites given out", ("id", "role", "used", "for", "group", "until", "note"))
     for invite in invites:

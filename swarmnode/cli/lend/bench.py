@@ -107,7 +107,7 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
 
 
 def _show(title: str, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
-    from swarmnode.cli.terminal.formatting import new_table, show
+    from swarmnode.cli.terminal.tables import new_table, show
 
     millions, dtype = measured["layer_parameters"] / 1e6, measured["dtype"]
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9

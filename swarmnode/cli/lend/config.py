@@ -51,12 +51,12 @@ def config(
     if not show:
         say(f"What is set is in order; --show prints it. {FILE} in the home folder, the environment and flags count.")
         return
-    from swarmnode.cli.terminal import formatting
+    from swarmnode.cli.terminal import tables
 
-    table = formatting.new_table("", ("option", "value", "from"))
+    table = tables.new_table("", ("option", "value", "from"))
     for row in rows:
         table.add_row(row["option"], _told(row["value"]), row["from"])
-    formatting.show(table)
+    tables.show(table)
 
 
 def _row(taken: Any, option: Any) -> dict[str, Any]:

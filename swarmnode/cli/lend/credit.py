@@ -49,7 +49,7 @@ def credit(
     if not found:
         say("No receipts here yet. Clients sign for what a node did for them when a session is over.")
         return
-    from swarmnode.cli.terminal.formatting import show
+    from swarmnode.cli.terminal.tables import show
 
     for one in found:
         say(_sentence(one))
@@ -79,7 +79,7 @@ def _discount(credit: Credit) -> str:
 
 
 def _table(one: WorkerCredit) -> Table:
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     credit = one.credit
     total = credit.signed

@@ -151,7 +151,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     if not answers:
         say("No node runs here.")
         return
-    from swarmnode.cli.terminal.formatting import new_table, show
+    from swarmnode.cli.terminal.tables import new_table, show
 
     columns = ("node", "does", "swarm", "pid", "state", "units", "sessions")
     table = new_table("", columns, numbers=("pid", "sessions"))

@@ -48,7 +48,7 @@ def fit(
     if as_json:
         print_json(rows)
         return
-    from swarmnode.cli.terminal.formatting import new_table, show
+    from swarmnode.cli.terminal.tables import new_table, show
 
     columns = ("model", "precision", "GB", "units", "fit here", "machines", "speed", "context")
     table = new_table(str(probed), columns, numbers=columns[2:])

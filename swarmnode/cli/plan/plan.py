@@ -187,7 +187,7 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
-    from swarmnode.cli.terminal.formatting import show
+    from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.offline.scenario import Scenario
 
     effort = Effort(seconds, seed, quiet=as_json)

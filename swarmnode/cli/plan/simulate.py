@@ -105,7 +105,7 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from swarmnode.cli.terminal.formatting import show
+    from swarmnode.cli.terminal.tables import show
 
     show(_table(figures))
     if left_out:
@@ -190,7 +190,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
 
 def _table(figures: dict[str, Any]) -> Table:
     """The summary, a line for each figure."""
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
     table = new_table(

@@ -1,15 +1,10 @@
-"""Text for terminals: names of strangers made safe, durations, URLs, JSON lines and tables."""
+"""Text for terminals: names of strangers made safe, durations, URLs and JSON lines."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from swarmnode.errors import UsageError
 
@@ -65,29 +60,3 @@ def format_duration(seconds: float) -> str:
 def origin(host: str, port: int) -> str:
     """Return the beginning of a URL that leads to a host's name or IP address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class PlainTable(Table):
-    """A table whose cells are shown as they are: they may be names that strangers chose, and no markup."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        """One line for each cell."""
-        super().add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
-
-
-def new_table(
-    title: str | Text, columns: Collection[str], *, numbers: Collection[str] = (), caption: str | None = None
-) -> Table:
-    """A table without rows yet; the columns of `numbers` are set to the right."""
-    title = Text(one_line(title), "table.title") if isinstance(title, str) else title
-    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
-    return table
-
-
-def show(*tables: Table) -> None:
-    """Print tables, as wide as the terminal."""
-    console = Console()
-    for table in tables:
-        console.print(table)

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.terminal.console import ranges
-from swarmnode.cli.terminal.formatting import new_table
+from swarmnode.cli.terminal.tables import new_table
 from swarmnode.counting import counted, format_bytes
 from swarmnode.simulate.results.machines import planned_machines
 from swarmnode.simulate.results.network_map import network_map, network_matrix

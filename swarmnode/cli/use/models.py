@@ -41,7 +41,7 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     if not known:
         say("No swarm has a name here yet. Next: swarmnode join, and paste an invite; or swarmnode host MODEL")
         return
-    from swarmnode.cli.terminal.formatting import new_table, show
+    from swarmnode.cli.terminal.tables import new_table, show
 
     table = new_table("", ("swarm", "model", "what it does", "units", "GB", "who"), numbers=("units", "GB"))
     for one in known:

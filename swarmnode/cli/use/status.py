@@ -126,7 +126,7 @@ def status(
             elif as_json:
                 print_json(status_of())
             else:
-                from swarmnode.cli.terminal.formatting import show
+                from swarmnode.cli.terminal.tables import show
 
                 show(status_table(status_of()))
 
@@ -183,7 +183,7 @@ def status_table(status: dict[str, Any]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""

@@ -47,7 +47,7 @@ def trace(
     if as_json:
         print_json(timeline_json(session, timeline, slowest))
         return
-    from swarmnode.cli.terminal.formatting import show
+    from swarmnode.cli.terminal.tables import show
 
     show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
 
@@ -65,7 +65,7 @@ def parse_trace_id(text: str) -> bytes:
 
 def hops_table(timeline: Timeline) -> Table:
     """One row per hop: median and worst of its tokens, in milliseconds."""
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("tokens", "wait ms", "compute ms", "batch")
     table = new_table("hops: median / worst of their tokens", ("peer", "units", *numbers), numbers=numbers)
@@ -85,7 +85,7 @@ def hops_table(timeline: Timeline) -> Table:
 
 def tokens_table(tokens: list[Token]) -> Table:
     """One row per token: all its milliseconds, and where most of them went."""
-    from swarmnode.cli.terminal.formatting import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
     table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)

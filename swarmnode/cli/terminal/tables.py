@@ -1,0 +1,38 @@
+"""Tables on standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from swarmnode.cli.terminal.formatting import one_line
+
+
+class PlainTable(Table):
+    """A table whose cells are shown as they are: they may be names that strangers chose, and no markup."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """One line for each cell."""
+        super().add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+def new_table(
+    title: str | Text, columns: Collection[str], *, numbers: Collection[str] = (), caption: str | None = None
+) -> Table:
+    """A table without rows yet; the columns of `numbers` are set to the right."""
+    title = Text(one_line(title), "table.title") if isinstance(title, str) else title
+    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left")
+    return table
+
+
+def show(*tables: Table) -> None:
+    """Print tables, as wide as the terminal."""
+    console = Console()
+    for table in tables:
+        console.print(table)
