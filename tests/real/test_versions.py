@@ -10,21 +10,37 @@ from pathlib import Path
 
 import pytest
 
+from tests.real import test_training
 from tests.real.forked import ForkedSwarm
+from tests.real.test_training import DATA, read_log
 from tests.tiny import PROMPT, TinyModel
+from tests.training_results import assert_same_curve
 
-EARLIER = "9e87b32b187bc1da03437ecaaff9b4a207b93dc9"
+EARLIER = (
+    "9e87b32b187bc1da03437ecaaff9b4a207b93dc9",
+    "8b4f93666495ecd7ac9f97b6ff3648d0ffc8a612",
+)  # of the protocol, and of the rooms
+BEFORE_THE_ROOMS = EARLIER[-1]
 ROOT = Path(__file__).parents[2]
 NEW = 12
+model = test_training.model  # a fixture
+STEPS = 4
+FEW_STEPS = (
+    "--data", str(DATA), "--steps", str(STEPS), "--batch", "8", "--microbatch", "2", "--sequence", "32", "--lr", "1e-3",
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """What goes before a command, so that the earlier version runs it."""
-    packed = subprocess.run(["git", "-C", str(ROOT), "archive", EARLIER, "swarmnode"], capture_output=True)
+@pytest.fixture(scope="module", params=EARLIER)
+def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Return what goes before a command, so that the earlier version runs it."""
+    return earlier_version(request.param, tmp_path_factory.mktemp("earlier"))
+
+
+def earlier_version(commit: str, folder: Path) -> tuple[str, ...]:
+    """Unpack the package of a commit into `folder`, and return what goes before a command that shall be run by it."""
+    packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "swarmnode"], capture_output=True)
     if packed.returncode:
         pytest.skip("the earlier version is not in this checkout's history: it has no history, or a part of it")
-    folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
     inside = ("env", "-C", str(folder))
@@ -56,3 +72,25 @@ def test_neighbouring_versions_serve_together(tiny: TinyModel, earlier: tuple[st
         for inside in ((), earlier):
             told = local.command(*asked, inside=inside)
             assert str(expected)[1:-1] in told.replace("\n", "")
+
+
+def test_nodes_from_before_the_rooms_train_with_ours(model: Path, tmp_path: Path) -> None:
+    """A stage of each, and a trainer of each after the other: the losses are those of one process."""
+    inside = earlier_version(BEFORE_THE_ROOMS, tmp_path / "earlier")
+    with ForkedSwarm(tmp_path) as local:
+        local.create(model, "--mode", "train")
+        local.bootstrap()
+        for member in (
+            local.node("theirs", "--span", "0:3", "--compress", "none", inside=inside),
+            local.node("ours", "--span", "3:6", "--compress", "none"),
+        ):
+            member.wait_for("ready")
+        losses = {}
+        for name, settings in {"alone": ("--local",), "ours": (), "theirs": ()}.items():
+            log = tmp_path / f"{name}.jsonl"
+            seed = ("--seed", "8") if name == "theirs" else ("--seed", "7")  # a run of its own
+            command = ("train", str(local.file), "--log", str(log), *FEW_STEPS, *seed, *settings)
+            local.command(*command, inside=inside if name == "theirs" else ())
+            losses[name] = read_log(log)
+    assert_same_curve(losses["ours"], losses["alone"], steps=STEPS)
+    assert len(losses["theirs"]) == STEPS
