@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ def _run(arguments: list[str], log: Path, environment: dict[str, str], output: C
     """In the new process: the command, whose output others read."""
     die_with_parent()
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     with log.open("ab") as errors, Path(os.devnull).open("rb") as nothing:
         for file, number in ((nothing, 0), (output, 1), (errors, 2)):
             os.dup2(file.fileno(), number)

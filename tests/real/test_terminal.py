@@ -41,8 +41,7 @@ class Terminal:
         def begin() -> None:
             os.setsid()
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-            if nohup:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # whatever the tests run under
 
         with self.log.open("wb") as errors:
             self.process = subprocess.Popen(
