@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swarmnode.client.tokenizer import read_config
 from swarmnode.errors import UsageError
 from swarmnode.serving.client.generation import GenerateOptions
 
@@ -21,7 +21,7 @@ DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "freq
 
 def context_limit(folder: Path) -> int | None:
     """Return how many positions a text may have, as the config in a folder says; None where it does not."""
-    config = _read(folder / "config.json")
+    config = read_config(folder / "config.json")
     text = config.get("text_config")
     return positions_of(text if isinstance(text, Mapping) else config)
 
@@ -47,7 +47,7 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 def generation_defaults(folder: Path) -> dict[str, float | int]:
     """Return how tokens are drawn where nobody says it, as the checkpoint's makers do: fields of GenerateOptions. Empty where they
     do not say, or say what no text can be drawn by."""
-    told = _read(folder / "generation_config.json")
+    told = read_config(folder / "generation_config.json")
     return {name: told[name] for name in DRAWING if _can_be_drawn_by(name, told.get(name))}
 
 
@@ -60,11 +60,3 @@ def _can_be_drawn_by(name: str, value: object) -> bool:
         log.warning("generation_config.json: %s", error)
         return False
     return True
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -349,7 +349,7 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | ByteTokenizer | None = None) -
     are left out."""
     named: list[Any] = []
     for name in ("generation_config.json", "config.json"):
-        found = _read(folder / name).get("eos_token_id")
+        found = read_config(folder / name).get("eos_token_id")
         if found is not None:
             named = found if isinstance(found, list) else [found]
             break
@@ -359,11 +359,12 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | ByteTokenizer | None = None) -
 
 def vocabulary_size(folder: Path) -> int | None:
     """How many token ids the model knows, where its config says so."""
-    size = _read(folder / "config.json").get("vocab_size")
+    size = read_config(folder / "config.json").get("vocab_size")
     return size if isinstance(size, int) else None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the values of a checkpoint's JSON file; empty if it is missing, damaged, or no object."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):

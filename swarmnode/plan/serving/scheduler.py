@@ -12,7 +12,7 @@ How long a chunk is, from what passes were seen to cost (a fixed time f, and p f
   - While others decode it takes at most STALL times what their step takes: that is the longest that a step waits for it.
   - While nobody does, UNDISTURBED times: reading the weights is then a small part of it, on a card as on a slow processor, and who
     comes meanwhile does not wait long.
-  - Who has had much more of the device than others (`device_shares.py`) has a few positions of its prompt beside their steps, as
+  - Who has had much more of the device than others (`DeviceShares`) has a few positions of its prompt beside their steps, as
     many as lengthen that pass by half, and a short chunk where no step waits: others hardly notice.
   - Where stages follow, they are to work on its beginning while this one works on its end. Of L positions in n chunks, h stages one
     after another make (n + h - 1) (f + p L / n), which is least for n = sqrt((h - 1) p L / f); f is taken as that of one position.

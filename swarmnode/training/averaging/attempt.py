@@ -46,7 +46,7 @@ STILL = Deadline(floor_s=4.0, ceiling_s=20.0, slack=8.0)  # for a partner that n
 EXCUSE_S = STILL.floor_s / 4
 EXCUSES = 6  # times as long for one that says that it waits itself: whom it waits for it finds before
 UNKNOWN_RTT_S = 0.5
-SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/heartbeat.py`)
+SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/links/heartbeat.py`)
 RECEIVED_BYTES = 24 << 20  # chunks that were pulled from all partners together
 WINDOW = 8  # chunks of each kind that one of them may have on the way: 1 Gbit/s at 60 ms
 SETTLED_AHEAD = 2  # parts, at least, that may wait for the slowest member or for their owner
