@@ -158,7 +158,7 @@ class CheckpointManager:
         )
 
     async def close(self) -> None:
-        """Stop giving and fetching."""
+        """Stop serving and fetching states."""
         self.server.give(None)
         await self._board.close()
         if self.store is not None:

@@ -64,7 +64,7 @@ class StateServer(ChunkServer):
         self._offer(body.root)
         return await super()._send(channel, body)
 
-    # -- what there is
+    # -- listings
 
     async def _list(self, channel: Channel, question: ListStates) -> None:
         """Send the list of states, newest step first. If there are more than MAX_LISTED, the oldest are left out."""

@@ -120,17 +120,17 @@ class Lesson:
         return f"<Lesson of {len(self.reports)} of {self._steps} steps>"
 
     def begun(self, run: Run) -> None:
-        """See `Listener`."""
+        """Take the run's settings; the demo needs none of them."""
 
     def step(self, report: StepSummary) -> None:
-        """See `Listener`."""
+        """Record a step, show it to the spectators, and call `half_way` after half of the steps."""
         self.reports.append(report)
         self._spectators.step(report, self._steps)
         if report.step == self.killed_at_step:
             self._half_way()
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """See `Listener`."""
+        """Ignore that the training waits."""
 
     async def follow(self, training: asyncio.Future[int]) -> None:
         """Wait for the training's end. Raises LocalError if no step ends within STEP_TIMEOUT_S."""

@@ -57,7 +57,7 @@ def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress
         if isinstance(checkpoint, HubCheckpoint):
             checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     if path.exists() and out.exists() and path.samefile(out):
-        raise UsageError(f"{model} is where its plain weights were to be written: choose another name for the swarm")
+        raise UsageError(f"{model} is the folder for its plain weights: choose another name for the swarm")
     check_free(out, force=force)
     _check_space(out, source.plain_bytes)
     with new_folder(out, force=force) as partial:

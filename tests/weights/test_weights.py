@@ -245,5 +245,5 @@ def test_a_header_longer_than_any_is_refused(tmp_path: Path) -> None:
     """Else a founder's file of 16 TiB would have its reader ask for all of it."""
     path = tmp_path / "model.safetensors"
     path.write_bytes((1 << 50).to_bytes(8, "little"))
-    with pytest.raises(CheckpointError, match="its header has 1125899906842624 bytes"):
+    with pytest.raises(CheckpointError, match="declares a header of 1125899906842624 bytes"):
         header_chunks(path, FileContent(path.name, 1 << 44, bytes(32)))

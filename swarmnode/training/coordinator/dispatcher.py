@@ -206,7 +206,7 @@ class Dispatcher:
         hops = [trainer.peer, *(peer for peer, _ in record.route)]
         is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
         place = hops.index(failed.peer) if is_stage else 0
-        if is_stage and failed.code != ErrorCode.NOT_FINITE:  # of NaN, claims decide (`step_loop.py`)
+        if is_stage and failed.code != ErrorCode.NOT_FINITE:  # for NaN, claims decide (`step_loop.py`)
             record.failed_at, record.code = failed.peer, failed.code
         self._call_back(record, frozenset(hops[max(0, place - 1) : place + 1]))
 

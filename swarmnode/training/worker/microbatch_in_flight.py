@@ -75,7 +75,7 @@ class TrainingMeter(StageMeter):
         self.not_finite = 0
 
     def readings(self) -> Readings:
-        """See `StageMeter`."""
+        """Yield the metrics of the passes, the averagings and the findings of NaN."""
         yield from super().readings()
         yield Reading(table.AVERAGING_SECONDS, self.averaging, (self.label,))
         yield Reading(table.NOT_FINITE, self.not_finite, (self.label,))
