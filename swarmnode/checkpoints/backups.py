@@ -371,8 +371,8 @@ class BackupSender:
         return len(there) >= count
 
     async def _ask(self, disk: PeerId, store: StateStore, state: StateEntry, rate_bps: float) -> bool:
-        """Ask a peer to keep this state. Returns whether it does; if not, the peer is not asked again for a while. Catches
-        the ProtocolError of a wrong answer, too."""
+        """Ask a peer to keep this state. Returns whether it does; if not, the peer is not asked again for a while.
+        Any failure, even a wrong answer (ProtocolError), counts as a refusal."""
         pace_bps = max(backups.LEAST_BPS, rate_bps)
         within_s = PATIENCE_S + SLOWER * state.size * 8 / pace_bps
         question = BackUp(encode_run(store.run), state, rate_bps)

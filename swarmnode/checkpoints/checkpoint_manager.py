@@ -124,11 +124,20 @@ class CheckpointManager:
         units: int,
         electorate: Callable[[], Electorate] = Electorate,
     ) -> int | None:
-        """Fetch these blocks of the newest step that is available for all `units`, and keep the states of its run from now
-        on.
+        """Fetch the newest step that is available for all units, and keep the states of its run from now on.
 
-        Backups count. Returns the step, or None if no such step exists or it is already here. Raises PeerRefused,
-        LocalError as `fetch_states`.
+        Args:
+            peers: returns the peers to ask.
+            blocks: the blocks to fetch.
+            units: number of the model's units.
+            electorate: returns the voters on versions.
+
+        Returns:
+            The step; None if there is none or it is already here. Backups count.
+
+        Raises:
+            PeerRefused: if no peer sends a part in time.
+            LocalError: if the disk is full.
         """
         async with self._fetching:
             return await self._restore(peers, blocks, units, electorate)

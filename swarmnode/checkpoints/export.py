@@ -112,12 +112,24 @@ async def export(
     force: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> int:
-    """Write the trained model into the folder `out`, which appears once it is complete, and return the model's step.
+    """Write the trained model into the folder `out`, which appears once it is complete.
 
     A language model can be read with `from_pretrained`; any other model is written as safetensors for `load_state_dict`.
 
-    Raises UsageError if `out` is taken (with `force`: by anything but a checkpoint), PeerRefused if the peers do not have
-    all units together after `patience_s`, LocalError if the disk is full.
+    Args:
+        host: this node, a peer of the swarm.
+        out: the new folder.
+        progress: is called with the fetched and the total bytes.
+        force: replaces a folder that holds nothing but a checkpoint.
+        patience_s: how long to wait for peers that have all units together.
+
+    Returns:
+        The step of the model.
+
+    Raises:
+        UsageError: if `out` is taken.
+        PeerRefused: if the peers do not have all units together in time.
+        LocalError: if the disk is full.
     """
     check_free(out, force=force)
     board = state_board(host)

@@ -270,7 +270,7 @@ class _Fetch:
     def choose(self, votes: Votes) -> ChosenStep | None:
         """Choose the step and versions to fetch, preferably none that failed before. Returns None if there is none.
 
-        Without a choice the next round asks for a later step, at which the peers can meet.
+        Without a choice, a fetch with `at_least` asks for a later step in the next round, at which the peers can meet.
         """
         begun = self.into.begun()
         for failed in (self._failed, ()):

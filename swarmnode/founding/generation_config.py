@@ -40,7 +40,7 @@ NOT_DONE: Mapping[str, Any] = {
 def check_generation_config(folder: Path) -> None:
     """Check a folder's generation_config.json, if it has one.
 
-    Raises CheckpointError if it asks for an unsupported setting or has a number out of bounds.
+    Raises CheckpointError if it asks for an unsupported setting, or if a number or token id is out of bounds.
     """
     file = folder / GENERATION_NAME
     if not file.is_file():

@@ -119,11 +119,10 @@ def from_model(
 
 
 def outline(model: str) -> tuple[Checkpoint | Graph, str]:
-    """Return the model that `from_model` or `from_module` would found a swarm on, from its config and headers alone, and
-    its task.
+    """Return the model that `from_model` or `from_module` would found a swarm on, without writing it, and its task.
 
-    The model is a graph that is cut into units, or the checkpoint of a model that generates text. Raises CheckpointError or
-    UsageError if the model is unknown or cannot be split or exported.
+    The model is a graph that is cut into units, or, if it generates text, its checkpoint with config and headers. Raises
+    CheckpointError or UsageError if the model is unknown or cannot be split or exported.
     """
     from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition

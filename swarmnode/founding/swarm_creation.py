@@ -124,10 +124,24 @@ def create_swarm(
     adapters: AdapterSource | None = None,
     progress: Progress | None = None,
 ) -> Swarm:
-    """Create a swarm that serves or trains the model. An `owner` signs it; a private swarm needs an owner.
+    """Create a swarm that serves or trains a model.
 
-    Raises UsageError if the name or an address is invalid, or if the model lacks a tokenizer and its vocabulary has fewer
-    than 256 entries.
+    Args:
+        name: name of the swarm (see `check_name`).
+        model_source: the model and its files.
+        bootstraps: its bootstrap peers, running ones or one that is still to be started.
+        mode: SERVE or TRAIN.
+        membership: who may join; a private swarm needs an owner.
+        owner: the key that signs the swarm; None for a swarm without an owner.
+        priority: rule of the shares of devices' time; UNSET for none.
+        adapters: LoRA adapters of the model; None for none.
+        progress: is called while files are hashed.
+
+    Returns:
+        The swarm, ready to be saved.
+
+    Raises:
+        UsageError: if the name or an address is invalid, or if a model to be trained has no tokenizer and fewer than 256 tokens.
     """
     check_name(name)
     bootstraps = bootstraps.settled()

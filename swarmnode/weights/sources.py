@@ -26,12 +26,35 @@ class Source(ABC):
 
     @abstractmethod
     async def hashes(self, file: FileContent) -> Buffer:
-        """Fetch the file's list of chunk hashes. Raises PeerError or CheckpointError if the source fails."""
+        """Fetch the file's list of chunk hashes.
+
+        Args:
+            file: the file, which the source knows by its root hash.
+
+        Returns:
+            The SHA-256 digests of its chunks, joined in order; unverified.
+
+        Raises:
+            PeerError: if a peer fails or refuses.
+            CheckpointError: if a hub or a local file fails.
+        """
 
     @abstractmethod
     def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
-        """Yield `count` chunks from number `first` on, in order, each with its number. Raises PeerError or CheckpointError
-        if the source fails."""
+        """Yield chunks of the file in order.
+
+        Args:
+            file: the file, which the source knows by its root hash.
+            first: number of the first chunk.
+            count: how many chunks.
+
+        Returns:
+            Pairs of a chunk's number and its bytes; unverified.
+
+        Raises:
+            PeerError: if a peer fails or refuses.
+            CheckpointError: if a hub or a local file fails.
+        """
 
 
 def largest_answer_bytes(manifest: manifests.Manifest) -> int:

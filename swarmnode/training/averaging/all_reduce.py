@@ -120,10 +120,22 @@ class AllReducer:
         listening: bool,
         watched: ContributionSketch | None = None,
     ) -> Agreed:
-        """Agree with the members of each group that this stage is in. `watched` records the contributions of one member.
+        """Agree with the members of each group that this stage is in.
 
-        Raises PeerLost with the peer that stands still or is lost, ProtocolError with the peer that broke the rules, and
-        NotFinite if this stage's gradient is not finite.
+        Args:
+            term: the coordinator's term.
+            body: the groups and the attempt.
+            learner: the learner of the step.
+            listening: this stage takes part without a gradient while it fetches its state.
+            watched: records the contributions of one member; None for no record.
+
+        Returns:
+            The result, which `Agreed.commit` applies.
+
+        Raises:
+            PeerLost: with the peer that stands still or is lost.
+            ProtocolError: with the peer that broke the rules.
+            NotFinite: if this stage's gradient is NaN or infinite.
         """
         if learner is not self._learner:  # another run or state: earlier residuals do not belong to it
             self._learner = learner

@@ -164,8 +164,8 @@ class AveragingGroups:
         """Return the bits/s [N, N] of the paths, each at the slower of its directions; infinite if it is not known for
         both.
 
-        Measured rates of parts count. Before there are any, and between peers behind the same line, announced rates count
-        if they are higher.
+        Measured rates of parts count. Before there are any, and on paths that share a home's line with others, announced rates
+        count if they are higher.
         """
         told_NN = np.array(
             [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float

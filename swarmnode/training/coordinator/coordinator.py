@@ -262,7 +262,7 @@ class Coordinator:
 
     @property
     def _run(self) -> Run | None:
-        """The run in force; None before the first rendezvous."""
+        """The run in force; None until the first rendezvous has ended."""
         return None if self._step_loop is None else self._step_loop.run
 
     @property
@@ -323,7 +323,7 @@ class Coordinator:
     def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
         """Return the run in force and the plan that brings every stage to its next step; None if the rendezvous must go on.
 
-        All stages must have answered, or those that have must hold all units after a short wait. The run is the current
+        It needs the answers of all stages, or, after a short wait, those of enough stages to hold all units. The run is the current
         one, else the furthest that a stage has begun, else one that a trainer offers.
         """
         if not (self._worker_group.all_answered or self._rendezvous.waited):

@@ -118,7 +118,7 @@ class Dispatcher:
             keep_busy(self.units, workers, self._transfers)
 
     def _free_trainer(self) -> TrainerLine | None:
-        """Return the trainer with the most room for another microbatch, or None if none has room.
+        """Return the trainer with the most room for another microbatch, or None if all are full or in a pause.
 
         If a trainer has fed something, all trainers that have not share a single microbatch, and a pause after a failure: a
         stranger could invent any number of them.
@@ -198,7 +198,10 @@ class Dispatcher:
                 del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """Call back a microbatch that the trainer gave up. If it names a stage, that stage and the hop before it are suspects."""
+        """Call back a microbatch that the trainer gave up.
+
+        If it names a stage, that stage and the hop before it are suspects, else the trainer.
+        """
         record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return

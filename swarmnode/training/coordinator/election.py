@@ -224,7 +224,7 @@ class CoordinatorElection:
     def _work(self, channel: Channel, body: Work) -> None:
         """Handle a trainer's offer: pass it to our coordinator, or refuse it and name the coordinator that we follow.
 
-        If there is none, or if it is stalled, the trainer is refused without a name.
+        If there is none, the trainer is refused without a name. A stalled coordinator is deserted, and not named either.
         """
         if self._coordinator is not None:
             self._coordinator.work(channel, body)

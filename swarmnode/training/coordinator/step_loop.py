@@ -172,7 +172,7 @@ class StepLoop:
     # -- messages from stages
 
     def _admit(self, member: WorkerHandle, status: Status) -> None:
-        """Give a stage that arrived during the run its first command, by its report."""
+        """Put a stage that arrived during the run to use, or send it its first command, depending on its report."""
         if self._is_here(status):
             member.state = WorkerState.USABLE
             self._take_counts(member, status)
@@ -371,7 +371,7 @@ class StepLoop:
         return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
 
     def _leave_out(self, peer: PeerId) -> None:
-        """Ban a peer for as long as this node leads: others compute its microbatches again, and its contribution is not
+        """Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not
         committed."""
         reason = "its replicas find that its contribution is not the gradient of its microbatches"
         log.warning("stage %s is left out: %s", peer, reason)

@@ -218,7 +218,7 @@ class WorkerHandle:
 class WorkerGroup:
     """The stages of a training, as the coordinator follows them.
 
-    `dial` opens a conversation with a stage. `joined` is called for each stage that answers, `heard` for each of its
+    `dial` opens a conversation with a stage. `joined` is called for each stage that is reached, `heard` for each of its
     messages, and `lost`, with the reason, once it is gone. A stage that failed lately (`strikes`) is called again after a
     growing pause.
     """

@@ -108,7 +108,7 @@ class TrainingStage:
         await self.spot_checks.start()
 
     async def close(self) -> None:
-        """Save the current step to the disk, and close everything."""
+        """Save the step that the stage has learnt, if it is ready, and close everything."""
         await self._in_flight.close()
         await self._tasks.close()
         await self.following.close()
