@@ -44,10 +44,8 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
 
 
 def training_rule(directory: Directory, hardware: Hardware, positions: int, clock: Callable[[], float]) -> TrainingRule:
-    """Create the rule for one swarm. It plans for the announced run, or for a usual run before a trainer comes.
-
-    `positions`: of a usual microbatch; samples, for a module.
-    """
+    """Create the rule for one swarm. It plans for the announced run, or for a usual run before a trainer comes. `positions`: of a
+    usual microbatch; samples, for a module."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
@@ -77,10 +75,8 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
 
 
 class AnnouncedLoad:
-    """The load of a step of the current run, as peers announce it. `clock`: seconds.
-
-    It is remembered for REMEMBERED_S: after a move of all nodes none is in the run for a moment, and they would move back.
-    """
+    """The load of a step of the current run, as peers announce it. `clock`: seconds. It is remembered for REMEMBERED_S: after a
+    move of all nodes none is in the run for a moment, and they would move back."""
 
     def __init__(self, directory: Directory, clock: Callable[[], float]) -> None:
         self._directory = directory
@@ -120,10 +116,8 @@ def training_load(hardware: Hardware, step: StepLoad) -> TrainingLoad:
 
 
 def announced_network(view: View, peers: Sequence[PeerView], positions: int = POSITIONS) -> TrainingNetwork:
-    """Return the network of `peers`: their speeds, and links estimated from round trips, coordinates and lines.
-
-    Speeds are as announced, but at most BELIEVED times the median; a peer without a speed gets the median.
-    """
+    """Return the network of `peers`: their speeds, and links estimated from round trips, coordinates and lines. Speeds are as
+    announced, but at most BELIEVED times the median; a peer without a speed gets the median."""
     told_N = np.array([peer.decode_units_per_s for peer in peers])
     usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
     units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)

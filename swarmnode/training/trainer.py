@@ -84,8 +84,8 @@ class Trainer:
     async def train(self, stop: asyncio.Event) -> int:
         """Feed microbatches until the run is over or `stop` is set, and return the number of steps done.
 
-        Raises UsageError if the swarm is in another run, NotFinite if the loss or the data are not finite, StepFailed if a
-        step fails at all peers that could compute it.
+        Raises UsageError if the swarm is in another run, and NotFinite if the loss or a gradient is NaN or infinite or the data
+        hold NaN. Raises StepFailed if a step fails at all peers that could compute it.
         """
         named: PeerId | None = None
         while not stop.is_set():

@@ -196,7 +196,9 @@ async def test_a_spoilt_folder_gives_way_to_peers(world: World, spoil: Any, capl
 async def test_a_spoilt_folder_without_peers_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmnode.weights.weights.DAMAGED_PATIENCE_S", 0.0)
     (world.hint / WEIGHTS).unlink()
-    with pytest.raises(CheckpointError, match="changed or damaged since the swarm was founded, and no peer has the weights"):
+    with pytest.raises(
+        CheckpointError, match="changed or damaged since the swarm was founded, and no peer has the weights"
+    ):
         await world.weights(hint=world.hint).outline()
 
 

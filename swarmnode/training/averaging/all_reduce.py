@@ -243,10 +243,8 @@ class AllReducer:
         return self._gradient_compressors[blocks, how]
 
     def _circle(self, group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
-        """Return the circle of a group. Contributors weigh as much as their share of the microbatches.
-
-        Raises ProtocolError if the group has clusters or codecs that the run does not allow.
-        """
+        """Return the circle of a group. Contributors weigh as much as their share of the microbatches. Raises ProtocolError if the
+        group has clusters or codecs that the run does not allow."""
         run, total = learner.run, sum(member.count for member in group.members)
         held = [block for block in group.blocks if block in learner.blocks]
         length = sum(shape.numel() for shape in learner.shapes(held))
@@ -264,10 +262,8 @@ class AllReducer:
         )
 
     def _forms(self, group: Group, averaging: Averaging) -> Forms | None:
-        """Return the encodings of each member's values; None if the run does not choose them by line.
-
-        Raises ProtocolError if one is not among the codecs that the run and the swarm allow.
-        """
+        """Return the encodings of each member's values; None if the run does not choose them by line. Raises ProtocolError if one
+        is not among the codecs that the run and the swarm allow."""
         if not averaging.by_line:
             return None
         forms = {member.peer: member.form for member in group.members if member.count}

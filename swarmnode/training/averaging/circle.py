@@ -19,10 +19,9 @@ Heard = Callable[[PeerId, slice, Tensor], None]
 class Circle:
     """The members that sum one group's vector.
 
-    `length`: largest number of elements of the vector. `weights`: of the contributors, in their order; `shares`: how much
-    of the vector each adds up. `clusters`: of all members; empty for a single one. `forms`: encodings of the values if
-    lines decide them. `robust`: the sum is clipped, so that no contributor drags it away. `warm_start`: all members have
-    the factors of the last sum.
+    `length`: largest number of elements of the vector. `weights`: of the contributors, in their order; `shares`: how much of the
+    vector each adds up. `clusters`: of all members; empty for a single one. `forms`: encodings of the values if lines decide them.
+    `robust`: the sum is clipped, so that no contributor drags it away. `warm_start`: all members have the factors of the last sum.
     """
 
     group: int
@@ -56,8 +55,8 @@ class Circle:
 
 @dataclass(frozen=True)
 class GatheredPart:
-    """A part that a member gathers from its cluster. If the member is its `owner`, `elsewhere` are the gatherers of the
-    other clusters."""
+    """A part that a member gathers from its cluster. The `owner` adds up the clusters' sums; `elsewhere` are the gatherers of
+    the clusters other than the owner's."""
 
     number: int
     place: slice

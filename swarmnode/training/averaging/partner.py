@@ -1,12 +1,11 @@
-"""Partner: another member in one attempt of an all-reduce, the patience with its silence, and pulls that arrive before the
-attempt.
+"""Partner: another member in one attempt of an all-reduce, the patience with its silence, and pulls that arrive before the attempt.
 
-Chunks travel only on request. A receiver opens a conversation with PULL, which grants a number of chunks; the sender
-answers with a PART for each; every used chunk is granted again. So no chunk arrives early, and memory is bounded by the
-grants: a PART beyond them is an error of its sender.
+Chunks travel only on request. A receiver opens a conversation with PULL, which grants a number of chunks; the sender answers with a
+PART for each; every used chunk is granted again. So no chunk arrives early, and memory is bounded by the grants: a PART beyond them
+is an error of its sender.
 
-Contributions and sums are granted separately. Sums are always taken at once, while contributions wait until all have sent
-theirs and the earlier sums are gone: in a common window they would block the sums for ever.
+Contributions and sums are granted separately. Sums are always taken at once, while contributions wait until all have sent theirs
+and the earlier sums are gone: in a common window they would block the sums for ever.
 """
 
 from __future__ import annotations
@@ -63,22 +62,18 @@ class PartChunk:
 
 @dataclass(frozen=True)
 class Patience:
-    """The time in seconds that a peer may do nothing.
-
-    `still_s` applies while it is silent, `excused_s` while it waits for others or its chunks are on their way. By then the
-    peer that holds it up has been found, and even a slow link has carried a chunk.
-    """
+    """The time in seconds that a peer may do nothing. `still_s` applies while it is silent, `excused_s` while it waits for others
+    or its chunks are on their way. By then the peer that holds it up has been found, and even a slow link has carried a chunk."""
 
     still_s: float
     excused_s: float
 
 
 class Progress:
-    """The latest actions of a peer in an attempt, and the waiting for it. Only chunks and grants count as actions: a peer
-    whose links answer PING may still stand still.
+    """The latest actions of a peer in an attempt, and the waiting for it. Only chunks and grants count as actions: a peer whose
+    links answer PING may still stand still.
 
-    `patience()` is called at every wait, since links are measured meanwhile; `moving()` returns whether chunks are on their
-    way.
+    `patience()` is called at every wait, since links are measured meanwhile; `moving()` returns whether chunks are on their way.
     """
 
     def __init__(self, peer: PeerId, patience: Callable[[], Patience], moving: Callable[[], bool]) -> None:
@@ -303,11 +298,8 @@ class _EarlyPull(NamedTuple):
 
 
 class EarlyPulls:
-    """Pulls that arrive before our own REDUCE: the newest conversation of each peer, oldest first. The oldest are closed if
-    there are too many.
-
-    No chunks are held: an early peer waits.
-    """
+    """Pulls that arrive before our own REDUCE: the newest conversation of each peer, oldest first. The oldest are closed if there
+    are too many. No chunks are held: an early peer waits."""
 
     def __init__(self) -> None:
         self._pulls: dict[PeerId, _EarlyPull] = {}

@@ -22,11 +22,8 @@ LARGEST_RATIO = 1e4  # of the squares that one peer alone reports to those of al
 
 @dataclass(eq=False)
 class AllReduceAttempt:
-    """An attempt at an all-reduce. Each of `peers` is asked to take part in its groups; the attempt is over once all have
-    answered.
-
-    `run` is the run's id, `within_s` the peers' time limit in seconds, and `clock` returns seconds.
-    """
+    """An attempt at an all-reduce. Each of `peers` is asked to take part in its groups; the attempt is over once all have answered.
+    `run` is the run's id, `within_s` the peers' time limit in seconds, and `clock` returns seconds."""
 
     step: int
     attempt: int
@@ -73,10 +70,8 @@ class AllReduceAttempt:
         return [group for group in self.groups if any(member.peer == peer for member in group.members)]
 
     def hear(self, peer: PeerId, body: Reduced) -> bool:
-        """Record the answer of `peer`. Returns whether it counts.
-
-        Ignores an answer to an earlier attempt and a second answer. A malformed answer makes the peer fail.
-        """
+        """Record the answer of `peer`. Returns whether it counts. Ignores an answer to an earlier attempt and a second answer. A
+        malformed answer makes the peer fail."""
         if body.attempt != self.attempt or body.step != self.step or peer not in self._waiting:
             return False
         groups = self._groups_of(peer)
@@ -120,9 +115,8 @@ class AllReduceAttempt:
 
     @property
     def convicted(self) -> PeerId | None:
-        """The contributor whose contribution is not its gradient, in the view of more than half of the group's other
-        contributors; None if there is none. At least two must say so, since the word of one member decides nothing about
-        another."""
+        """The contributor whose contribution is not its gradient, in the view of more than half of the group's other contributors;
+        None if there is none. At least two must say so, since the word of one member decides nothing about another."""
         for group in self.groups:
             contributors = {member.peer for member in group.members if member.count}
             voices = Counter(self._suspects.get(peer) for peer in contributors if self._suspects.get(peer) != peer)
@@ -145,11 +139,8 @@ class AllReduceAttempt:
         return min(self.failures, default=None)
 
     def norm(self) -> float:
-        """Return the norm of the gradient over the whole model.
-
-        The squares that one peer alone reports are capped at LARGEST_RATIO times all others together: an absurd norm would
-        clip the update of every unit to nothing.
-        """
+        """Return the norm of the gradient over the whole model. The squares that one peer alone reports are capped at LARGEST_RATIO
+        times all others together: an absurd norm would clip the update of every unit to nothing."""
         squares = {group.number: self._square(group) for group in self.groups}
         alone = {number: next(iter(told)) for number, told in self._squares.items() if len(told) == 1}
         for peer in set(alone.values()):
@@ -162,10 +153,7 @@ class AllReduceAttempt:
         return math.sqrt(math.fsum(squares.values()))
 
     def _square(self, group: Group) -> float:
-        """Return the group's square; 0 if none was reported.
-
-        Replicas that sum report the same square, so the median is taken, which one liar cannot move. Replicas that update
-        apart report different squares, so the mean is taken.
-        """
+        """Return the group's square; 0 if none was reported. Replicas that sum report the same square, so the median is taken,
+        which one liar cannot move. Replicas that update apart report different squares, so the mean is taken."""
         told = [*self._squares.get(group.number, {}).values()] or [0.0]
         return statistics.median_low(told) if group.how == How.SUM else math.fsum(told) / len(told)

@@ -36,11 +36,8 @@ Had = Mapping[PeerId, tuple[WorkerHandle, int]]
 
 
 class WarmStarts:
-    """Record of the groups that may go on from the factors of their last sum: all members committed it and still remember
-    it.
-
-    A member that joins or comes back makes the group begin anew.
-    """
+    """Record of the groups that may go on from the factors of their last sum: all members committed it and still remember it. A
+    member that joins or comes back makes the group begin anew."""
 
     def __init__(self) -> None:
         self._had: dict[tuple[tuple[int, ...], int], Had] = {}
@@ -161,8 +158,7 @@ class AveragingGroups:
         return AveragingNetwork(self._paths_bps(peers, homes), np.array(lines_bps), longer_NN, homes)
 
     def _paths_bps(self, peers: Sequence[PeerId], homes: Sequence[int]) -> Floats:
-        """Return the bits/s [N, N] of the paths, each at the slower of its directions; infinite if it is not known for
-        both.
+        """Return the bits/s [N, N] of the paths, each at the slower of its directions; infinite if it is not known for both.
 
         Measured rates of parts count. Before there are any, and on paths that share a home's line with others, announced rates
         count if they are higher.

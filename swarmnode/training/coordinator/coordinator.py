@@ -50,10 +50,8 @@ TERM_BITS = 16  # of a term that make the terms of two coordinators differ
 
 
 class Coordinator:
-    """The coordinator of a training, while one peer is in office; each rendezvous starts a new term.
-
-    `machine` is the node's own state machine. `resigned` is called with a term if a higher term is known, or after a crash.
-    """
+    """The coordinator of a training, while one peer is in office; each rendezvous starts a new term. `machine` is the node's own
+    state machine. `resigned` is called with a term if a higher term is known, or after a crash."""
 
     def __init__(self, term: int, office: Office, machine: Coordination, resigned: Callable[[int], None]) -> None:
         self.term = term
@@ -181,10 +179,8 @@ class Coordinator:
                 self._going.released(record)
 
     def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
-        """Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it.
-
-        A stage that repeats this, or whose term is too far ahead for stages to follow, is dismissed.
-        """
+        """Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it. A stage that repeats
+        this, or whose term is too far ahead for stages to follow, is dismissed."""
         believable = term - self.term <= MAX_TERM_JUMP // 2
         if believable and self._strikes.strike(member.peer) < OUT:
             self._resigned(term)
@@ -335,10 +331,8 @@ class Coordinator:
         return None if run is None or found is None else (run, found)
 
     def _gather(self) -> None:
-        """Send every stage to the step of the recovery plan.
-
-        Trainers of other runs are refused, unless this run is at its end and theirs can begin.
-        """
+        """Send every stage to the step of the recovery plan. Trainers of other runs are refused, unless this run is at its end and
+        theirs can begin."""
         assert self._found is not None
         run, found = self._found
         self._step_loop = self._steps(run, found.step)

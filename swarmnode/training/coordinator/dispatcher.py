@@ -93,11 +93,8 @@ class Dispatcher:
                 return  # else only this microbatch waits for a certain peer
 
     def passing_s(self, step: int, microbatches: int) -> float:
-        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a
-        unit has no holder.
-
-        A stage without measurements counts as fast as the median.
-        """
+        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a unit has
+        no holder. A stage without measurements counts as fast as the median."""
         members = (member for member in self.members.values() if member.state is WorkerState.USABLE)
         workers = {member.peer: member.worker for member in members}
         measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
@@ -130,10 +127,8 @@ class Dispatcher:
         return min(able, key=lambda line: load[line], default=None)
 
     def hopeless_unit(self) -> int | None:
-        """Return a unit whose stages have all failed the same microbatch for good; None if there is none.
-
-        If trainers have fed something, each of them must say so.
-        """
+        """Return a unit whose stages have all failed the same microbatch for good; None if there is none. If trainers have fed
+        something, each of them must say so."""
         usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
         holders = [
             {member.peer for member in usable if member.span.start <= unit < member.span.end}
@@ -198,10 +193,8 @@ class Dispatcher:
                 del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """Call back a microbatch that the trainer gave up.
-
-        If it names a stage, that stage and the hop before it are suspects, else the trainer.
-        """
+        """Call back a microbatch that the trainer gave up. If it names a stage, that stage and the hop before it are suspects, else
+        the trainer."""
         record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return
@@ -236,11 +229,10 @@ class Dispatcher:
             member.command(release)
 
     def blame(self, record: OutstandingLease) -> frozenset[PeerId]:
-        """Strike the peers that may have made a lease fail, after all its stages have reported their counts, and return
-        them.
+        """Strike the peers that may have made a lease fail, after all its stages have reported their counts, and return them.
 
-        Returns none if a stage has met NaN in it: they are struck already. If no stage has counted it, all stages of the
-        route are suspects, and the trainer; a trainer that has fed nothing yet is the only suspect if others have.
+        Returns none if a stage has met NaN in it: they are struck already. If no stage has counted it, all stages of the route are
+        suspects, and the trainer; a trainer that has fed nothing yet is the only suspect if others have.
         """
         if record.claimed:
             return frozenset()

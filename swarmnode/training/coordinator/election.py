@@ -222,10 +222,8 @@ class CoordinatorElection:
         return here
 
     def _work(self, channel: Channel, body: Work) -> None:
-        """Handle a trainer's offer: pass it to our coordinator, or refuse it and name the coordinator that we follow.
-
-        If there is none, the trainer is refused without a name. A stalled coordinator is deserted, and not named either.
-        """
+        """Handle a trainer's offer: pass it to our coordinator, or refuse it and name the coordinator that we follow. If there is
+        none, the trainer is refused without a name. A stalled coordinator is deserted, and not named either."""
         if self._coordinator is not None:
             self._coordinator.work(channel, body)
         elif self.stage.following.coordinator is not None and not self._is_stalled():

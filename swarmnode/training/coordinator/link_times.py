@@ -28,11 +28,8 @@ from swarmnode.swarm.records.run import Averaging
 
 @dataclass(eq=False)
 class LinkTimes:
-    """Transfer times between the peers of one swarm.
-
-    `width`: values of a position between stages, or of a module's sample; if it is 0 only delays count. `parameters`:
-    number of parameters of each unit, empty if unknown. `clock`: seconds.
-    """
+    """Transfer times between the peers of one swarm. `width`: values of a position between stages, or of a module's sample; if it
+    is 0 only delays count. `parameters`: number of parameters of each unit, empty if unknown. `clock`: seconds."""
 
     directory: Directory
     units: int
@@ -63,10 +60,8 @@ class LinkTimes:
         return self._home_lines.held(view, view.peers)
 
     def homes(self, peers: Sequence[PeerId]) -> tuple[int, ...]:
-        """Return a number for each peer; peers behind the same line, by their announced addresses, have the same number.
-
-        Returns an empty tuple if no two peers share a line.
-        """
+        """Return a number for each peer; peers behind the same line, by their announced addresses, have the same number. Returns an
+        empty tuple if no two peers share a line."""
         announced = self.directory.peers()
         addresses = [announced[peer].addresses if peer in announced else () for peer in peers]
         return shared_homes([home_of(own) or peer for peer, own in zip(peers, addresses, strict=True)])

@@ -1,8 +1,7 @@
 """Step loop: the steps of one run, from one rendezvous to the next.
 
-A step loop knows only the messages of stages and trainers. Nothing here waits: each message changes the state, `CONDITIONS`
-tell which event of `plan/training/coordination.py` has come about, and the coordinator calls the step loop for the actions
-that follow.
+A step loop knows only the messages of stages and trainers. Nothing here waits: each message changes the state, `CONDITIONS` tell
+which event of `plan/training/coordination.py` has come about, and the coordinator calls the step loop for the actions that follow.
 """
 
 from __future__ import annotations
@@ -371,8 +370,7 @@ class StepLoop:
         return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
 
     def _leave_out(self, peer: PeerId) -> None:
-        """Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not
-        committed."""
+        """Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not committed."""
         reason = "its replicas find that its contribution is not the gradient of its microbatches"
         log.warning("stage %s is left out: %s", peer, reason)
         self.office.strikes.ban(peer)

@@ -40,11 +40,8 @@ class FailedAttempts:
         return {peer for by_stage in self._by_stage.values() for peer in by_stage}
 
     def note(self, number: int, peer: PeerId, code: int, trainer: PeerId | None = None) -> None:
-        """Count a failed attempt of `peer` at microbatch `number`, or at the all-reduce (ALL_REDUCE). Ignores temporary
-        reasons.
-
-        `trainer` reported it; None if the stage did.
-        """
+        """Count a failed attempt of `peer` at microbatch `number`, or at the all-reduce (ALL_REDUCE). Ignores temporary reasons.
+        `trainer` reported it; None if the stage did."""
         if code not in LASTING and code in ErrorCode._value2member_map_:
             return
         self.code = code
@@ -61,11 +58,8 @@ class FailedAttempts:
             self._by_stage[ANY].pop(peer, None)
 
     def hopeless_unit(self, holders: Sequence[Collection[PeerId]], trainers: Collection[PeerId]) -> int | None:
-        """Return the first unit whose `holders` have all failed ATTEMPTS times at the same work; None if there is none.
-
-        The word of one trainer is not enough: each of `trainers` must have reported such failures. Failures of the
-        all-reduce need none.
-        """
+        """Return the first unit whose `holders` have all failed ATTEMPTS times at the same work; None if there is none. The word of
+        one trainer is not enough: each of `trainers` must have reported such failures. Failures of the all-reduce need none."""
         for number, by_stage in self._by_stage.items():
             if number != ALL_REDUCE and not self._told_by[number].issuperset(trainers):
                 continue

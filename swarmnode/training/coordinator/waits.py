@@ -28,11 +28,8 @@ DOING = {
 def longest_waits(
     members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], strikes: Strikes, now_s: float
 ) -> tuple[Wait, ...]:
-    """Return what the current step waits for: commands without an answer and peers in a pause, then microbatches under way.
-
-    A microbatch may be at any place of its route, so all its peers are listed. Each kind is sorted by time, the longest
-    first.
-    """
+    """Return what the current step waits for: commands without an answer and peers in a pause, then microbatches under way. A
+    microbatch may be at any place of its route, so all its peers are listed. Each kind is sorted by time, the longest first."""
     waits: list[Wait] = []
     for member in members:
         if member.asked and now_s - member.asked[0].began_s >= WORTH_TELLING_S:

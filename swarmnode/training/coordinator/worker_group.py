@@ -132,10 +132,8 @@ class WorkerHandle:
 
     @property
     def is_as_founded(self) -> bool:
-        """Whether the stage has the founder's parameters: it is in no run yet, or at step 0 of the first run.
-
-        A stage at step 0 of a later run has that step on its disk (`StageState.begin`).
-        """
+        """Whether the stage has the founder's parameters: it is in no run yet, or at step 0 of the first run. A stage at step 0 of
+        a later run has that step on its disk (`StageState.begin`)."""
         status = self.status
         return not self.has_begun or (status is not None and status.step == 0 and not status.kept)
 
@@ -147,10 +145,8 @@ class WorkerHandle:
             self.line.send(body)
 
     def command(self, body: Body, *, wait_s: float | None = None) -> None:
-        """Send a command, and expect the answer within `wait_s` seconds; None derives the limit from earlier answers.
-
-        A SYNC expects no answer in time; the stage takes part in all-reduces from its step on.
-        """
+        """Send a command, and expect the answer within `wait_s` seconds; None derives the limit from earlier answers. A SYNC
+        expects no answer in time; the stage takes part in all-reduces from its step on."""
         kind = FrameKind(KIND_OF[type(body)])
         if wait_s is None:
             pass_s = self.worker.unit_s * self.span.units
@@ -218,9 +214,8 @@ class WorkerHandle:
 class WorkerGroup:
     """The stages of a training, as the coordinator follows them.
 
-    `dial` opens a conversation with a stage. `joined` is called for each stage that is reached, `heard` for each of its
-    messages, and `lost`, with the reason, once it is gone. A stage that failed lately (`strikes`) is called again after a
-    growing pause.
+    `dial` opens a conversation with a stage. `joined` is called for each stage that is reached, `heard` for each of its messages,
+    and `lost`, with the reason, once it is gone. A stage that failed lately (`strikes`) is called again after a growing pause.
     """
 
     dial: Dial

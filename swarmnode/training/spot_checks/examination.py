@@ -75,10 +75,8 @@ class ShownMicrobatch:
 
 @dataclass(eq=False)
 class Examination:
-    """An examination of the work of `peer` in the learner's current step.
-
-    `usual`: shapes of the inputs at each first unit here. `dice` draws numbers that the peer must not foresee.
-    """
+    """An examination of the work of `peer` in the learner's current step. `usual`: shapes of the inputs at each first unit here.
+    `dice` draws numbers that the peer must not foresee."""
 
     board: Switchboard
     peer: PeerId
@@ -97,11 +95,8 @@ class Examination:
         return f"<Examination of {self.peer[-8:]} at step {self._step}>"
 
     async def fetch(self) -> ShownMicrobatch | None:
-        """Fetch a random microbatch of those that the peer committed to.
-
-        Returns None if none of them is within our units, or if it has unusual shapes. Raises FalseWork, PeerError,
-        NetworkDown.
-        """
+        """Fetch a random microbatch of those that the peer committed to. Returns None if none of them is within our units, or if it
+        has unusual shapes. Raises FalseWork, PeerError, NetworkDown, and ValueError if the list of entries is malformed."""
         segment = self.learner.segment
         entries = await self._commitment()
         self._entries = entries
@@ -167,10 +162,8 @@ class Examination:
     def _add_up(
         self, record: MicrobatchRecord, tiles: Mapping[int, int], view: memoryview, sums: BlockSketches
     ) -> memoryview:
-        """Add the microbatch's sketch at the beginning of `view` to the sums of its blocks. Returns the rest of `view`.
-
-        Raises FalseWork if it is not the signed sketch, ProtocolError if a block is unknown.
-        """
+        """Add the microbatch's sketch at the beginning of `view` to the sums of its blocks. Returns the rest of `view`. Raises
+        FalseWork if it is not the signed sketch, ProtocolError if a block is unknown."""
         is_end = record.start == 0 or record.end == self.learner.segment.units
         blocks = [SHARED] * (is_end and SHARED in tiles) + list(range(record.start, record.end))
         if not tiles.keys() >= set(blocks):
@@ -210,11 +203,8 @@ class Examination:
         return is_of_its_size(values, run) and (shapes_of(values) == known if known is not None else run.sequence > 0)
 
     def compare(self, shown: ShownMicrobatch, calibration: Calibration) -> Judgement | None:
-        """Recompute the microbatch and judge it. Returns None if the learner's step is over or there is nothing to compare.
-        Must run on the executor.
-
-        Raises FalseWork if the loss or the shape of the sketch is wrong.
-        """
+        """Recompute the microbatch and judge it. Returns None if the learner's step is over or there is nothing to compare. Must
+        run on the executor. Raises FalseWork if the loss or the shape of the sketch is wrong."""
         record, learner = shown.record, self.learner
         if learner.step != self._step:
             return None
@@ -238,10 +228,8 @@ class Examination:
     def _judgements(
         self, shown: ShownMicrobatch, again: Recomputation, calibration: Calibration
     ) -> Iterator[Judgement]:
-        """Yield the judgements of the outputs, the returned gradients, and the additions to the parameters' gradients.
-
-        Raises FalseWork if the sketch has another shape than ours.
-        """
+        """Yield the judgements of the outputs, the returned gradients, and the additions to the parameters' gradients. Raises
+        FalseWork if the sketch has another shape than ours."""
         record, units = shown.record, shown.record.end - shown.record.start
         number_format = "bfloat16" if self.learner.run.autocast else "float32"
         outputs = () if record.end == self.learner.segment.units else again.outputs

@@ -68,8 +68,8 @@ class Suspicions:
         return len(self._by_author)
 
     def hear(self, author: PeerId, accused: PeerId) -> None:
-        """Record an accusation. Ignores it if its author has accused in vain before, is shunned or accuses itself, or has
-        one pending."""
+        """Record an accusation. Ignores it if its author has accused in vain before, is shunned, accuses itself or has one pending,
+        or if there are MAX_SUSPICIONS already."""
         doubtful = author == accused or author in self._standing.shunned | self._standing.doubted
         if not doubtful and author not in self._by_author and len(self._by_author) < MAX_SUSPICIONS:
             self._by_author[author] = (accused, [])
@@ -169,11 +169,8 @@ class SpotChecks:
         return self._watched
 
     async def check(self, reduce: Reduce, learner: DeviceLearners) -> PeerId:
-        """Check the drawn replica after the gradients are summed. Returns a contributor that was found false here, now or
-        before; empty if there is none.
-
-        Raises nothing that a peer can cause.
-        """
+        """Check the drawn replica after the gradients are summed. Returns a contributor that was found false here, now or before;
+        empty if there is none. Raises nothing that a peer can cause."""
         await self._look(reduce, learner)
         return min(self.found & contributors(reduce), default="")
 

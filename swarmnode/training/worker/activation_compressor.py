@@ -49,10 +49,8 @@ Way = tuple[PeerId, str, bool]
 
 
 class LinkDurations:
-    """Seconds that a microbatch's values take uncompressed over each link of a stage, in both directions.
-
-    They are kept for the current and the previous step, so that peers of earlier steps are forgotten.
-    """
+    """Seconds that a microbatch's values take uncompressed over each link of a stage, in both directions. They are kept for the
+    current and the previous step, so that peers of earlier steps are forgotten."""
 
     def __init__(self) -> None:
         self._now_s: dict[Way, float] = {}

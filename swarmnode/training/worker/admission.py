@@ -25,10 +25,7 @@ def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, k
 
 
 def is_of_its_size(values: Sequence[TensorInfo], run: Run) -> bool:
-    """Return whether the values have as many samples and tokens as the run demands, so that the holder of a lease cannot
-    exhaust the memory.
-
-    Always True for modules that are not language models: only the graph knows their shapes.
-    """
+    """Return whether the values have as many samples and tokens as the run demands, so that the holder of a lease cannot exhaust
+    the memory. Always True for modules that are not language models: only the graph knows their shapes."""
     sample = (run.microbatch, run.sequence)
     return not run.sequence or (bool(values) and all(info.shape[:2] == sample for info in values))

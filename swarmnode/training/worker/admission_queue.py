@@ -42,10 +42,8 @@ class AdmissionQueue:
         return lease in self._released
 
     def takes(self, arrival: Arrival) -> bool:
-        """Return whether a microbatch is new and has room, and reserve its memory.
-
-        A lease is computed once, and senders are not trusted to keep within the limits.
-        """
+        """Return whether a microbatch is new and has room, and reserve its memory. A lease is computed once, and senders are not
+        trusted to keep within the limits."""
         held_bytes = sum(microbatch.held_bytes for microbatch in self._microbatches.values())
         held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
         has_room = len(self._microbatches) + len(self._waiting) < MAX_IN_FLIGHT and held_bytes <= MAX_HELD_BYTES

@@ -26,10 +26,8 @@ MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word must not use up a
 
 
 class Following:
-    """The stage's coordinator and term. `on_followed` is called with each coordinator that comes into force.
-
-    `on_lost` is called when a coordinator is gone, with the error, or with None if it ended the conversation.
-    """
+    """The stage's coordinator and term. `on_followed` is called with each coordinator that comes into force. `on_lost` is called
+    when a coordinator is gone, with the error, or with None if it ended the conversation."""
 
     def __init__(self, *, on_crash: OnCrash | None = None) -> None:
         self.term = 0
@@ -107,10 +105,8 @@ class Following:
 
 
 class LeadClaims:
-    """Conversations of peers that claim to lead: besides that of the coordinator in force, one for each peer, for CLAIM_S.
-
-    There are at most MAX_CLAIMS of them.
-    """
+    """Conversations of peers that claim to lead: besides that of the coordinator in force, one for each peer, for CLAIM_S. There
+    are at most MAX_CLAIMS of them."""
 
     def __init__(self, following: Following) -> None:
         self._following = following

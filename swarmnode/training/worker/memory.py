@@ -117,11 +117,8 @@ class TrainingMemory:
         return self._for_good[Account.GRADIENTS].size_bytes
 
     def average(self, run: Run, gradient_bytes: int, *, copies: int = 0) -> None:
-        """Count the memory for averaging with replicas.
-
-        There is a vector as long as the gradients, and `copies` more if several devices take part. Chunks are in transit.
-        Error feedback keeps the residuals of the last step and of this one.
-        """
+        """Count the memory for averaging with replicas. There is a vector as long as the gradients, and `copies` more if several
+        devices take part. Chunks are in transit. Error feedback keeps the residuals of the last step and of this one."""
         vectors = 1 + copies + (2 if feeds_back(run.averaging) else 0)
         self._for_good[Account.AVERAGING].count(vectors * gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
 

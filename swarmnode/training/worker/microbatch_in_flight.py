@@ -217,11 +217,8 @@ class MicrobatchInFlight:
         return loss
 
     async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
-        """Run `function` on the part's device and return its result. On the last device of the last hop a forward call does
-        the backward pass, too.
-
-        Raises PeerLost if the microbatch has ended meanwhile.
-        """
+        """Run `function` on the part's device and return its result. On the last device of the last hop a forward call does the
+        backward pass, too. Raises PeerLost if the microbatch has ended meanwhile."""
         executor, run = part.executor, self._stage.state.run
         came_s, size = executor.clock(), 0 if run is None else run.positions
 
@@ -269,10 +266,8 @@ class MicrobatchInFlight:
         return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
-        """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed.
-
-        Raises NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a unit produced it.
-        """
+        """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
+        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a unit produced it."""
         body, device = self.body, part.segment.device
         if values is None:
             if body.hop:  # the trainer's link is not measured

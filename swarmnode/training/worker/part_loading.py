@@ -41,11 +41,10 @@ SMALL = 1e-3  # gradients too small to overflow
 
 
 def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], float]) -> float:
-    """Time a microbatch of the learner's run through units [start, end). Returns the median seconds of some passes after a
-    warm-up.
+    """Time a microbatch of the learner's run through units [start, end). Returns the median seconds of some passes after a warm-up.
 
-    The learner must not have counted anything yet. Raises CheckpointError if inputs of the units cannot be made up,
-    ProtocolError or NotFinite if the units cannot work with made-up inputs.
+    The learner must not have counted anything yet. Raises CheckpointError if inputs of the units cannot be made up, ProtocolError
+    or NotFinite if the units cannot work with made-up inputs.
     """
     segment, run = learner.segment, learner.run
     values, labels = segment.dummies(start, run.microbatch, run.sequence)
@@ -78,10 +77,8 @@ def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
 
 
 def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) -> Speeds:
-    """Measure a segment's training speed on its device, as the device is lent. Returns empty speeds for a graph.
-
-    A graph's inputs are known to its data alone, so its first microbatches tell its speed.
-    """
+    """Measure a segment's training speed on its device, as the device is lent. Returns empty speeds for a graph. A graph's inputs
+    are known to its data alone, so its first microbatches tell its speed."""
     if not isinstance(segment, SpanSegment):
         return Speeds()
     position_s = 1 / measure_training(segment, clock=clock).training_units_per_s
@@ -133,10 +130,8 @@ def make_part(place: Workplace, checkpoint: Checkpoint, device: int, segment: Se
 
 
 async def measure_part(place: Workplace, part: TrainingPart, lent: LentDevice) -> Capability:
-    """Return the capability of a part's device: known from earlier work with any span, else measured on the part's thread.
-
-    The speed in earlier work says more than a trial.
-    """
+    """Return the capability of a part's device: known from earlier work with any span, else measured on the part's thread. The
+    speed in earlier work says more than a trial."""
     host, cache = place.host, place.speed_cache
     conditions = place.hardware.training_conditions(host.swarm.id, part.span.units, lent)
     known, clock = cache.newest(conditions), host.clock.monotonic

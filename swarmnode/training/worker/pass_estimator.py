@@ -1,8 +1,7 @@
-"""Pass estimator and unit time: the seconds of a microbatch on one device, estimated before the first one, and timed
-afterwards.
+"""Pass estimator and unit time: the seconds of a microbatch on one device, estimated before the first one, and timed afterwards.
 
-The work of the passes at measured rates tells which units are alike, and their time relative to each other. A dummy run
-tells the real time: rates do not include the effect of caches, allocators and calls on a whole pass.
+The work of the passes at measured rates tells which units are alike, and their time relative to each other. A dummy run tells the
+real time: rates do not include the effect of caches, allocators and calls on a whole pass.
 """
 
 from __future__ import annotations
@@ -41,11 +40,8 @@ NotFinite if no inputs can be made up."""
 
 
 class UnitTime:
-    """Seconds of a microbatch in one unit, forward and backward.
-
-    Until passes have been timed it is the estimate, corrected by the error of the last run's. Then it is a weighted mean of
-    the timed passes; newer ones count more.
-    """
+    """Seconds of a microbatch in one unit, forward and backward. Until passes have been timed it is the estimate, corrected by the
+    error of the last run's. Then it is a weighted mean of the timed passes; newer ones count more."""
 
     def __init__(self) -> None:
         self._estimated_s = 0.0
@@ -107,11 +103,8 @@ class PassEstimator:
         return f"<PassEstimator of {self.device}, {len(self._rates)} rates measured>"
 
     def unit_s(self, learner: Learner) -> float:
-        """Return the seconds for one unit of the learner, forward and backward, in its run. The learner must not have
-        counted anything yet.
-
-        Returns 0 if the work cannot be estimated or there is no memory to measure in.
-        """
+        """Return the seconds for one unit of the learner, forward and backward, in its run. The learner must not have counted
+        anything yet. Returns 0 if the work cannot be estimated or there is no memory to measure in."""
         units = Span(learner.segment.start, learner.segment.end)
         try:
             estimates_s = self._estimates_s(learner.run, units, recompute=learner.recompute)

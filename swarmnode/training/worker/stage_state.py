@@ -91,10 +91,8 @@ class MissedSteps:
         self._steps.append(MissedStep(step, agreed, norm, memory))
 
     def take(self, step: int) -> MissedStep | None:
-        """Remove and return the update that ends `step`; None if it has not arrived. The caller must release its memory.
-
-        Raises LocalError if it was forgotten.
-        """
+        """Remove and return the update that ends `step`; None if it has not arrived. The caller must release its memory. Raises
+        LocalError if it was forgotten."""
         while self._steps and self._steps[0].step < step:
             self._steps.popleft().memory.release()
         if step < self._forgotten_until or (self._steps and self._steps[0].step > step):
@@ -205,11 +203,8 @@ class StageState:
         return True
 
     async def counts_less(self, body: Reduce, peer: PeerId) -> bool:
-        """Return whether a REDUCE expects more microbatches of this peer than it has counted.
-
-        That happens if the coordinator hears that they are lost before it hears from a trainer that they are done. Raises
-        LocalError before a run has begun.
-        """
+        """Return whether a REDUCE expects more microbatches of this peer than it has counted. That happens if the coordinator hears
+        that they are lost before it hears from a trainer that they are done. Raises LocalError before a run has begun."""
         learner = self.learner
 
         def is_less(group: Group, count: int) -> bool:
@@ -323,11 +318,8 @@ class StageState:
             log.warning("%s", error)
 
     async def _fresh(self, at_least: int) -> int:
-        """Write the current step to the disk for a peer and return it. Waits at most MEET_S for the step `at_least`, so
-        that all replicas write the same one.
-
-        Raises LocalError if the stage is not ready or has learnt nothing.
-        """
+        """Write the current step to the disk for a peer and return it. Waits at most MEET_S for the step `at_least`, so that all
+        replicas write the same one. Raises LocalError if the stage is not ready or has learnt nothing."""
         if self.condition != Condition.READY:
             raise LocalError("this stage is still catching up")
         if self.step < at_least:
