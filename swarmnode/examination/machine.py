@@ -84,7 +84,7 @@ def judge_versions(met: PeerVersions) -> Finding:
     if met.newer is not None:
         remedy = "upgrade when it suits you: pip install --upgrade swarmnode"
         return Finding("protocol", "doubtful", f"version {VERSION}, most peers speak {met.newer}", remedy)
-    others = f", up to date ({len(met)} peers seen)" if len(met) else ""
+    others = f", up to date ({len(met)} peer{'s'[: len(met) > 1]} seen)" if len(met) else ""
     return Finding("protocol", "good", f"version {VERSION}{others}")
 
 
