@@ -1,7 +1,8 @@
-"""Backups: training states of other peers on this disk, and this node's states on others' (`protocol/frames.md`, "Backups").
+"""Backups: training states of other peers on this disk, and this node's states on others' (`protocol/frames.md`,
+"Backups").
 
-A writer offers a state that it alone holds, or that too few hold. It is got from the writer itself, chunk by chunk, each checked,
-and told to be here once it is on the disk. What the writer says of itself in the directory must fit: it holds the unit.
+A writer offers a state that too few peers hold. The disk's node fetches it from the writer chunk by chunk, verifies each
+chunk, and answers once the state is on the disk. It refuses a writer whose announcement does not include the unit.
 """
 
 from __future__ import annotations
@@ -48,21 +49,24 @@ from swarmnode.weights.sources import PeerSource
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-REST_S = 30.0  # for a peer that did not take a state
-HAND_OVER_S = 60.0  # before a node leaves, at most
+REST_S = 30.0  # for a peer that refused a state
+HAND_OVER_S = 60.0  # longest time that a leaving node spends on it
 BACKUP_PROTOCOL = "/swarmnode/backup/1"
 FULL_RETRY_S = 600.0
-PATIENCE_S, SLOWER = 60.0, 4.0  # for a state: so long, and so many times what its rate asks for
+PATIENCE_S, SLOWER = (
+    60.0,
+    4.0,
+)  # time limit for a state: these seconds, and this many times its duration at the agreed rate
 AT_ONCE = 4
 TURN_S = 60.0
-RETRY_S = 10.0  # for who waits
-WAITS_S = 120.0  # since an owner asked last: then it is not waited for any more
+RETRY_S = 10.0  # before a waiting owner asks again
+WAITS_S = 120.0  # since the last request of an owner; after that its place in the queue is lost
 MAX_WAITING = 256
 
 
 @dataclass(eq=False)
 class BackupTurn:
-    """Of somebody who has a place. `give_way` is called when it is another one's: then it is `over`."""
+    """Place of an owner that sends a state. `give_way` is called when the place goes to another owner; then `over` is set."""
 
     owner: str
     since_s: float
@@ -71,18 +75,22 @@ class BackupTurn:
 
 
 class BackupPlaces:
-    """`clock`: in seconds, monotonic."""
+    """The AT_ONCE places for states that arrive at the same time, shared out fairly among owners. `clock`: in seconds,
+    monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._turns: list[BackupTurn] = []  # in the order in which they began
-        self._waiting: dict[str, float] = {}  # when an owner asked last; who waits longest stands first
+        self._turns: list[BackupTurn] = []  # in order of their start
+        self._waiting: dict[str, float] = {}  # time of an owner's last request, the longest waiting first
 
     def __repr__(self) -> str:
         return f"<BackupPlaces, {len(self._turns)} of {AT_ONCE} taken, {len(self._waiting)} owners wait>"
 
     def take(self, claimant: Claimant) -> BackupTurn:
-        """A place, which another one may have to give up. Raises Busy where nobody's turn is over, or others have waited longer."""
+        """Take a place for `claimant`, if need be from an owner whose turn is over.
+
+        Raises Busy if no place is free and no turn is over, or if other owners have waited longer.
+        """
         now_s, owner = self._clock(), owner_of(claimant)
         self._waiting = {other: asked_s for other, asked_s in self._waiting.items() if asked_s + WAITS_S > now_s}
         ready = [*[None] * (AT_ONCE - len(self._turns)), *self._due(owner, now_s)]
@@ -90,7 +98,7 @@ class BackupPlaces:
         if ahead >= len(ready):
             if owner in self._waiting or len(self._waiting) < MAX_WAITING:
                 self._waiting[owner] = now_s
-            raise Busy("states of other peers are on their way here", retry_s=RETRY_S)
+            raise Busy("this node is receiving states of other peers", retry_s=RETRY_S)
         self._waiting.pop(owner, None)
         leaving = ready[0]
         if leaving is not None:
@@ -102,12 +110,13 @@ class BackupPlaces:
         return turn
 
     def leave(self, turn: BackupTurn) -> None:
-        """Free a place; no error where it was given up before."""
+        """Free the place of `turn`. Does nothing if it was taken away before."""
         if turn in self._turns:
             self._turns.remove(turn)
 
     def _due(self, owner: str, now_s: float) -> list[BackupTurn]:
-        """Turns that give way to this owner: none, where it has one itself."""
+        """Return the turns that must give way to `owner`: turns longer than TURN_S, and further turns of an owner. The list
+        is empty if `owner` has a turn itself."""
         owners = [turn.owner for turn in self._turns]
         return [
             turn
@@ -117,10 +126,10 @@ class BackupPlaces:
 
 
 class BackupServer:
-    """Of one node. `folder` is what it keeps, and offers room in by its announcement."""
+    """Server that keeps other peers' states in `folder`, and announces how much room is left there."""
 
     def __init__(self, host: Host, folder: BackupFolder) -> None:
-        self.kept_bytes = 0  # that came, since the start
+        self.kept_bytes = 0  # received since the start
         self._host = host
         self._folder = folder
         self._board = state_board(host)
@@ -132,18 +141,18 @@ class BackupServer:
         return f"<BackupServer {self._folder!r}, {self._places!r}>"
 
     async def start(self) -> None:
-        """Take states from now on."""
+        """Start taking states, and announce the free room."""
         await self._server.start()
         await self._offer()
 
     async def close(self) -> None:
-        """Take none any more."""
+        """Stop taking states."""
         await self._server.close()
         await self._tasks.close()
         await self._board.close()
 
     async def _offer(self) -> None:
-        """Say how much room there is."""
+        """Announce the free room for backups; 0 if the disk cannot be read."""
         try:
             free_bytes = await asyncio.to_thread(lambda: self._folder.free_bytes)
         except OSError as error:
@@ -155,15 +164,18 @@ class BackupServer:
         try:
             await self._take_turn(writer, question)
         except LocalError as error:
-            log.warning("a state of %s is not kept: %s", writer.peer, error)
+            log.warning("your node does not keep a state of peer %s: %s", writer.peer, error)
             return Answer(Error(ErrorCode.BUSY, FULL_RETRY_S))
         except SwarmnodeError as error:
-            log.info("a state of %s is not kept: %s", writer.peer, error)
+            log.info("your node does not keep a state of peer %s: %s", writer.peer, error)
             return Answer(Error(error.code, error.retry_s) if isinstance(error, Busy) else Error(error.code))
         return Answer(End())
 
     async def _take_turn(self, writer: Claimant, question: BackUp) -> None:
-        """As far as it comes while it is this writer's turn; what has come stays. Raises as `_take`."""
+        """Take the state for as long as the writer's turn lasts. Chunks that arrived stay on the disk.
+
+        Raises Busy if there is no place or another owner takes it over; otherwise raises as `_take`.
+        """
         turn = self._places.take(writer)
         taking = self._tasks.spawn(self._take(writer.peer, question), f"from {writer.peer}", awaited=True)
         turn.give_way = taking.cancel
@@ -172,13 +184,16 @@ class BackupServer:
         except asyncio.CancelledError:
             if not turn.over:
                 raise
-            raise Busy("it is another peer's turn", retry_s=RETRY_S) from None
+            raise Busy("another peer has taken over the place", retry_s=RETRY_S) from None
         finally:
             self._places.leave(turn)
             await self._offer()
 
     async def _take(self, writer: PeerId, question: BackUp) -> None:
-        """Have the state here. Raises PeerError, Busy, LocalError."""
+        """Fetch the state from the writer, unless it is already here.
+
+        Raises PeerError if the writer fails, is slow or lies, Busy if there is no room, LocalError if the disk fails.
+        """
         run, state = decode_run(question.run), question.state
         self._check(writer, state)
         try:
@@ -190,26 +205,29 @@ class BackupServer:
             within_s = PATIENCE_S + SLOWER * state.size * 8 / pace_bps
             await asyncio.wait_for(self._bring(writer, store, state, question.rate_bps), within_s)
         except asyncio.TimeoutError:
-            raise PeerLost(f"peer {writer} gives its state too slowly", peer=writer) from None
+            raise PeerLost(f"peer {writer} sends its state too slowly", peer=writer) from None
         except OSError as error:
             raise disk_error(self._host.config.home, error) from error
 
     def _check(self, writer: PeerId, state: StateEntry) -> None:
-        """Raises PeerRefused where the swarm does not know the writer as a holder of the unit."""
+        """Raise PeerRefused unless the directory knows the writer as a holder of the state's unit."""
         manifest, directory = self._host.swarm.manifest, self._host.directory
         assert manifest is not None
-        # Who leaves is suspected by those who worked with it, and hands over what it has nevertheless.
+        # A leaving node is under suspicion of the peers that worked with it, yet hands over its states.
         announced = directory.peers().get(writer) or directory.suspects().get(writer)
         if announced is None or not holds(announced, state.block, manifest.model.units):
             raise refusal(ErrorCode.WRONG_SPAN, peer=writer)
 
     async def _bring(self, writer: PeerId, store: StateStore, state: StateEntry, rate_bps: float) -> None:
-        """Every chunk of the state, in order, no faster than asked."""
+        """Fetch every missing chunk of the state in order, at most at `rate_bps` (0: unlimited), and store it.
+
+        Raises ProtocolError if the writer sends false hashes or chunks.
+        """
         file, source = file_of(state.block, (state.size, state.root)), PeerSource(self._board, writer)
         incoming = store.incoming(state.step)
         hashes = bytes(await source.hashes(file))
         if not verify_hashes(file, hashes):
-            raise ProtocolError(f"peer {writer} gives hashes that are not those of its state", peer=writer)
+            raise ProtocolError(f"peer {writer} sends hashes that do not match its state", peer=writer)
         await asyncio.to_thread(incoming.keep_hashes, file, hashes)
         for number in await asyncio.to_thread(incoming.missing, file, range(file.chunks())):
             began_s = asyncio.get_running_loop().time()
@@ -225,12 +243,15 @@ class BackupServer:
     ) -> None:
         async for _, chunk in source.chunks(file, number, 1):
             if not verify_chunk(hashes, number, bytes(chunk)):
-                raise ProtocolError(f"peer {source.name} gives a false chunk of its state", peer=source.name)
+                raise ProtocolError(f"peer {source.name} sends a false chunk of its state", peer=source.name)
             await asyncio.to_thread(incoming.write, file, number, bytes(chunk))
 
 
 class BackupSender:
-    """Of a stage whose states are in `store()`. So many holders, or disks, are `wanted` for each unit; below 2 nothing is sent."""
+    """Sender of a stage's states to other peers' disks, in the background.
+
+    `store()` returns the stage's states, or None. Each unit should have `wanted` holders or disks; below 2 nothing is sent.
+    """
 
     def __init__(self, host: Host, store: Callable[[], StateStore | None], wanted: int) -> None:
         assert host.swarm.manifest is not None
@@ -240,9 +261,9 @@ class BackupSender:
         self._store = store
         self._wanted = wanted
         self._board = board_of(host, BACKUP_PROTOCOL)
-        self._there: dict[tuple[bytes, int, PeerId], int] = {}  # by run, block and disk: the newest step that is there
+        self._there: dict[tuple[bytes, int, PeerId], int] = {}  # newest step on a disk, by run, block and disk
         self._first: tuple[bytes, float, int] | None = None  # run, time and newest step at the first look
-        self._away = (b"", -1)  # run and step that were brought away last
+        self._away = (b"", -1)  # run and step that were backed up last
         self._rests_until_s: dict[PeerId, float] = {}
         self._tasks = Tasks("backups", on_crash=host.supervisor.ends_peer)
 
@@ -250,17 +271,21 @@ class BackupSender:
         return f"<BackupSender, step {self._away[1]} is away, {self.sent_bytes / 1e6:.1f} MB sent>"
 
     def start(self) -> None:
-        """Send in the background from now on."""
+        """Start sending in the background, if `wanted` is at least 2."""
         if self._wanted > 1:
             self._tasks.spawn(self._send_forever(), "sends")
 
     async def close(self) -> None:
-        """Send nothing any more."""
+        """Stop sending."""
         await self._tasks.close()
         await self._board.close()
 
     async def hand_over(self) -> tuple[int, ...]:
-        """Bring the newest state of what this node alone holds to another peer, as fast as it goes; the blocks that nobody took."""
+        """Send the newest state of each block that no other peer has to one other disk, as fast as possible, for at most
+        HAND_OVER_S.
+
+        Returns the blocks that no peer took; empty if `wanted` is below 2 or there is nothing to save.
+        """
         await self._tasks.close()
         store = self._store()
         step = None if store is None else store.newest()
@@ -270,7 +295,7 @@ class BackupSender:
         left = list(alone)
 
         async def send() -> None:
-            for block, file in alone.items():  # a disk takes one after another
+            for block, file in alone.items():  # a disk takes them one after another
                 if await self._send(store, step, block, file, count=1, rate_bps=0.0):
                     left.remove(block)
 
@@ -288,7 +313,8 @@ class BackupSender:
             await asyncio.sleep(LOOK_S)
 
     async def _send_newest(self, store: StateStore) -> None:
-        """The next step that is to be away, as far as somebody takes it; and the last one once more where its disks were lost."""
+        """Back up the next step that is due, or, if none is due, the last one again in case its disks were lost. Stops at
+        the first block that not enough disks take."""
         run = store.run
         last = self._away[1] if self._away[0] == run.id else -1
         rate_bps, steps = self._rate_bps(), tuple(store.steps())
@@ -303,7 +329,8 @@ class BackupSender:
         self._away = run.id, step
 
     def _late(self, store: StateStore, rate_bps: float) -> float:
-        """How many checkpoints come while all that is scarce is brought away; infinite until one has come."""
+        """Estimate how many checkpoints are made while all scarce blocks are sent; infinite until one was made since the
+        first look."""
         now_s, newest = asyncio.get_running_loop().time(), store.newest() or 0
         if self._first is None or self._first[0] != store.run.id:
             self._first = store.run.id, now_s, newest
@@ -327,7 +354,7 @@ class BackupSender:
     async def _send(
         self, store: StateStore, step: int, block: int, file: FileContent, *, count: int, rate_bps: float
     ) -> bool:
-        """Have so many disks keep a block; whether they do."""
+        """Have `count` disks keep a block. Returns whether they do."""
         now_s = asyncio.get_running_loop().time()
         announced, own = self._announced(), self._host.peer_id
         alive = backups.disks(announced, own, block, self._units, 0)
@@ -344,17 +371,18 @@ class BackupSender:
         return len(there) >= count
 
     async def _ask(self, disk: PeerId, store: StateStore, state: StateEntry, rate_bps: float) -> bool:
-        """Whether a peer keeps this state."""
+        """Ask a peer to keep this state. Returns whether it does; if not, the peer is not asked again for a while.
+        Any failure, even a wrong answer (ProtocolError), counts as a refusal."""
         pace_bps = max(backups.LEAST_BPS, rate_bps)
         within_s = PATIENCE_S + SLOWER * state.size * 8 / pace_bps
         question = BackUp(encode_run(store.run), state, rate_bps)
         try:
             async for _ in ask(self._board, disk, question, silence_s=within_s):
-                raise ProtocolError("a peer answers something else than that it keeps a state", peer=disk)
+                raise ProtocolError("the peer sent another answer than END to a backup", peer=disk)
         except (PeerError, NetworkDown) as error:
             retry_s = error.retry_s if isinstance(error, PeerRefused) else None
             self._rests_until_s[disk] = asyncio.get_running_loop().time() + max(REST_S, retry_s or 0.0)
-            log.info("%s does not keep step %d of unit %d: %s", disk, state.step, state.block, error)
+            log.info("peer %s does not keep a backup of step %d of unit %d: %s", disk, state.step, state.block, error)
             return False
         self.sent_bytes += state.size
         return True

@@ -1,4 +1,4 @@
-"""Checkpoint manager: a stage's states on its disk, given to who asks for them, and fetched from others."""
+"""Checkpoint manager: a stage's states on its disk, served to other peers and fetched from them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ MAX_TOLD = 16
 
 @dataclass(eq=False)
 class CheckpointManager:
-    """Store of a stage's states, one at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are
-    the stage's own; what the node held before may be on the disk, too."""
+    """Manager of a stage's training states, of one run at a time: the latest run on this disk at first, later the current
+    one.
+
+    `blocks` are the stage's own. The disk may hold states of other blocks that the node held before.
+    """
 
     peer: LocalPeer
     root: Path
@@ -42,8 +45,8 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         self._ledger = self.peer.link_config.ledger
         self._board = state_board(self.peer)
-        self._fetching = asyncio.Lock()  # two who fetch into one store would be in each other's way
-        self.store: StateStore | None = None  # where the run's states are kept; None before any run
+        self._fetching = asyncio.Lock()  # two fetches into one store would collide
+        self.store: StateStore | None = None  # of the run; None before any run
         runs = stored_runs(self.root)
         if runs:
             self.open(runs[0])
@@ -53,34 +56,36 @@ class CheckpointManager:
 
     @property
     def run(self) -> Run | None:
-        """The run whose states are kept."""
+        """The run whose states are kept; None before any run."""
         return None if self.store is None else self.store.run
 
     def open(self, run: Run) -> None:
-        """Keep the states of this run from now on."""
+        """Keep the states of `run` from now on. Those of other runs are removed, except for the run that has come furthest."""
         if self.store is None or self.store.run != run:
             if self.store is not None:
                 self.store.close()
             self.store = StateStore(self.root, run)
-            self.server.give(self.store)  # others may need what is here before this stage is in a run again
+            self.server.give(self.store)  # other peers may need the states here before this stage is in a run again
             remove_old_runs(self.root, run)
 
     def kept(self) -> tuple[int, ...]:
-        """Steps on the disk of which all blocks are there, newest first."""
+        """Return at most MAX_TOLD steps whose states of all `blocks` are on the disk, newest first."""
         if self.store is None:
             return ()
         whole = (step for step, blocks in self.store.steps().items() if self.blocks.issubset(blocks))
         return tuple(sorted(whole, reverse=True)[:MAX_TOLD])
 
     def give(self, fresh: Fresh) -> None:
-        """Give states to peers; `fresh` writes down the step that the stage is at, or is about to come to."""
+        """Serve the states to peers. `fresh` writes a snapshot of the stage's step when a peer asks for a newer one (see
+        `Fresh`)."""
         assert self.store is not None
         self.server.give(self.store, fresh)
 
     async def save(self, learner: DeviceLearners, executor: Executor) -> int:
-        """Write down the learner's step, unless it is there; which one it is. Raises LocalError where the disk is full.
+        """Write the learner's current step to the disk, unless it is there, and return its number. Raises LocalError if the
+        disk is full.
 
-        The executor goes on as soon as the state is copied; where memory has no room for a copy, it waits for the disk.
+        The executor is free again once the state is copied. If the memory has no room for a copy, it waits for the disk.
         """
         assert self.store is not None
         try:
@@ -95,7 +100,8 @@ class CheckpointManager:
         return step
 
     def load(self, learner: DeviceLearners, step: int) -> None:
-        """Put the learner back to a step on the disk; on the executor. Raises CheckpointError."""
+        """Set the learner back to a step on the disk. Must run on the executor. Raises CheckpointError if the step is
+        missing or damaged."""
         assert self.store is not None
         for block, tensors in read_step(self.store, step, learner.blocks).items():
             learner.load(block, tensors)
@@ -103,7 +109,10 @@ class CheckpointManager:
         learner.step = step
 
     async def fetch(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], *, at_least: int) -> int:
-        """Bring a step of these blocks from the peers; which one it is."""
+        """Fetch one step of `blocks` from the peers, not older than `at_least`, and return it.
+
+        Raises PeerRefused if the peers have none, LocalError if the disk is full.
+        """
         assert self.store is not None
         async with self._fetching:
             return await fetch_states(self._board, peers, blocks, into=self.store, at_least=at_least)
@@ -115,8 +124,21 @@ class CheckpointManager:
         units: int,
         electorate: Callable[[], Electorate] = Electorate,
     ) -> int | None:
-        """Bring these blocks of the newest step of which all `units` are there, as backups if need be, and keep its run's
-        states from now on; which step it is. None where there is none, or it is here. Raises PeerRefused, LocalError."""
+        """Fetch the newest step that is available for all units, and keep the states of its run from now on.
+
+        Args:
+            peers: returns the peers to ask.
+            blocks: the blocks to fetch.
+            units: number of the model's units.
+            electorate: returns the voters on versions.
+
+        Returns:
+            The step; None if there is none or it is already here. Backups count.
+
+        Raises:
+            PeerRefused: if no peer sends a part in time.
+            LocalError: if the disk is full.
+        """
         async with self._fetching:
             return await self._restore(peers, blocks, units, electorate)
 
@@ -145,7 +167,7 @@ class CheckpointManager:
         )
 
     async def close(self) -> None:
-        """Stop giving and fetching."""
+        """Stop serving and fetching states."""
         self.server.give(None)
         await self._board.close()
         if self.store is not None:
@@ -153,7 +175,7 @@ class CheckpointManager:
 
 
 def _copy(store: StateStore, learner: DeviceLearners) -> tuple[int, dict[int, dict[str, Tensor]]]:
-    """The step that the learner is at and its states; none where that step is on the disk."""
+    """Return the learner's step and a copy of its states; the copy is empty if the step is already on the disk."""
     return learner.step, {} if _is_kept(store, learner) else learner.copy_state()
 
 

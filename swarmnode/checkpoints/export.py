@@ -1,4 +1,4 @@
-"""Export: the newest step that the swarm's peers have together, found in their listings, and written as a checkpoint."""
+"""Export: the newest step that the swarm's peers have together is found in their listings and written as a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swarmnode.swarm.storage.states import StateStore
 from swarmnode.weights.weights import Weights
 
 AGAIN_S = 1.0
-PATIENCE_S = 30.0  # for peers to turn up who have all units
+PATIENCE_S = 30.0  # for peers to turn up that have all units
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class WholeStep:
 def whole_step(
     listings: Mapping[PeerId, Listing], units: int, electorate: Electorate = Electorate()
 ) -> WholeStep | None:
-    """The newest of the run that most peers are in; None where some unit lacks one that the others have."""
+    """Return the newest step of the most common run at which enough holders list every block; None if there is none."""
     found = of_one_run(listings)
     if found is None:
         return None
@@ -63,7 +63,11 @@ async def find_whole_step(
     backups: BackupFolder | None,
     electorate: Callable[[], Electorate] = Electorate,
 ) -> WholeStep | None:
-    """The newest for who wants these blocks, which nobody alive may hold: the others are asked for the step of their backups."""
+    """Find the newest whole step for a node that wants `blocks`. Returns None if there is none.
+
+    Perhaps only backups of these blocks are left: the peers are then asked for the step of the backups, so that all parts
+    are of one step.
+    """
     listings = _with_own(await survey(board, peers(), tuple(blocks)), backups)
     found = of_one_run(listings)
     if found is None:
@@ -84,7 +88,7 @@ def _with_own(listings: dict[PeerId, Listing], backups: BackupFolder | None) -> 
 
 
 def of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, dict[PeerId, Sequence[StateEntry]]] | None:
-    """The run of most peers, and what each of them has of it."""
+    """Return the run that most peers list, and the entries of each of these peers; None if no peer lists a state of a valid run."""
     votes = Counter(listing.run for listing in listings.values() if listing.entries and _is_run(listing.run))
     if not votes:
         return None
@@ -108,11 +112,24 @@ async def export(
     force: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> int:
-    """Write the trained model into the folder `out`, which appears when all of it is there; the step that it is of.
+    """Write the trained model into the folder `out`, which appears once it is complete.
 
-    For a language model it is what `from_pretrained` reads, else safetensors for `load_state_dict`. Raises UsageError
-    where there is something at `out` (`force`: something else than a checkpoint), PeerRefused where the peers do not have
-    all units after `patience_s`, LocalError.
+    A language model can be read with `from_pretrained`; any other model is written as safetensors for `load_state_dict`.
+
+    Args:
+        host: this node, a peer of the swarm.
+        out: the new folder.
+        progress: is called with the fetched and the total bytes.
+        force: replaces a folder that holds nothing but a checkpoint.
+        patience_s: how long to wait for peers that have all units together.
+
+    Returns:
+        The step of the model.
+
+    Raises:
+        UsageError: if `out` is taken.
+        PeerRefused: if the peers do not have all units together in time.
+        LocalError: if the disk is full.
     """
     check_free(out, force=force)
     board = state_board(host)
@@ -150,7 +167,7 @@ def _others(host: Host) -> list[PeerId]:
 
 
 async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
-    """The newest step that the peers have of the model."""
+    """Find the newest whole step among the peers. Raises PeerRefused if there is none after `patience_s`."""
     assert host.swarm.manifest is not None
     units = tuple(range(host.swarm.manifest.model.units))
     deadline_s = asyncio.get_running_loop().time() + patience_s
@@ -202,10 +219,12 @@ def write_checkpoint(
     force: bool = False,
     unconfirmed: Sequence[str] = (),
 ) -> None:
-    """Write trained tensors into `out`; `founded` has what the swarm was founded with. A file says what is `unconfirmed`.
-    Raises UsageError, LocalError."""
+    """Write trained tensors into the folder `out`; `founded` is the folder with the founder's files.
+
+    A text file lists the `unconfirmed` parts, if any. Raises UsageError if `out` is taken, LocalError if the disk is full.
+    """
     with new_folder(out, force=force) as folder:
         (write_language_model if language else write_module)(tensors, founded, folder)
         if unconfirmed:
-            text = f"One peer alone had the state of these parts, and nobody confirmed it: {', '.join(unconfirmed)}.\n"
+            text = f"Only one peer had the state of these parts, and no other peer confirmed it: {', '.join(unconfirmed)}.\n"
             (folder / UNCONFIRMED_FILE).write_text(text)

@@ -1,4 +1,4 @@
-"""The training states that a peer gives to others: those of its stage, if it has one, and what it keeps for other peers."""
+"""Training states that a peer serves to others: those of its stage, if it has one, and its backups of other peers' states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SharedStates:
-    """State server and backups of one peer, whatever the peer computes. Without a usable disk it keeps nothing for others."""
+    """The state server and the backups of one peer, whatever the peer computes. Without a usable disk there are no backups."""
 
     state_server: StateServer
     backups: BackupFolder | None
@@ -29,7 +29,7 @@ class SharedStates:
 
     @classmethod
     async def start(cls, host: Host, *, share: float = OFFERED_SHARE) -> SharedStates:
-        """Give and take states from now on; `share` of the disk space that is lent is for those of others."""
+        """Start serving states and taking backups; `share` of the lent disk space is for backups."""
         backups = await asyncio.to_thread(_open, host, share)
         backup_server = None if backups is None else BackupServer(host, backups)
         state_server = StateServer(host, backups)
@@ -39,7 +39,7 @@ class SharedStates:
         return cls(state_server, backups, backup_server)
 
     async def close(self) -> None:
-        """Neither give nor take any more."""
+        """Stop serving states and taking backups."""
         if self.backup_server is not None:
             await self.backup_server.close()
         await self.state_server.close()
@@ -52,7 +52,7 @@ def _open(host: Host, share: float) -> BackupFolder | None:
     try:
         return BackupFolder(config.home, host.swarm.id, config.max_cache_bytes, share=share)
     except OSError as error:
-        log.warning("no training states are kept for others: %s", disk_error(config.home, error))
+        log.warning("your node keeps no training states for others: %s", disk_error(config.home, error))
     except LocalError as error:
-        log.warning("no training states are kept for others: %s", error)
+        log.warning("your node keeps no training states for others: %s", error)
     return None

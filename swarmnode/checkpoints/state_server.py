@@ -1,4 +1,4 @@
-"""State server: the training states on this disk, for whoever asks (`protocol/frames.md`, "A state's way")."""
+"""State server: it sends the training states on this disk to any peer that asks (`protocol/frames.md`, "A state's way")."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from swarmnode.weights.chunk_server import ChunkServer, Offer
 log = logging.getLogger(__name__)
 
 STATE_PROTOCOL = "/swarmnode/state/1"
-HOLD_S = 60.0  # a step that was asked for stays for so long
-FRESH_EVERY_S = 1.0  # at most this often a snapshot is made because somebody asks
-FRESH_SHARE = 0.05  # of the time, whoever asks: anybody may
+HOLD_S = 60.0  # a requested step is kept for this time
+FRESH_EVERY_S = 1.0  # shortest time between two snapshots that peers ask for
+FRESH_SHARE = 0.05  # largest share of the time for snapshots that peers ask for; any peer may ask
 
 Fresh = Callable[[int], Awaitable[int]]
-"""(at_least): see `StateServer`"""
+"""Function (at_least) that writes a snapshot of the stage's step to the disk, unless it is there, and returns the step.
+
+If the stage reaches the step `at_least` soon, it waits for that one. Raises LocalError if there is nothing to write.
+"""
 
 
 class StateServer(ChunkServer):
-    """Answers for what `give` names, this node's stage's states, and for the `backups` that it keeps of others'."""
+    """Server of this node's own training states, set by `give`, and of the `backups` that it keeps for other peers."""
 
     questions = (ListStates,)
 
@@ -48,8 +51,8 @@ class StateServer(ChunkServer):
         return f"<StateServer of {self._store!r}, {self._backups!r}, {len(self._askers)} peers asking>"
 
     def give(self, store: StateStore | None, fresh: Fresh | None = None) -> None:
-        """Answer for this store, too, instead of the one before. `fresh` writes down the step that the stage is at, unless it is
-        there, and returns it; the step that is asked for, where the stage is about to come to it."""
+        """Serve the states of `store` instead of those of the previous one; None serves no own states. `fresh` makes
+        snapshots for peers that ask for a newer step than the disk has."""
         self._store, self._fresh = store, fresh
         self._forget_offers()
 
@@ -61,10 +64,10 @@ class StateServer(ChunkServer):
         self._offer(body.root)
         return await super()._send(channel, body)
 
-    # -- what there is
+    # -- listings
 
     async def _list(self, channel: Channel, question: ListStates) -> None:
-        """Newest step first: where there is more than an answer holds, the oldest are left out."""
+        """Send the list of states, newest step first. If there are more than MAX_LISTED, the oldest are left out."""
         run = self._run_asked_for(question)
         if self._store is not None and self._store.run == run:
             await self._make_fresh(self._store, question.at_least)
@@ -78,7 +81,10 @@ class StateServer(ChunkServer):
             await channel.drain()
 
     def _run_asked_for(self, question: ListStates) -> Run | None:
-        """That of the stage here, or of most backups, where none is named; None where nothing is here of the one that is."""
+        """Return the run that the question names, if states of it are here, else None.
+
+        A question that names no run gets the stage's run, else the run of most backups, else None.
+        """
         own = None if self._store is None else self._store.run
         if not question.run:
             return own or (None if self._backups is None else self._backups.run())
@@ -88,14 +94,14 @@ class StateServer(ChunkServer):
         return None if kept is None else kept.run
 
     def _entries(self, run: Run) -> list[StateEntry]:
-        """All states of a run that are here, newest step first."""
+        """Return the entries of all states of a run on this disk, newest step first."""
         own = [] if self._store is None or self._store.run != run else listed_of(self._store)
         kept = [] if self._backups is None else self._backups.of_run(run.id)
         backups = [entry for store in kept for entry in listed_of(store, backup=True)]
         return sorted([*own, *backups], key=lambda entry: -entry.step)
 
     async def _make_fresh(self, store: StateStore, at_least: int) -> None:
-        """See that the newest step is as late as is asked for, and stays for a while."""
+        """Make a snapshot if the newest step is older than `at_least`, and keep the newest step for HOLD_S."""
         newest = store.newest()
         if newest is None or newest < at_least:
             await self._refresh(at_least)
@@ -104,7 +110,7 @@ class StateServer(ChunkServer):
             store.hold(newest, HOLD_S)
 
     async def _refresh(self, at_least: int) -> None:
-        """Have a snapshot made; who asks meanwhile waits for the same one."""
+        """Make a snapshot; requests that arrive meanwhile wait for the same one."""
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = self._tasks.spawn(self._make_snapshot(at_least), "snapshot")
         await asyncio.shield(self._refreshing)
@@ -117,14 +123,14 @@ class StateServer(ChunkServer):
             if self._fresh is not None:
                 await self._fresh(at_least)
         except SwarmnodeError as error:
-            log.warning("no snapshot could be made for a peer: %s", error)
+            log.warning("your node cannot make a snapshot for a peer: %s", error)
         took_s = loop.time() - began_s
         self._fresh_again_at = loop.time() + max(FRESH_EVERY_S, took_s / FRESH_SHARE)
 
     # -- chunks
 
     def _offer(self, root: bytes) -> None:
-        """See whether the file with this root is (still) there."""
+        """Put the file with this root on offer and keep its step for HOLD_S; if it is gone, withdraw it."""
         found = self._find(root)
         if found is None:
             self._offers.pop(root, None)
@@ -134,14 +140,14 @@ class StateServer(ChunkServer):
         self._offers.setdefault(root, Offer(file, path))
 
     def _find(self, root: bytes) -> tuple[StateStore, int, int, FileContent, Path] | None:
-        """Where the file with this root is: the stage's own, or one that is kept for another."""
+        """Find the file with this root among the stage's own states and the backups. Returns None if it is not here."""
         found = None if self._store is None else self._store.find(root)
         if self._store is not None and found is not None:
             return self._store, *found
         return None if self._backups is None else self._backups.find(root)
 
     def _forget_offers(self) -> None:
-        """Steps that were removed are not offered any more."""
+        """Withdraw the offers of removed steps."""
         for root in [root for root in self._offers if self._find(root) is None]:
             del self._offers[root]
             self._hashing.pop(root, None)
@@ -155,7 +161,7 @@ class StateServer(ChunkServer):
 
 
 def listed_of(store: StateStore, *, backup: bool = False) -> list[StateEntry]:
-    """What a store has."""
+    """Return the entries of all states in a store."""
     return [
         StateEntry(step, block, file.size, file.root, backup)
         for step in store.steps()

@@ -1,4 +1,4 @@
-"""Training states of peers: their listings, and the sources from which states are fetched into the store of this machine."""
+"""Training states of peers: their listings, and fetching of states from several sources into a store on this machine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from swarmnode.weights.sources import PeerSource, Source
 
 log = logging.getLogger(__name__)
 
-LISTING_S = 120.0  # for a list, where the peer may have to write a snapshot of gigabytes first
-KNOWN_S = 15.0  # for a list of what is on its disk
-IDLE_S = 5.0  # without anybody who gives what is missing, before all are asked anew what they have
+LISTING_S = 120.0  # for a list, if the peer may first have to write a snapshot of gigabytes
+KNOWN_S = 15.0  # for a list of the states on its disk
+IDLE_S = 5.0  # without a source for a missing part, before all peers are asked again for their lists
 AGAIN_S = 1.0  # between two such rounds
 PEERS_AT_ONCE = 32
 MAX_AHEAD = 64
@@ -45,7 +45,7 @@ NAME = "this machine"
 
 
 class LocalSource(Source):
-    """Gives what its folder of backups has."""
+    """The backups on this machine, as a source of chunks."""
 
     def __init__(self, backups: BackupFolder) -> None:
         self.name = NAME
@@ -87,24 +87,24 @@ def _read(path: Path, number: int) -> bytes:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a peer says it has of a run."""
+    """The states of a run that a peer says it has."""
 
     run: bytes  # encoded
     entries: Sequence[StateEntry]
 
     @property
     def run_id(self) -> bytes:
-        """32 bytes that name the run."""
+        """Id of the run, 32 bytes."""
         return hashlib.sha256(self.run).digest()
 
     @property
     def roots(self) -> frozenset[bytes]:
-        """Of all states listed."""
+        """The roots of all listed states."""
         return frozenset(entry.root for entry in self.entries)
 
 
 def state_board(peer: LocalPeer) -> Switchboard:
-    """The links for asking peers for states; the caller closes it."""
+    """Return the links for asking peers for states; the caller closes them."""
     longest = max(CHUNK_BYTES, MAX_STATE_BYTES // CHUNK_BYTES * HASH_BYTES)
     return Switchboard(peer.network, STATE_PROTOCOL, peer.hello, replace(peer.link_config, max_payload_bytes=longest))
 
@@ -112,18 +112,21 @@ def state_board(peer: LocalPeer) -> Switchboard:
 async def list_states(
     board: Switchboard, peer: PeerId, blocks: Sequence[int] = (), *, at_least: int = 0, run_id: bytes = b""
 ) -> Listing:
-    """What a peer has of these blocks (none: of all), of the run that it is in or of this one. Raises PeerLost, PeerRefused,
-    ProtocolError, NetworkDown."""
+    """Ask a peer which states it has of these blocks (empty: of all), of the run `run_id` (empty: of its own).
+
+    With `at_least` the peer may first write a snapshot. Raises PeerLost, PeerRefused, NetworkDown, or ProtocolError if the
+    answer is malformed or too long.
+    """
     run = b""
     entries: list[StateEntry] = []
     silence_s = LISTING_S if at_least else KNOWN_S
     async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks), run_id), silence_s=silence_s):
         if not isinstance(body, States) or (run and run != body.run):
-            raise ProtocolError("a peer answered something else than its states", peer=peer)
+            raise ProtocolError("the peer sent something other than a list of states", peer=peer)
         run = body.run
         entries += body.entries
         if len(entries) > MAX_LISTED:
-            raise ProtocolError("a peer lists more states than there can be", code=ErrorCode.TOO_LARGE, peer=peer)
+            raise ProtocolError("the peer lists more states than allowed", code=ErrorCode.TOO_LARGE, peer=peer)
     return Listing(run, entries)
 
 
@@ -135,7 +138,7 @@ async def survey(
     at_least: int = 0,
     run_id: bytes = b"",
 ) -> dict[PeerId, Listing]:
-    """What these peers have; those that do not answer are left out."""
+    """Ask these peers for their states, as `list_states`. Peers that do not answer are left out."""
     turn = asyncio.Semaphore(PEERS_AT_ONCE)
 
     async def look(peer: PeerId) -> Listing | None:
@@ -152,7 +155,7 @@ async def survey(
 
 
 class StateSource(PeerSource):
-    """A peer that listed these roots; for others it is not even asked."""
+    """A peer as a source of the states that it listed. A request for any other root fails without asking it."""
 
     def __init__(self, board: Switchboard, peer: PeerId, roots: Set[bytes]) -> None:
         super().__init__(board, peer)
@@ -186,16 +189,23 @@ async def fetch_states(
     electorate: Callable[[], Electorate] = Electorate,
     on_unconfirmed: Callable[[Sequence[int]], None] = lambda _blocks: None,
 ) -> int:
-    """Fetch one step of all these blocks from the peers of the store's run; which step it was.
+    """Fetch one step of all `blocks`, in the run of the store, from the peers, and return its number.
 
-    `step` says which one; else it is the newest that the peers have together, not older than `at_least` (where all are, they
-    are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
-    `backups` is what this machine keeps for others, and counts as a peer's. What counts is what more than half of a block's
-    holders have (`votes.py`). A lost peer's part comes from others; what came
-    stays on the disk for the next attempt. `on_unconfirmed`
-    hears of blocks that one holder alone vouches for. `whole`: where roots differ, every value has to be alike
-    (`votes.py`). Raises
-    PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the disk is full.
+    A version of a block counts if more than half of the block's holders have it (`votes.py`). The chunks of a lost peer
+    come from others. Fetched chunks stay on the disk for the next attempt.
+
+    Args:
+        step: fetches this step. None takes the newest step that the peers have together, or one whose fetch has begun and
+            is still possible.
+        at_least: the oldest acceptable step; if it is above 0, the peers are asked to write snapshots.
+        backups: this machine's backups; they count as a peer's.
+        patience_s: how long to go on without receiving a byte.
+        whole: compares versions with different roots value by value instead of by samples.
+        on_unconfirmed: is called with the blocks that only one holder vouches for.
+
+    Raises:
+        PeerRefused: (NOT_FOUND) after `patience_s`.
+        LocalError: if the disk is full.
     """
     fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole, backups)
     idle_since = asyncio.get_running_loop().time()
@@ -208,7 +218,9 @@ async def fetch_states(
             if await fetch.bring(chosen, votes, listings, progress):
                 if chosen.unconfirmed:
                     units = ", ".join(map(named, chosen.unconfirmed))
-                    log.warning("step %d: %s had one holder, and nobody confirms its state", chosen.step, units)
+                    log.warning(
+                        "step %d: %s had only one holder, and no other peer confirms its state", chosen.step, units
+                    )
                     on_unconfirmed(chosen.unconfirmed)
                 return chosen.step
             if fetch.fetched_bytes > before:
@@ -223,7 +235,7 @@ async def fetch_states(
 
 @dataclass(repr=False)
 class _Fetch:
-    """What stays the same over the rounds of a fetch; see `fetch_states`."""
+    """The state of a `fetch_states` over its rounds."""
 
     board: Switchboard
     peers: Callable[[], Iterable[PeerId]]
@@ -237,16 +249,16 @@ class _Fetch:
 
     def __post_init__(self) -> None:
         self._ask_for = self.at_least if self.step is None else 0
-        self._ahead = 0  # steps: where peers go on faster than they are asked, they meet at one that is still to come
+        self._ahead = 0  # steps: if peers advance faster than they are asked, they meet at a future step
         self._liars: set[PeerId] = set()
         self._second_voice = SecondVoice(whole=self.whole)
-        self._failed: set[Version] = set()  # listed, and then not given or not confirmed
+        self._failed: set[Version] = set()  # were listed, but then not sent or not confirmed
 
     def __repr__(self) -> str:
         return f"<_Fetch of units {list(self.blocks)} into {self.into!r}, {len(self._liars)} peers dropped>"
 
     async def listings(self) -> dict[PeerId, Listing]:
-        """What the honest peers have of our run."""
+        """Return the listings of this run from peers that have not lied; this machine's backups count as one."""
         left = self._liars | self._second_voice.mute
         asked = [peer for peer in self.peers() if peer not in left]
         run_id = self.into.run.id
@@ -256,7 +268,10 @@ class _Fetch:
         return {peer: listing for peer, listing in found.items() if listing.run_id == run_id}
 
     def choose(self, votes: Votes) -> ChosenStep | None:
-        """What to fetch now, if possible nothing that nobody gave before."""
+        """Choose the step and versions to fetch, preferably none that failed before. Returns None if there is none.
+
+        Without a choice, a fetch with `at_least` asks for a later step in the next round, at which the peers can meet.
+        """
         begun = self.into.begun()
         for failed in (self._failed, ()):
             chosen = votes.choose(self.blocks, at_least=self.at_least, step=self.step, begun=begun, failed=failed)
@@ -264,7 +279,7 @@ class _Fetch:
                 return chosen
             self._failed.clear()
         if self._ask_for:
-            # Each wrote down its own step: those behind shall come up to the others.
+            # Each peer wrote its own step: those behind shall catch up with the others.
             self._ask_for = max(self._ask_for, votes.reached(self.blocks)) + self._ahead
             self._ahead = min(MAX_AHEAD, 2 * self._ahead or 1)
         return None
@@ -272,7 +287,10 @@ class _Fetch:
     async def bring(
         self, chosen: ChosenStep, votes: Votes, listings: Mapping[PeerId, Listing], progress: Progress | None
     ) -> bool:
-        """Fetch the chosen versions, and take the step into the store; False where nobody gives or confirms what is missing."""
+        """Fetch the chosen versions and move the step into the store.
+
+        Returns False if no source sends or confirms a missing part. Raises LocalError if the disk is full.
+        """
         files = {block: file_of(block, version) for block, version in chosen.versions.items()}
         sources = {peer: self._source(peer, listing) for peer, listing in listings.items()}
         incoming = self.into.incoming(chosen.step)
@@ -281,7 +299,7 @@ class _Fetch:
         try:
             await fetcher.fetch(wanted, news=_never, progress=progress, patience_s=IDLE_S)
         except PeerRefused as error:
-            log.info("%s; asking anew who has what", error)
+            log.info("%s; your node asks all peers again for their lists", error)
             for file in wanted:
                 if await asyncio.to_thread(incoming.missing, file, wanted[file]):
                     self._failed.add((file.size, file.root))
@@ -295,12 +313,12 @@ class _Fetch:
         for block, lacking in chosen.lacking.items():
             others = [(sources[peer], file_of(block, own)) for peer, own in votes.others(chosen, block).items()]
             if not await self._second_voice.confirmed(incoming, files[block], others, lacking):
-                log.warning("one version of unit %d at step %d has nobody else's word", block, chosen.step)
+                log.warning("no other peer confirms a version of unit %d at step %d", block, chosen.step)
                 self._failed.add(chosen.versions[block])
                 return False
         for peer, differing in votes.dissenters(chosen).items():
             units = ", ".join(map(named, differing))
-            text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it is false"
+            text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it lies"
             log.log(logging.WARNING if self.whole else logging.INFO, text, peer, units, chosen.step)
         await asyncio.to_thread(self.into.take_in, chosen.step, files)
         return True
@@ -311,13 +329,14 @@ class _Fetch:
 
 
 def listing_of(backups: BackupFolder, run: Run) -> Listing:
-    """What this machine keeps for others of a run."""
+    """Return the states of a run that this machine keeps for others."""
     entries = [entry for store in backups.of_run(run.id) for entry in listed_of(store, backup=True)]
     return Listing(encode_run(run), entries)
 
 
 def file_of(block: int, version: Version) -> FileContent:
-    """A version of a block's state while it is being fetched: others may be on their way, too."""
+    """Return the file of one version of a block's state during a fetch. Its name contains the root, since several versions
+    may be fetched."""
     size, root = version
     return FileContent(f"{file_name(block)}-{root.hex()[:16]}", size, root)
 

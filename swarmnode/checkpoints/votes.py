@@ -1,12 +1,12 @@
-"""Votes on states: the step, and the version of each block, that more than one peer's word stands for.
+"""Votes on states: they choose the step, and the version of each block, that more than one peer vouches for.
 
-A peer is a holder of a block where it lists any state of it that is its own. A step counts where more than half of each block's
-holders list it (both, where there are two), and so does a version; what a version lacks in votes may be made up for by holders
-whose own versions are alike, for devices round differently (`SecondVoice`). A backup of a step makes its keeper a holder as
-far as this step goes: that it has others, or not this one, says nothing.
+A peer is a holder of a block if it lists any own state of it. A step counts if more than half of each block's holders list
+it (both, if there are two), and so does a version. A version with too few votes can be confirmed by holders whose own
+versions hold nearly the same values, since devices round differently (`SecondVoice`). A backup of a step makes its keeper a
+holder for this step only: whether it has backups of other steps says nothing.
 
-Where peers that announce a unit as ready list its state, they alone have a say, and each owner one vote, however many peers it has.
-The state of the only holder is used and called unconfirmed.
+If peers that announce a unit as ready list its state, only they vote. Each owner has one vote, however many peers it has.
+The state of a single voter is used, and called unconfirmed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from swarmnode.swarm.storage.content import FileContent
 from swarmnode.weights.sources import Source
 
 Version = tuple[int, bytes]
-"""Size and root of a block's state"""
+"""Size and root of a block's state."""
 
 SAMPLES = 4  # chunks
-RELATIVE, ABSOLUTE = 1e-3, 1e-6  # between devices: rounding, over many updates
+RELATIVE, ABSOLUTE = 1e-3, 1e-6  # between devices: rounding errors of many updates
 STRAYS = 1e-3  # share of the values that may differ by more
 
 
 class SecondVoice:
-    """`mute`: names of those that did not give what they list."""
+    """Confirmation of a version by holders of other versions, by comparing their values: samples, or all of them if
+    `whole`.
+
+    `mute` has the names of the peers that did not send the states that they list.
+    """
 
     def __init__(self, *, whole: bool = False) -> None:
         self.mute: set[str] = set()
@@ -51,7 +55,7 @@ class SecondVoice:
     async def confirmed(
         self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[Source, FileContent]], needed: int
     ) -> bool:
-        """Whether so many of the others have values like those of `ours`, all of which are here."""
+        """Return whether `needed` of the others have values like those of `ours`. All chunks of `ours` must be in `incoming`."""
         for source, theirs in others:
             if needed and theirs.size == ours.size:
                 needed -= await self._agrees(incoming, ours, source, theirs)
@@ -74,7 +78,7 @@ class SecondVoice:
 
 
 def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
-    """Whether two pieces of equal files hold nearly the same float32 numbers, but for a share `strays` of them."""
+    """Return whether two pieces of the same length hold nearly equal float32 numbers, except for a share `strays` of them."""
     if len(one) != len(other):
         return False
     count = len(one) // 4
@@ -87,8 +91,8 @@ def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
 
 @dataclass(frozen=True)
 class ChosenStep:
-    """The step to fetch, and which version of each block. `lacking`: by block, how many votes more its version needs.
-    `unconfirmed`: blocks of which one holder alone has a say."""
+    """The step to fetch, and the version of each block. `lacking`: by block, how many more votes its version needs.
+    `unconfirmed`: blocks with a single voter."""
 
     step: int
     versions: Mapping[int, Version]
@@ -97,24 +101,24 @@ class ChosenStep:
 
 
 def majority(holders: int) -> int:
-    """So many of them are more than any minority: both of two, two of three."""
+    """Return the smallest number of holders that is more than half of them: both of two, two of three."""
     return holders // 2 + 1
 
 
 @dataclass(frozen=True)
 class Electorate:
-    """Peers as they announce themselves: whose vote is whose, and who is ready with what. One that knows nobody gives each peer a
-    vote of its own."""
+    """The voters: for each peer its owner and the blocks that it is ready with, from its announcement. A peer without an
+    announcement is its own owner."""
 
     announced: Mapping[PeerId, Announcement] = field(default_factory=dict)
 
     def owner(self, peer: PeerId) -> str:
-        """Return whose vote a peer's is."""
+        """Return the owner of the peer's vote; the peer itself if it is unknown."""
         known = self.announced.get(peer)
         return peer if known is None else owner_of(Claimant(wide_group(known.addresses), peer))
 
     def is_ready(self, peer: PeerId, block: int) -> bool:
-        """Return whether a peer announces that it is ready with a block; with what both ends share, if it holds one of them."""
+        """Return whether a peer announces that it is ready with a block. It is ready with the shared block if it holds any unit."""
         known = self.announced.get(peer)
         if known is None or known.life is not State.READY:
             return False
@@ -122,12 +126,12 @@ class Electorate:
 
 
 class Votes:
-    """What each peer lists, once for each step and block."""
+    """The versions that peers list, one for each peer, step and block."""
 
     def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]], electorate: Electorate = Electorate()) -> None:
         self._electorate = electorate
         self._versions: dict[int, dict[int, dict[PeerId, Version]]] = {}  # by step, block, holder
-        self._newest: dict[int, dict[PeerId, int]] = {}  # by block and holder, backups apart
+        self._newest: dict[int, dict[PeerId, int]] = {}  # newest own state, by block and holder
         for peer, entries in listings.items():
             for entry in entries:
                 version = (entry.size, entry.root)
@@ -148,8 +152,11 @@ class Votes:
         begun: Collection[int] = (),
         failed: Collection[Version] = (),
     ) -> ChosenStep | None:
-        """The newest step that counts, unless a fetch of another one was begun, without versions that `failed`; None where there is
-        none. `step`: this one or none."""
+        """Choose the newest step that counts and its versions, without those in `failed`. A step whose fetch has begun
+        comes first.
+
+        `step` allows only this step, `at_least` none older. Returns None if no step counts.
+        """
         able = [one for one in self._versions if one >= at_least and step in (None, one)]
         for one in sorted(able, key=lambda one: (one in begun, one), reverse=True):
             chosen = self._of_step(one, blocks, failed)
@@ -176,23 +183,24 @@ class Votes:
         return ChosenStep(step, versions, lacking, tuple(unconfirmed))
 
     def _listed(self, step: int, block: int) -> dict[str, Version]:
-        """By owner, the version of a block that has its vote."""
+        """Return the version of a block that each owner votes for."""
         listed = self._versions[step].get(block, {})
         voters = self._having_a_say(block, listed)
         return {self._electorate.owner(peer): listed[peer] for peer in sorted(voters, reverse=True)}
 
     def _having_a_say(self, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
-        """Of these peers those that announce the block as ready; all, if no peer does that lists it at any step."""
+        """Return those of `peers` that announce the block as ready; all of them if no such peer lists its own state of it
+        at any step."""
         ready = [peer for peer in self._newest.get(block, {}) if self._electorate.is_ready(peer, block)]
         return [peer for peer in peers if peer in ready] if ready else peers
 
     def _holders(self, step: int, block: int) -> int:
-        """How many owners have a say in a step."""
+        """Return the number of owners that may vote on a block at a step."""
         holders = {*self._newest.get(block, {}), *self._versions[step].get(block, {})}
         return len({self._electorate.owner(peer) for peer in self._having_a_say(block, holders)})
 
     def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
-        """Who has another version of the chosen step, and of which blocks."""
+        """Return the voters for another version of the chosen step, each with the blocks concerned."""
         found: dict[PeerId, list[int]] = {}
         for block in sorted(choice.versions):
             for peer in self.others(choice, block):
@@ -200,8 +208,8 @@ class Votes:
         return found
 
     def disagreement(self, blocks: Collection[int]) -> str | None:
-        """In a sentence, who has which version of the newest step that as many hold as must agree, where too few do; None where
-        nobody differs."""
+        """Describe the holders and versions of the newest step at which enough holders list a block but too few agree; None
+        if there is none."""
         for step in sorted(self._versions, reverse=True):
             for block in blocks:
                 listed, holders = self._listed(step, block), self._holders(step, block)
@@ -210,7 +218,8 @@ class Votes:
         return None
 
     def others(self, choice: ChosenStep, block: int) -> dict[PeerId, Version]:
-        """Holders of another version of the chosen step, one for each owner."""
+        """Return the voters for another version of the block at the chosen step, one for each owner without a vote for the
+        chosen version."""
         every, chosen, others = self._versions[choice.step].get(block, {}), choice.versions[block], {}
         owners = {owner for owner, version in self._listed(choice.step, block).items() if version == chosen}
         for peer in self._having_a_say(block, every):
@@ -221,7 +230,7 @@ class Votes:
         return others
 
     def reached(self, blocks: Collection[int]) -> int:
-        """The latest step that some block's holders are at, by the word of more than any minority of them."""
+        """Return the latest step that at least half of some block's holders have reached; 0 if there is none."""
         steps = [sorted(self._newest[block].values(), reverse=True) for block in blocks if block in self._newest]
         return max((newest[(len(newest) - 1) // 2] for newest in steps), default=0)
 
@@ -239,5 +248,5 @@ def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: 
 
 
 def named(block: int) -> str:
-    """A block, to a user."""
+    """Return the block's name in texts for users."""
     return "what the first and the last unit share" if block == SHARED else f"unit {block}"

@@ -1,5 +1,5 @@
-"""Priorities: the credit of a client's workers, its claims to that, and its share of a device's time (`create --priority
-credit`)."""
+"""Shares of a device's time by the credit of a client's own workers (`create --priority credit`), and the claims to such a
+share."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ AGAIN_S = 3600.0
 LIFE_S = 7200
 ANSWER_S = 5.0
 CLAIM_PROTOCOL = "/swarmnode/claim/1"
-MAX_WORKERS = 1024  # whose credit is remembered; who has least goes first
+MAX_WORKERS = 1024  # workers whose credit is remembered; beyond that the smallest is dropped
 
 
 class WorkerCredit(NamedTuple):
-    """Of one node in one swarm."""
+    """The credit of one node in one swarm."""
 
     swarm: bytes
     worker: PeerId
@@ -44,17 +44,19 @@ class WorkerCredit(NamedTuple):
 
 
 def worker_credits(home: Path, swarm: bytes) -> list[WorkerCredit]:
-    """Of the nodes of a home in a swarm, those with most first. Raises LocalError where the folder cannot be read."""
+    """Return the credit of each node of the home in the swarm, largest first. Raises LocalError if the folder cannot be read."""
     return _credits(read_receipts(receipts_of(home, swarm), swarm, verify))
 
 
 def folder_credits(folder: Path) -> list[WorkerCredit]:
-    """Of all whose receipts lie in a folder, of whatever swarms, those with most first. Raises LocalError."""
+    """Return the credit of every node, per swarm, that has receipts in `folder`, largest first. Raises LocalError if it
+    cannot be read."""
     return _credits(read_receipts(folder, None, verify))
 
 
 def summary(one: WorkerCredit) -> dict[str, Any]:
-    """As scripts read it, in units times tokens: `signed` is all that clients signed for, `credit` what of it counts."""
+    """Return the credit as JSON values for scripts, in units times tokens: `signed` is all that clients signed for,
+    `credit` the part that counts."""
     credit = one.credit
     return {
         "swarm": one.swarm.hex(),
@@ -84,7 +86,7 @@ class _Lent(NamedTuple):
 
 
 class Priorities:
-    """Of one node. A worker's credit is for one client at a time: the one whose claim came last."""
+    """The priorities that one node grants. A worker's credit raises one client at a time: the client of its latest claim."""
 
     def __init__(self, host: Host) -> None:
         assert host.swarm.manifest is not None
@@ -98,18 +100,18 @@ class Priorities:
         return f"<Priorities of {len(self._lent)} workers>"
 
     def weight(self, client: PeerId) -> float:
-        """How many times as much time as others it may have."""
+        """Return the weight of `client` in the sharing of time; 1, that of others, if it has no valid claim."""
         now = self._now()
         return max(
             (lent.weight for lent in self._lent.values() if lent.client == client and lent.until >= now), default=1.0
         )
 
     async def start(self) -> None:
-        """Take claims from now on."""
+        """Start accepting claims."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Take none any more."""
+        """Stop accepting claims."""
         await self._server.close()
 
     async def _answer(self, _asker: Claimant, claim: CreditClaim) -> Answer:
@@ -126,12 +128,15 @@ class Priorities:
         return Answer(End())
 
     def _least(self) -> PeerId:
-        """Whose credit is over, or else the least: workers that somebody invented have none."""
+        """Return an expired worker if there is any, else the worker with the smallest weight. Invented workers have no credit."""
         now = self._now()
         return min(self._lent, key=lambda worker: (self._lent[worker].until >= now, self._lent[worker].weight))
 
     def _open(self, claim: CreditClaim) -> tuple[Voucher, list[Receipt]]:
-        """What of a claim holds; 65 signatures at most. Raises ProtocolError where the voucher does not."""
+        """Verify a claim (at most 65 signatures) and return its voucher and the receipts that count for its worker.
+
+        Ignores invalid receipts. Raises ProtocolError if the voucher is invalid.
+        """
         now = self._now()
         voucher = open_voucher(claim.voucher, self._swarm, verify, now)
         receipts = []
@@ -142,7 +147,8 @@ class Priorities:
 
 
 class Claims:
-    """Of one client. `show` is called for whoever is about to be asked; nothing waits for it."""
+    """The claims of one client: it shows the best credit of this home's nodes to peers that the client is about to ask, in
+    the background."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -154,7 +160,8 @@ class Claims:
         return f"<Claims shown to {len(self._shown_s)} peers>"
 
     def show(self, peers: Iterable[PeerId]) -> None:
-        """Let these peers know, unless they did lately."""
+        """Send the claim to those of `peers` that have not been sent it within AGAIN_S, without waiting. Does nothing
+        unless the swarm has priority by credit."""
         manifest, now_s = self._host.swarm.manifest, self._host.clock.monotonic()
         if manifest is None or manifest.priority != CREDIT:
             return
@@ -164,11 +171,11 @@ class Claims:
             self._tasks.spawn(self._show(new), f"to {len(new)} peers")
 
     async def shown(self) -> None:
-        """Wait until all have heard who can."""
+        """Wait until every pending claim has been delivered or has failed."""
         await self._tasks.idle()
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the pending claims and close the links."""
         await self._tasks.close()
         await self._board.close()
 
@@ -180,12 +187,12 @@ class Claims:
     async def _tell(self, peer: PeerId, claim: CreditClaim) -> None:
         try:
             async for _ in ask(self._board, peer, claim, silence_s=ANSWER_S):
-                pass  # END says all
+                pass  # only END comes
         except (PeerError, NetworkDown) as error:
-            log.info("peer %s does not know what our node is credited: %s", peer, error)
+            log.info("peer %s has not received your node's credit: %s", peer, error)
 
     def _claim(self) -> CreditClaim | None:
-        """Of the node of this home that has most; None where none has any."""
+        """Return the claim of the node of this home that has the most credit, or None if no node has receipts that count."""
         home, swarm, now = self._host.config.home, self._host.swarm.id, self._host.clock.unix()
         claims = []
         for node in _nodes(home):
@@ -204,14 +211,15 @@ class Claims:
 
 
 def _nodes(home: Path) -> Iterator[Identity]:
-    """The identities under which nodes of this home run."""
+    """Yield the identities of the nodes of this home; unreadable key files are skipped."""
     for path in sorted(home.glob("node*.key")):
         with contextlib.suppress(OSError, LocalError):
             yield Identity.from_bytes(path.read_bytes())
 
 
 def _worth_most(found: list[tuple[Receipt, bytes]]) -> list[tuple[Receipt, bytes]]:
-    """As many as a claim holds: those of many clients count more than many of one."""
+    """Choose at most MAX_CLAIMED receipts: first the largest of each client, since receipts of many clients count more than
+    many of one client."""
     found.sort(key=lambda one: -(one[0].served + one[0].trained))
     first = {receipt.client: (receipt, raw) for receipt, raw in reversed(found)}
     rest = [one for one in found if first[one[0].client][1] != one[1]]

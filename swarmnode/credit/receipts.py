@@ -1,4 +1,5 @@
-"""Receipts: kept by the peer that did the work, for no more than it did, and issued by the client for which the work was done."""
+"""Receipts for work. The peer that did the work keeps them, up to the work that it did; the client that ordered the work
+issues them."""
 
 from __future__ import annotations
 
@@ -29,16 +30,16 @@ from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 5.0  # what is done meanwhile goes on one receipt
+GATHER_S = 5.0  # work done in this time goes on one receipt
 ANSWER_S = 5.0
-LEAVE_S = 2.0  # the most that leaving waits for it
-MAX_WAITING_IDS = 4096  # of one peer: what comes on top while it does not answer is not signed for
+LEAVE_S = 2.0  # longest wait for receipts when the node leaves
+MAX_WAITING_IDS = 4096  # of one peer: further work gets no receipt while the peer does not answer
 CREDIT_PROTOCOL = "/swarmnode/credit/1"
 RESULTS = ("kept", "refused")
 
 
 class ReceiptKeeper:
-    """Of one node, for as long as it is in the swarm, with the priorities that follow where the swarm has them."""
+    """The receipts of one node, and, if the swarm has priority by credit, the priorities that it grants to clients."""
 
     def __init__(self, host: Host) -> None:
         self._completed: CompletedWork = host.completed
@@ -57,23 +58,23 @@ class ReceiptKeeper:
 
     @property
     def credit(self) -> Credit:
-        """What the receipts add up to."""
+        """The credit that the kept receipts add up to."""
         return credit_of(self._folder.receipts)
 
     async def start(self) -> None:
-        """Take receipts from now on."""
+        """Start accepting receipts."""
         await self._server.start()
         if self._priorities is not None:
             await self._priorities.start()
 
     async def close(self) -> None:
-        """Take none any more."""
+        """Stop accepting receipts."""
         if self._priorities is not None:
             await self._priorities.close()
         await self._server.close()
 
     def readings(self) -> Readings:
-        """What Prometheus may know of it."""
+        """Yield the metrics of work, receipts and credit."""
         credit = self.credit
         yield Reading(table.COMPLETED_WORK, self._completed.total)
         yield Reading(table.RECEIPTED_WORK, self._completed.receipted)
@@ -85,7 +86,7 @@ class ReceiptKeeper:
         yield Reading(table.CREDIT, credit.counted)
 
     async def _answer(self, _asker: Claimant, question: SignedReceipt) -> Answer:
-        async with self._writing:  # what one receipt covers no other one does
+        async with self._writing:  # two receipts at once must not cover the same work
             try:
                 receipt = self._folder.open(question.receipt)
                 self._check(receipt, question.work)
@@ -101,21 +102,27 @@ class ReceiptKeeper:
         return Answer(End())
 
     def _check(self, receipt: Receipt, works: tuple[bytes, ...]) -> None:
-        """That it says more than the one before, and no more than was done. Raises ProtocolError."""
+        """Check that the receipt covers more work than the previous one of its batch, but no more than was done; then mark
+        the work as confirmed.
+
+        Raises ProtocolError if it does not.
+        """
         before = self._folder.last(receipt)
         told = 0 if before is None else before.served + before.trained
         more, done = receipt.served + receipt.trained - told, self._completed.unconfirmed(works)
         if not 0 < more <= done:
-            text = f"{more} units x tokens more on a receipt, where {done} were done"
+            text = f"the receipt adds {more} units x tokens, but {done} were done"
             raise ProtocolError(text, code=ErrorCode.REFUSED, peer=receipt.client)
         if before is not None and (receipt.served < before.served or receipt.trained < before.trained):
-            raise ProtocolError("a receipt that takes back", code=ErrorCode.REFUSED, peer=receipt.client)
+            raise ProtocolError(
+                "the receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
+            )
         self._completed.confirm(works, more)
 
 
 @dataclass
 class _Batch:
-    """Of one peer: what its receipt says so far, and what it does not say yet, by id: (served, trained)."""
+    """The work of one peer: the amounts on its latest receipt, and the (served, trained) amounts that wait for one, by work id."""
 
     since: int
     served: int = 0
@@ -124,7 +131,7 @@ class _Batch:
 
 
 class ReceiptIssuer:
-    """Of one client or trainer."""
+    """The receipts that one client or trainer signs for the peers that work for it."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -139,7 +146,11 @@ class ReceiptIssuer:
         return f"<ReceiptIssuer for {len(self._batches)} peers, {waiting} ids wait>"
 
     def note(self, peer: PeerId, work: bytes, *, served: int = 0, trained: int = 0) -> None:
-        """A peer did so much, in units times tokens, under this id."""
+        """Record that `peer` did work under the id `work`, in units times tokens, and issue a receipt for it in the
+        background.
+
+        Ignores work of this node itself, work after `close`, and work beyond MAX_WAITING_IDS ids that wait for a receipt.
+        """
         if served + trained <= 0 or peer == self._host.peer_id or self._leaving.is_set():
             return
         batch = self._batch(peer)
@@ -151,17 +162,17 @@ class ReceiptIssuer:
             self._tasks.spawn(self._issue(peer), f"for {peer}")
 
     def served(self, work: ServedWork) -> None:
-        """A session is over."""
+        """Record the work of a session that has ended."""
         for (peer, session), unit_tokens in work.by_peer_and_session():
             self.note(peer, session, served=unit_tokens)
 
     async def close(self) -> None:
-        """Sign for what is left, for a moment, and end."""
+        """Sign the remaining receipts, for at most LEAVE_S, and stop."""
         self._leaving.set()
         try:
             await asyncio.wait_for(self._tasks.idle(), LEAVE_S)
         except asyncio.TimeoutError:
-            log.info("left without all receipts given: %r", self)
+            log.info("your node leaves before all receipts are delivered: %r", self)
         await self._tasks.close()
         await self._board.close()
 
@@ -173,20 +184,20 @@ class ReceiptIssuer:
         return batch
 
     async def _issue(self, peer: PeerId) -> None:
-        """Sign until nothing of this peer waits."""
+        """Send receipts to `peer` until none of its work waits. If it fails, the work that waits gets no receipt."""
         try:
             while waiting := self._batch(peer).waiting:
                 if len(waiting) < MAX_WORK_IDS:
                     await self._gather()
                 await self._sign(peer, self._batch(peer))
         except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
-            log.info("peer %s has no receipt from us: %s", peer, error or "no answer")
-            del self._batches[peer]  # and what comes later begins anew, by a later time
+            log.info("peer %s did not take your receipt: %s", peer, error or "no answer")
+            del self._batches[peer]  # later work starts a batch with a later time
         finally:
             self._issuing.discard(peer)
 
     async def _gather(self) -> None:
-        """Until enough is done, or we leave."""
+        """Wait GATHER_S, or until the node leaves."""
         try:
             await asyncio.wait_for(self._leaving.wait(), GATHER_S)
         except asyncio.TimeoutError:
@@ -200,7 +211,7 @@ class ReceiptIssuer:
         receipt = Receipt(host.swarm.id, host.peer_id, peer, batch.since, until, served, trained)
         signed = SignedReceipt(tuple(covered), sign_receipt(receipt, host.identity.sign))
         async for _ in ask(self._board, peer, signed, silence_s=ANSWER_S):
-            pass  # END says all
+            pass  # only END comes
         batch.served, batch.trained = served, trained
         for work in covered:
             batch.waiting.pop(work, None)

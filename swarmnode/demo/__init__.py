@@ -1,1 +1,1 @@
-"""`swarmnode demo`: a swarm on this machine, from nothing to text, through the death of a node."""
+"""The demo (`swarmnode demo`): a swarm on this machine is founded, learns a text, loses a node, and recites the text."""

@@ -1,4 +1,5 @@
-"""What the demo teaches: a small byte-level Llama, fresh, and as its text a poem that every Python carries along."""
+"""The demo's lesson: a small byte-level Llama with random weights, and the Zen of Python, which every Python contains, as
+its text."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TOKENS = 76  # three lines
 STEPS = 130
 BATCH, MICROBATCH = 16, 4
 TOKENS_A_STEP = BATCH * SEQUENCE
-LEARNING_RATE = 4e-3  # twice as much learns no text by heart in so few steps, half as much learns less of it
+LEARNING_RATE = 4e-3  # at twice the rate the text is not learnt in this many steps, at half the rate less of it is
 WARMUP_STEPS = 10
 IMPORTED = (
     "swarmnode.founding.model_source",
@@ -33,28 +34,28 @@ IMPORTED = (
 
 
 def poem() -> str:
-    """The Zen of Python, by Tim Peters (PEP 20)."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it recites itself when it is imported
+    """Return the Zen of Python, by Tim Peters (PEP 20)."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the module prints the poem when it is imported
         import this
     return codecs.decode(this.s, "rot13") + "\n"
 
 
 def original() -> str:
-    """What the swarm recites if it has learnt all of it."""
+    """Return the text that the swarm recites if it has learnt all of it."""
     text = poem()
     start = text.index(PROMPT)
     return text[start : start + len(PROMPT) + TOKENS]
 
 
 def write_text(path: Path) -> int:
-    """Write the text of the lesson into a file; the bytes of one copy."""
+    """Write the lesson's text, COPIES copies of the poem, to `path`. Returns the bytes of one copy."""
     text = poem().encode()
     path.write_bytes(text * COPIES)
     return len(text)
 
 
 def write_config(folder: Path, layers: int = LAYERS) -> None:
-    """Write the transformers config of the model that learns it."""
+    """Write the transformers config of the model that learns the poem, with `layers` layers, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         "model_type": "llama",
@@ -75,7 +76,7 @@ def write_config(folder: Path, layers: int = LAYERS) -> None:
 
 
 def write_untaught(folder: Path, layers: int) -> None:
-    """Write a whole checkpoint of such a model, of so many layers, as it is before it has learnt anything."""
+    """Write a checkpoint of the lesson's model with `layers` layers and random weights into `folder`."""
     from swarmnode.compute.model.fresh import write_fresh_model
 
     write_config(folder, layers)
@@ -83,13 +84,14 @@ def write_untaught(folder: Path, layers: int) -> None:
 
 
 def import_all() -> None:
-    """Import what founding, training, measuring a model and generating alone take."""
+    """Import the modules for founding, training, measuring a model and generating with transformers."""
     for module in IMPORTED:
         importlib.import_module(module)
 
 
 def found(file: Path) -> Swarm:
-    """A swarm that is to train such a model from random weights, its .swarm file and what belongs to it in the file's folder."""
+    """Found a swarm that trains the lesson's model from random weights. Its .swarm file is `file`; the config and weights
+    lie beside it."""
     from swarmnode.founding.bootstraps import Bootstraps
     from swarmnode.founding.model_source import from_config
     from swarmnode.founding.swarm_creation import create_swarm
@@ -104,7 +106,7 @@ def found(file: Path) -> Swarm:
 
 
 def memory_for_half(swarm: Swarm) -> int:
-    """Bytes to lend for about half of the model's units: two stages with two replicas come about."""
+    """Return the bytes of memory to lend for about half of the model's units, so that two stages with two replicas each form."""
     from swarmnode.compute.capacity.memory import limit_bytes_for, training_sizes
     from swarmnode.compute.model.checkpoint import Checkpoint
 
@@ -115,7 +117,7 @@ def memory_for_half(swarm: Swarm) -> int:
 
 
 def recipe(steps: int) -> Run:
-    """How it is taught."""
+    """Return the training run of the lesson, with `steps` steps."""
     from swarmnode.client.training.preparation import NO_DATA
     from swarmnode.swarm.records.run import Run
 
@@ -132,7 +134,7 @@ def recipe(steps: int) -> Run:
 
 
 def generate_alone(folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """What one process with the whole model of a checkpoint generates: the truth that the swarm is held to."""
+    """Generate greedily with transformers and the whole checkpoint in this process: the reference for the swarm's text."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -1,5 +1,5 @@
-"""The demo, scene by scene: a swarm that chooses its spans, learns the Zen of Python by heart, loses a node in the middle of it,
-and recites what it has learnt.
+"""The demo, scene by scene: a swarm chooses its spans, learns the Zen of Python by heart, loses a node meanwhile, and
+recites the poem.
 
 Each scene is a method.
 """
@@ -48,8 +48,8 @@ EXPORT_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What happened; times in seconds. `text` is what the swarm recites, `original` what it was to recite; `identical` compares the
-    swarm's text with a single process's."""
+    """The result of the demo; times in seconds. `text` is the swarm's text, `original` the expected one; `identical` tells
+    whether the swarm generates the same ids as a single process."""
 
     nodes: int
     spans: dict[str, list[int]]
@@ -70,42 +70,44 @@ class DemoReport:
 
     @property
     def recited(self) -> int:
-        """How many characters are right, up to the first that is not."""
+        """Number of correct characters before the first wrong one."""
         pairs = zip(self.text, self.original, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def succeeded(self) -> bool:
-        """Whether all of it happened as it should."""
+        """Whether the loss fell by more than a fifth, a node was killed, the texts were identical and no process was left
+        running."""
         learnt = self.last_loss < 0.8 * self.first_loss
         return learnt and bool(self.killed) and self.identical and self.left_running == 0
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the report as JSON values for scripts."""
         return {**asdict(self), "recited": self.recited, "succeeded": self.succeeded}
 
 
 class Spectators:
-    """Who watches the demo. This one sees nothing; the command line's draws."""
+    """The audience of the demo. This base class shows nothing; the command line's subclass draws."""
 
     def scene(self, text: str) -> None:
-        """A new scene begins."""
+        """Announce a new scene."""
 
     def swarm(self, status: dict[str, Any]) -> None:
-        """The swarm as it is now."""
+        """Show the swarm's current status."""
 
     def step(self, report: StepSummary, steps: int) -> None:
-        """A step of the training is over, of so many."""
+        """Show a finished training step, out of `steps`."""
 
     def text(self, piece: str) -> None:
-        """A piece of generated text."""
+        """Show a piece of generated text."""
 
     def killed(self, name: str, span: list[int]) -> None:
-        """A node has just been killed."""
+        """Show that the node `name`, which held `span`, was just killed."""
 
 
 class Lesson:
-    """A `Listener` to the training that tells the spectators of each step, and at half of them does `half_way`."""
+    """The training's `Listener` in the demo: it reports each step to the spectators, and calls `half_way` after half of the
+    steps."""
 
     def __init__(self, spectators: Spectators, steps: int, half_way: Callable[[], None]) -> None:
         self.reports: list[StepSummary] = []
@@ -118,20 +120,20 @@ class Lesson:
         return f"<Lesson of {len(self.reports)} of {self._steps} steps>"
 
     def begun(self, run: Run) -> None:
-        """See `Listener`."""
+        """Take the run's settings; the demo needs none of them."""
 
     def step(self, report: StepSummary) -> None:
-        """See `Listener`."""
+        """Record a step, show it to the spectators, and call `half_way` after half of the steps."""
         self.reports.append(report)
         self._spectators.step(report, self._steps)
         if report.step == self.killed_at_step:
             self._half_way()
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """See `Listener`."""
+        """Ignore that the training waits."""
 
     async def follow(self, training: asyncio.Future[int]) -> None:
-        """Wait for the training's end. Raises LocalError where a step takes too long."""
+        """Wait for the training's end. Raises LocalError if no step ends within STEP_TIMEOUT_S."""
         try:
             while not training.done():
                 done = len(self.reports)
@@ -143,12 +145,12 @@ class Lesson:
             await cancel_and_wait(training)
 
     def loss(self, reports: slice) -> float:
-        """The mean of some steps."""
+        """Return the mean loss of these reports."""
         return round(statistics.fmean(report.loss for report in self.reports[reports]), 3)
 
 
 class Story:
-    """One run of the demo in a folder of its own, with processes that end with it. `steps` is how long it trains."""
+    """Run of the demo in a folder of its own. Its processes end with it. The training takes `steps` steps."""
 
     def __init__(
         self, spectators: Spectators, *, steps: int = STEPS, clock: Callable[[], float] = time.monotonic
@@ -158,7 +160,7 @@ class Story:
         self._clock = clock
 
     async def tell(self) -> DemoReport:
-        """All scenes in order. Raises SwarmnodeError where one cannot be played."""
+        """Play all scenes in order and return the report. Raises SwarmnodeError if a scene fails."""
         started_s = self._clock()
         with tempfile.TemporaryDirectory(prefix="swarmnode-demo-") as name:
             folder = Path(name)
@@ -194,7 +196,7 @@ class Story:
         )
 
     async def _start(self, local: LocalSwarm, folder: Path) -> tuple[Swarm, list[NodeProcess]]:
-        """A swarm file, a bootstrap peer, and nodes that each lend memory for half of the model."""
+        """Found the swarm; start a bootstrap peer, and nodes that each lend memory for half of the model."""
         size = await asyncio.to_thread(write_text, folder / "text")
         self._spectators.scene(
             f"Founding a swarm that shall learn the Zen of Python by heart, {size} bytes, from random weights; "
@@ -228,7 +230,8 @@ class Story:
     async def _teach(
         self, trainer: TrainingClient, nodes: list[NodeProcess], text: Path, spans: dict[str, list[int]]
     ) -> tuple[Lesson, str, float]:
-        """Train, and kill -9 a node that has a replica in the middle of it: how it went, who was killed, and the seconds."""
+        """Train, and kill (SIGKILL) a replicated node half-way. Returns the lesson, the victim's name and the seconds that
+        the training took."""
         self._spectators.scene(f"Training for {self._steps} steps; a node dies half-way")
         held = list(spans.values())
         victim = next(node for node in reversed(nodes) if held.count(spans[node.name]) > 1)
@@ -244,7 +247,7 @@ class Story:
         return lesson, victim.name, self._clock() - began_s
 
     async def _complete(self, client: SwarmClient) -> tuple[str, float, list[int]]:
-        """The swarm serves what it has learnt."""
+        """Generate from the prompt with the trained swarm. Returns the text, the tokens per second and the generated ids."""
         self._spectators.scene(f"The same swarm is given {PROMPT!r} and goes on")
         self._spectators.text(PROMPT)
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
@@ -253,7 +256,7 @@ class Story:
         return PROMPT + (stream.result.text or ""), stream.result.tokens_per_s, stream.result.ids
 
     async def _compare(self, trainer: TrainingClient, out: Path, ids: list[int]) -> bool:
-        """Whether a single process with the exported model writes the same."""
+        """Export the model and return whether a single process generates the same ids from it."""
         self._spectators.scene("Exporting the model, and comparing with a single process that holds the whole of it")
         await trainer.export(out, force=False, patience_s=EXPORT_PATIENCE_S)
         alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
@@ -261,7 +264,7 @@ class Story:
 
 
 async def _trainer(swarm: Swarm, home: Path) -> TrainingClient:
-    """Who brings the text. It is in this process, which has imported by now what it takes."""
+    """Join the swarm as the trainer, in this process, which has already imported the modules that training needs."""
     from swarmnode.client.training.client import TrainingClient
 
     return await TrainingClient.join(swarm, home)

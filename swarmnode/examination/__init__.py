@@ -1,1 +1,1 @@
-"""What may keep a machine from taking part, looked at before it tries."""
+"""Checks for problems that may keep a machine from taking part in a swarm."""

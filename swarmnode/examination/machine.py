@@ -1,4 +1,4 @@
-"""What may keep a machine from taking part in a swarm: each thing looked at, with a verdict and what to do."""
+"""Checks of a machine before it joins a swarm: each returns a finding with a verdict and a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ Verdict = Literal["good", "doubtful", "bad"]
 
 
 class Finding(NamedTuple):
-    """`seen` of `what`, and where it is not good what to do."""
+    """The result of one check: its subject (`what`), the verdict, the observation (`seen`), and a remedy, which is empty if
+    the verdict is good."""
 
     what: str
     verdict: Verdict
@@ -47,7 +48,7 @@ class Finding(NamedTuple):
 
 
 def examine_machine(home: Path) -> list[Finding]:
-    """All that can be told without a network. Takes a second or two."""
+    """Run every check that needs no network. Takes a second or two."""
     looks: tuple[Callable[[], Finding], ...] = (
         _python,
         _torch,
@@ -63,11 +64,12 @@ def examine_machine(home: Path) -> list[Finding]:
 
 
 async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
-    """Whether somebody answers where newcomers knock."""
+    """Try to connect to each bootstrap peer of the swarm. An address that does not answer is doubtful if another one
+    answers, else bad."""
     if not swarm.bootstraps:
         return [Finding("bootstrap peers", "bad", "the invite names none", "ask for another invite")]
     tried = await asyncio.gather(*(answers(address, TRY_S) for address in swarm.bootstraps))
-    remedy = "its host's machine must be on, and let port and address through; is this machine online?"
+    remedy = "its machine must be on and reachable at this port and address; is this machine online?"
     return [
         Finding("bootstrap peer", "good", f"{address} answers")
         if yes
@@ -77,21 +79,24 @@ async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
 
 
 def judge_versions(met: PeerVersions) -> Finding:
-    """What is spoken here of the protocol, beside what the peers speak that were met."""
+    """Compare this node's protocol version with those of the peers that it met. It is doubtful if most of them speak a
+    newer one."""
     if met.newer is not None:
         remedy = "upgrade when it suits you: pip install --upgrade swarmnode"
         return Finding("protocol", "doubtful", f"version {VERSION}, most peers speak {met.newer}", remedy)
-    others = f"; of {len(met)} peers that were met most speak no newer one" if len(met) else ""
+    others = f", up to date ({len(met)} peer{'s'[: len(met) > 1]} seen)" if len(met) else ""
     return Finding("protocol", "good", f"version {VERSION}{others}")
 
 
 def judge_bandwidth(seen: Bandwidth) -> list[Finding]:
-    """What tests with peers of the swarm have shown."""
+    """Judge the upload rate that bandwidth tests with peers measured. It is doubtful if no peer answered."""
     if not seen.peers:
-        remedy = "peers answer a test once in ten minutes, and none while they are busy: try again later"
+        remedy = "a peer answers one test in ten minutes, and none while it is busy: try again later"
         return [Finding("bandwidth", "doubtful", "no peer has answered a test", remedy)]
     rates = f"{seen.up_bps / 1e6:.3g} Mbit/s up, {seen.down_bps / 1e6:.3g} down, with {seen.peers} peer{'s'[: seen.peers > 1]}"
-    remedy = "prompts will wait for this line: hold the first or the last units, or lend to a training that compresses"
+    remedy = (
+        "prompts wait for this connection: hold the first or the last layers, or lend to a training that compresses"
+    )
     return [_enough("bandwidth", seen.up_bps >= UP_LEAST_BPS, rates, remedy)]
 
 
@@ -104,7 +109,7 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    """The build against the card that is there."""
+    """Check that this build of torch can use this machine's graphics card."""
     import torch
 
     device, version = probe_device(), metadata.version("torch")
@@ -135,7 +140,7 @@ def _disk(home: Path) -> Finding:
 
 
 def _disk_speed(home: Path) -> Finding:
-    """With a file of some megabytes, which is taken away again."""
+    """Write and read a file of some megabytes, which is deleted again."""
     place = existing(home)
     try:
         written, read = measure_disk(place)
@@ -147,7 +152,7 @@ def _disk_speed(home: Path) -> Finding:
 
 
 def _home(home: Path) -> Finding:
-    """Whether it can be written, without leaving anything there."""
+    """Check that the home folder can be written, without leaving a file there."""
 
     place = existing(home)
     if may_write(place):
@@ -171,21 +176,21 @@ def _files() -> Finding:
 
 
 def _daemon() -> Finding:
-    """The network daemon that hivemind brings along."""
+    """Check that the network daemon which hivemind installs is on the disk."""
     found = next((file for file in metadata.files("hivemind") or () if file.name == "p2pd"), None)
     path = None if found is None else Path(str(found.locate()))
     if path is None or not path.is_file():
         return Finding(
-            "p2pd", "bad", "not there", "install swarmnode again: hivemind's wheel has it for Linux and macOS only"
+            "p2pd", "bad", "missing", "install swarmnode again: hivemind's wheel has it for Linux and macOS only"
         )
     return Finding("p2pd", "good", str(path))
 
 
 def _ipv6() -> Finding:
-    """A global address spares hole punching with many providers."""
+    """Look for a public IPv6 address, which spares hole punching with many providers."""
     public = [address for address in sorted(own_interfaces()) if ":" in address and is_public(f"/ip6/{address}/tcp/1")]
     if public and socket.has_ipv6:
         return Finding("IPv6", "good", public[0])
     return Finding(
-        "IPv6", "good", "none; others come by IPv4, through a punched hole or over a relay where there is NAT"
+        "IPv6", "good", "none; others reach this machine over IPv4, behind NAT through hole punching or a relay"
     )

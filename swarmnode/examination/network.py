@@ -1,4 +1,4 @@
-"""What a machine's way to the internet is like: its clock, the kind of its NAT, whether the router maps ports."""
+"""Checks of a machine's internet connection: its clock, the kind of its NAT, and port mapping by the router."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarmnode.net.addressing.probe import seen_at
 ANSWER_S = 2.0
 TIME_SERVERS = (("pool.ntp.org", 123), ("time.cloudflare.com", 123))
 STUN_SERVERS = (("stun.cloudflare.com", 3478), ("stun.l.google.com", 19302))
-ROUTERS = ("239.255.255.250", 1900)  # where UPnP's devices listen on the own network
+ROUTERS = ("239.255.255.250", 1900)  # multicast address of UPnP devices on the local network
 CARRIERS = ipaddress.ip_network("100.64.0.0/10")  # between a provider's NAT and its customers (RFC 6598)
-SKEW_S, MOST_SKEW_S = 1.0, 3.0  # announcements are signed with times: who is far off is not believed
-NTP_EPOCH_S = 2_208_988_800  # unix time 0, as NTP counts
+SKEW_S, MOST_SKEW_S = 1.0, 3.0  # announcements are signed with times: peers reject those of a clock that is far off
+NTP_EPOCH_S = 2_208_988_800  # Unix time 0 in NTP's seconds
 SEARCH = (
     b'M-SEARCH * HTTP/1.1\r\nHOST: 239.255.255.250:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\n'
     b"ST: urn:schemas-upnp-org:device:InternetGatewayDevice:1\r\n\r\n"
@@ -27,13 +27,14 @@ Server = tuple[str, int]
 
 
 def examine_network() -> list[Finding]:
-    """All of it, in some seconds. Nothing is changed, neither here nor at the router."""
+    """Run all checks of the connection, in some seconds. Changes nothing, neither here nor at the router."""
     looks: tuple[Callable[[], Finding], ...] = (clock, nat, upnp)
     return [look() for look in looks]
 
 
 def clock(servers: Sequence[Server] = TIME_SERVERS) -> Finding:
-    """Against time servers (SNTP, RFC 4330), the first that answers."""
+    """Compare this machine's clock with the first of the time `servers` that answers (SNTP, RFC 4330). It is doubtful if
+    none answers."""
     skew_s = next((skew for server in servers if (skew := _skew_s(server)) is not None), None)
     if skew_s is None:
         return Finding(
@@ -47,7 +48,10 @@ def clock(servers: Sequence[Server] = TIME_SERVERS) -> Finding:
 
 
 def _skew_s(server: Server) -> float | None:
-    """By how much the server's clock is ahead of ours, its answer having been given in the middle of the wait."""
+    """Return how many seconds the server's clock is ahead of this machine's, or None if it does not answer or has no time.
+
+    The answer is taken to have been given in the middle of the wait.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.settimeout(ANSWER_S)
         asked_s = time.time()
@@ -64,7 +68,8 @@ def _skew_s(server: Server) -> float | None:
 
 
 def nat(servers: Sequence[Server] = STUN_SERVERS) -> Finding:
-    """Whether one socket is seen at one address by several (a cone: holes can be punched in it) or at others by each."""
+    """Determine the kind of NAT: whether several STUN `servers` see one socket at the same address (cone NAT, hole punching
+    works) or at different ones."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.bind(("", 0))
         seen = [address for server in servers if (address := seen_at(port, server, ANSWER_S)) is not None]
@@ -87,7 +92,7 @@ def nat(servers: Sequence[Server] = STUN_SERVERS) -> Finding:
 
 
 def _own_host(towards: Server) -> str | None:
-    """The address from which this machine would speak to a server; nothing is sent."""
+    """Return the address that this machine uses towards a server, or None if there is no route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         try:
             port.connect(towards)
@@ -97,7 +102,8 @@ def _own_host(towards: Server) -> str | None:
 
 
 def upnp(routers: Server = ROUTERS) -> Finding:
-    """Whether a router on this network says that it maps ports."""
+    """Return whether a router on this network says that it maps ports. Without an answer the verdict is good: --nat has no
+    effect."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.settimeout(ANSWER_S)
         try:

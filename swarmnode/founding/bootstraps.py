@@ -1,4 +1,5 @@
-"""Where newcomers shall find a new swarm: addresses that are checked, and lead somewhere, before anything is written."""
+"""Bootstrap peers of a new swarm: their addresses are checked, and made such that newcomers can dial them, before anything
+is written."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from swarmnode.net.addressing.reachability import own_interfaces
 
 @dataclass(frozen=True)
 class Bootstraps:
-    """Peers that run already, or the one that `swarmnode bootstrap` will start.
+    """The bootstrap peers of a new swarm: peers that already run (`running`), or the peer that `swarmnode bootstrap` will
+    start.
 
-    `listen` and `announce` are multiaddrs without /p2p/; an empty `listen` means a free port on loopback.
+    `listen` and `announce` are multiaddrs without /p2p/. If `running` and `listen` are empty, the new peer gets a free port
+    on loopback.
     """
 
     running: Sequence[str] = ()
@@ -33,8 +36,11 @@ class Bootstraps:
     announce: Sequence[str] = ()
 
     def settled(self, interfaces: Collection[str] | None = None) -> Bootstraps:
-        """The same, with every address one that newcomers can dial: ports chosen, and wildcards replaced by this machine's
-        addresses (`interfaces`; default: those it has now). Raises UsageError.
+        """Return a copy whose addresses newcomers can dial: ports are chosen, and wildcards replaced by this machine's
+        addresses.
+
+        `interfaces` are this machine's addresses; None looks them up. Raises UsageError if an address is invalid or the
+        options contradict each other.
         """
         running = check_all("--bootstrap", self.running, needs_peer=True)
         if running and (self.listen or self.announce):
@@ -44,19 +50,22 @@ class Bootstraps:
         if announce and not listen:
             raise UsageError("--announce says where others reach the bootstrap peer; --listen says where it listens")
         if unknown := [address for address in announce if port_of(address) == 0]:
-            raise UsageError(f"--announce {unknown[0]}: nobody can dial port 0; give the port that others reach")
+            raise UsageError(f"--announce {unknown[0]}: port 0 cannot be dialled; give the port that others reach")
         if not running and not listen:
             listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
         return replace(self, running=running, listen=listen, announce=announce or _reached(listen, interfaces))
 
 
 def _of_a_door(option: str, addresses: Sequence[str]) -> Sequence[str]:
-    """The same, of a bootstrap peer that is still to run. Raises UsageError for one where it could not be dialled."""
+    """Check the addresses of a bootstrap peer that is still to be started, and return them.
+
+    Raises UsageError if one lacks a port, contains /p2p/ or is link-local.
+    """
     for address in addresses:
         if port_of(address) is None:
             raise UsageError(f"{option} {address}: it names no port; give one like /ip4/203.0.113.7/tcp/4001")
         if peer_of(address) is not None:
-            raise UsageError(f"{option} {address}: leave /p2p/ away; a new bootstrap peer gets an identity of its own")
+            raise UsageError(f"{option} {address}: leave out /p2p/; a new bootstrap peer gets an identity of its own")
         if is_link_local(address):
             raise UsageError(
                 f"{option} {address}: a link-local address leads elsewhere on each machine; give another one"
@@ -65,12 +74,12 @@ def _of_a_door(option: str, addresses: Sequence[str]) -> Sequence[str]:
 
 
 def _with_fixed_port(address: str) -> str:
-    """An invite outlives the process that listens: the port is chosen now."""
+    """Replace port 0 by a free port: the invite outlives the process that listens."""
     return with_port(address, free_port()) if port_of(address) == 0 else address
 
 
 def _reached(listen: Sequence[str], interfaces: Collection[str] | None) -> tuple[str, ...]:
-    """What is listened on, as others dial it; loopback only where there is nothing else."""
+    """Return the addresses in `listen` as others dial them; those on loopback only if there are no others."""
     known = own_interfaces() if interfaces is None else interfaces
     reached = [
         each for address in listen for each in (_expanded(address, known) if is_wildcard(address) else [address])
@@ -79,7 +88,7 @@ def _reached(listen: Sequence[str], interfaces: Collection[str] | None) -> tuple
 
 
 def _expanded(address: str, interfaces: Collection[str]) -> list[str]:
-    """One address for each interface that the wildcard stands for. Link-local ones mean nothing on another machine."""
+    """Replace the wildcard by each interface's address of its IP version, without link-local ones, which mean nothing elsewhere."""
     of_version_6 = host_of(address) == "::"
     hosts = [host for host in sorted(interfaces) if (":" in host) == of_version_6]
     return [reached for host in hosts if not is_link_local(reached := with_host(address, host))]

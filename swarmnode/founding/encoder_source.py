@@ -1,4 +1,4 @@
-"""A swarm founded on an encoder: a checkpoint of transformers becomes a graph from a row of token ids to one vector."""
+"""Founding a swarm on an encoder: a transformers checkpoint becomes a graph from a row of token ids to one vector."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ TOLERANCE = 1e-4
 
 
 def write_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool = False) -> ModelInfo:
-    """Write it as a graph into the folder `out`, with config and tokenizer. Raises CheckpointError, UsageError where it cannot be
-    a graph, with operator and line."""
+    """Export the checkpoint for `task` as a graph, check it, and write it with config and tokenizer into the folder `out`.
+
+    Returns the model's description for the manifest. Raises CheckpointError if the checkpoint does not fit the task or its
+    graph gives other results, UsageError with operator and line if it cannot be exported.
+    """
     config, pooling = checkpoint.config, _pooling(checkpoint, task)
     module, missing = load_encoder(checkpoint, task, pooling)
     positions = _positions(module, config, pooling)
@@ -58,7 +61,8 @@ def write_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool =
 
 
 def outline(checkpoint: Checkpoint, task: str) -> Graph:
-    """The graph that `write_encoder` would write, by the config alone. Raises CheckpointError, UsageError."""
+    """Return the graph that `write_encoder` would write, from the config alone. Raises CheckpointError or UsageError if
+    there is none."""
     config, pooling = checkpoint.config, _pooling(checkpoint, task)
     module = outline_encoder(checkpoint, task, pooling)
     return _cut(_export(module, config, _positions(module, config, pooling)).graph, config)
@@ -69,18 +73,19 @@ def _pooling(checkpoint: Checkpoint, task: str) -> Pooling:
 
 
 def _positions(module: nn.Module, config: Any, pooling: Pooling) -> int:
-    """How many tokens a text may have; 0 is no bound."""
+    """Return the largest number of tokens of a text; 0 if it is unbounded."""
     return min((size for size in (positions_of(module, config), pooling.positions) if size), default=0)
 
 
 def _cut(graph: Graph, config: Any) -> Graph:
-    """Into about as many units as there are layers, and two ends."""
+    """Cut the graph into about one unit for each layer, and two for the ends."""
     layers = getattr(config, "num_hidden_layers", None)
     return partition(graph, layers + 2 if isinstance(layers, int) else UNITS).graph
 
 
 def _export(module: nn.Module, config: Any, positions: int) -> Exported:
-    """For rows of any length: the tokens of a text are the batch of its graph."""
+    """Export the module for rows of any length: a text's tokens are the graph's batch. Raises CheckpointError if only one
+    length works."""
     exported = export_module(
         module, {IDS: _ids(config, min(EXAMPLE_TOKENS, positions or EXAMPLE_TOKENS))}, trains=False
     )
@@ -90,8 +95,10 @@ def _export(module: nn.Module, config: Any, positions: int) -> Exported:
 
 
 def _used(graph: Graph, exported: Exported, missing: frozenset[str]) -> dict[str, torch.Tensor]:
-    """The weights without those that nothing reads, as a pooler that was never trained. Raises CheckpointError where one that
-    the checkpoint lacks is read."""
+    """Return the weights that the graph reads, without unused ones (such as an untrained pooler).
+
+    Raises CheckpointError if the graph reads a weight that the checkpoint lacks.
+    """
     read = {ref for node in graph.nodes for ref in node.refs()}
     used = {weight.tensor: exported.weights[weight.tensor] for weight in graph.weights if Ref(weight.name) in read}
     lacking = sorted(missing & used.keys())
@@ -103,7 +110,7 @@ def _used(graph: Graph, exported: Exported, missing: frozenset[str]) -> dict[str
 
 
 def _try(module: nn.Module, segment: GraphSegment, config: Any, positions: int) -> None:
-    """Raises CheckpointError where the graph gives something else than the model, at other lengths than it was exported with."""
+    """Compare the graph with the model at several lengths. Raises CheckpointError if the results differ."""
     lengths = {min(count, positions or count) for count in (*TRIED_TOKENS, min(positions, MOST_TRIED_TOKENS) or 1)}
     for length in sorted(lengths):
         ids_T = _ids(config, length)
@@ -113,11 +120,11 @@ def _try(module: nn.Module, segment: GraphSegment, config: Any, positions: int) 
         error = float((wanted - given).abs().max())
         if not error <= TOLERANCE:
             raise CheckpointError(
-                f"{config.model_type} cannot be served: on {length} tokens its graph differs from the model by {error:.1e}"
+                f"{config.model_type} cannot be served: for {length} tokens its graph differs from the model by {error:.1e}"
             )
 
 
 def _ids(config: Any, length: int) -> torch.Tensor:
-    """A row of ids that are no special ones, as far as the vocabulary goes."""
+    """Return a row of token ids from the middle of the vocabulary, to avoid special tokens."""
     vocabulary = int(config.vocab_size)
     return torch.arange(length) % max(1, vocabulary // 2) + vocabulary // 3

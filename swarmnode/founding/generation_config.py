@@ -1,7 +1,8 @@
-"""generation_config.json: how a checkpoint's makers have tokens drawn, and what of that a swarm does not do.
+"""generation_config.json: the sampling defaults of a checkpoint's makers, and the settings in it that a swarm does not
+support.
 
-Each key is read, is refused when a swarm is founded if it asks for something that is not done, or changes no text here
-(docs/models.md lists them).
+A key is either read, or refused when the swarm is founded because it asks for an unsupported setting, or without effect on
+the text (docs/models.md lists them).
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ NOT_DONE: Mapping[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias", "constraints", "stop_strings"), None),
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "token_healing", "dola_layers"), None),
 }
-"""What changes texts and is not done, with the value at which it is off; null, false, 0 and empty lists are off as well."""
+"""Settings that change texts and are unsupported, with the value that turns each off; null, false, 0 and empty lists do so too."""
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise CheckpointError if the generation_config.json in a folder asks for something that is not done, or for a number out of
-    bounds. A folder may lack it."""
+    """Check a folder's generation_config.json, if it has one.
+
+    Raises CheckpointError if it asks for an unsupported setting, or if a number or token id is out of bounds.
+    """
     file = folder / GENERATION_NAME
     if not file.is_file():
         return
@@ -47,7 +50,7 @@ def check_generation_config(folder: Path) -> None:
         value = values.get(name)
         if value and value != off:
             raise CheckpointError(
-                f"{file}: {name} is {str(value)[:40]}, which is not done here: take it out of the file"
+                f"{file}: {name} is {str(value)[:40]}, which swarmnode does not support: remove it from the file"
             )
     for name, (least, most) in BOUNDS.items():
         value = values.get(name)
@@ -56,7 +59,9 @@ def check_generation_config(folder: Path) -> None:
     ends = values.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if len(listed) > MAX_STOP_IDS or not all(type(end) is int and 0 <= end <= MAX_TOKEN_ID for end in listed):
-        raise CheckpointError(f"{file}: eos_token_id is no token id, nor a list of up to {MAX_STOP_IDS}")
+        raise CheckpointError(
+            f"{file}: eos_token_id is neither a token id nor a list of up to {MAX_STOP_IDS} token ids"
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -1,7 +1,7 @@
-"""A swarm that trains a language model which cannot be split at its layers, as a graph from a row of tokens to its loss.
+"""Training of a language model that cannot be split at its layers, as a graph from a row of tokens to its loss.
 
-Serving keeps a KV cache, and recurrent layers (Mamba, Qwen3-Next, LFM2, Falcon-H1) another state. Training keeps nothing between
-passes. A loss that takes the routers' logits of all layers belongs to no layer.
+Serving needs a KV cache, and recurrent layers (Mamba, Qwen3-Next, LFM2, Falcon-H1) need another state; training keeps no
+state between passes. A loss over the router logits of all layers belongs to no single layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.compute.model.fresh import fresh_model
 
-TOKENS = 128  # of a sample: a graph has one length
+TOKENS = 128  # of a sample: a graph has a fixed length
 SAMPLES = 2
 
 
 def write_language_graph(config: Any, folder: Path, seed: int) -> Exported:
-    """Write graph and fresh weights of the model that a transformers config describes, for samples of `TOKENS` tokens or as many as
-    it has positions. Raises UsageError where it cannot be a graph, CheckpointError where no model can be made of the config."""
+    """Write the graph and fresh weights of the model of a transformers config into `folder`, and return them with remarks
+    for the founder.
+
+    Samples have `TOKENS` tokens, or the model's position limit if that is smaller. Raises UsageError if the model cannot be
+    exported, CheckpointError if no model can be built from the config.
+    """
     config.use_cache = False
     model = fresh_model(config, seed).train()
     length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)

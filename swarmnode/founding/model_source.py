@@ -1,4 +1,4 @@
-"""What a swarm can be founded on: a checkpoint, the fresh weights of a config, or a module that was made a graph."""
+"""Model that a swarm is founded on: a checkpoint, the fresh weights of a config, or a module that was exported as a graph."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ BYTES = 256
 
 
 def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress | None = None) -> Checkpoint:
-    """A local folder, a GGUF file, or a hub id (of a quantised model all files are downloaded); what is not plain is written into
-    the folder `out`, which the checkpoint then is in.
+    """Open a checkpoint with plain weights from a local folder, a GGUF file or a hub id.
 
-    Raises UsageError where `model` is neither a folder nor a hub id, CheckpointError where it is damaged or of a method that cannot
-    be dequantised, LocalError where the disk is too small.
+    Quantised weights are dequantised into the folder `out` (all files of a quantised hub model are downloaded), and the
+    checkpoint there is returned.
+
+    Raises UsageError if `model` is neither a folder, a GGUF file nor a hub id, or if `out` is not free; CheckpointError if
+    it is damaged or its quantisation is not supported; LocalError if the disk is too small.
     """
     from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
     from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
@@ -55,7 +57,7 @@ def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress
         if isinstance(checkpoint, HubCheckpoint):
             checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     if path.exists() and out.exists() and path.samefile(out):
-        raise UsageError(f"{model} is where its plain weights were to be written: choose another name for the swarm")
+        raise UsageError(f"{model} is the folder for its plain weights: choose another name for the swarm")
     check_free(out, force=force)
     _check_space(out, source.plain_bytes)
     with new_folder(out, force=force) as partial:
@@ -64,21 +66,21 @@ def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress
 
 
 def _check_space(out: Path, needed_bytes: int) -> None:
-    """Raises LocalError where the plain weights find no place."""
+    """Raise LocalError if the disk has no room for the plain weights."""
     free_bytes = shutil.disk_usage(out.parent).free
     if needed_bytes > free_bytes:
         raise LocalError(
             f"dequantised the weights take {needed_bytes / 1e9:.1f} GB, and {out.parent} has {free_bytes / 1e9:.1f} GB left: "
-            "found the swarm where there is more"
+            "found the swarm on a larger disk"
         )
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A folder with the weights, which of its files count, and the model in a few numbers.
+    """A model to found a swarm on: the folder with the weights, the files of it that count, and the model's description.
 
-    `vocabulary`: of a language model, where its config tells. `remarks` are for the founder. `original`: the quantised checkpoint
-    that the folder was made of, by path or hub id, where it was.
+    `vocabulary` is the size of a language model's vocabulary, None if unknown. `remarks` are for the founder. `original` is
+    the path or hub id of the quantised checkpoint that the folder was made from, else empty.
     """
 
     folder: Path
@@ -93,15 +95,19 @@ class ModelSource:
     def of_graph(
         cls, folder: Path, model: ModelInfo, *, vocabulary: int | None = None, remarks: tuple[str, ...] = ()
     ) -> ModelSource:
-        """A graph that was written into the folder, beside whatever else its swarm shares."""
+        """Describe a graph that was written into `folder`; the checkpoint files beside it are shared by the swarm, too."""
         return cls(folder, tuple(checkpoint_files(folder)), GRAPH, model, vocabulary, remarks)
 
 
 def from_model(
     model: str, out: Path, *, task: str | None = None, force: bool = False, progress: Progress | None = None
 ) -> ModelSource:
-    """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as `from_checkpoint`,
-    any other one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
+    """Open the model for a `task`; None takes the task from its config. A model that generates text is used as by
+    `from_checkpoint`; any other is exported as a graph into the folder `out`.
+
+    Raises CheckpointError or UsageError if it is damaged, unknown or cannot be exported, LocalError if the disk is too
+    small.
+    """
     from swarmnode.founding.encoder_source import write_encoder
 
     checkpoint = open_plain(model, out, force=force, progress=progress)
@@ -113,8 +119,11 @@ def from_model(
 
 
 def outline(model: str) -> tuple[Checkpoint | Graph, str]:
-    """What `from_model` or `from_module` would found a swarm on, by its config and headers alone, and what it may be asked for: a
-    graph, cut into units, or the checkpoint of what generates text. Raises CheckpointError, UsageError."""
+    """Return the model that `from_model` or `from_module` would found a swarm on, without writing it, and its task.
+
+    The model is a graph that is cut into units, or, if it generates text, its checkpoint with config and headers. Raises
+    CheckpointError or UsageError if the model is unknown or cannot be split or exported.
+    """
     from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.founding import encoder_source
@@ -125,27 +134,30 @@ def outline(model: str) -> tuple[Checkpoint | Graph, str]:
     task = _task_of(checkpoint)
     if task != GENERATE:
         return encoder_source.outline(checkpoint, task), task
-    checkpoint.family  # noqa: B018  # raises where it cannot be split
+    checkpoint.family  # noqa: B018  # raises if it cannot be split
     return checkpoint, task
 
 
 def from_checkpoint(
     model: str, out: Path, *, byte_level: bool = False, force: bool = False, progress: Progress | None = None
 ) -> ModelSource:
-    """A local folder, a GGUF file, or a hub id, which is downloaded; quantised weights are written dequantised into the
-    folder `out`. `byte_level` leaves its tokenizer out.
+    """Open a checkpoint that generates text from a local folder, a GGUF file, or a hub id, which is downloaded.
 
-    Raises CheckpointError where the checkpoint is damaged or its family cannot be split, UsageError, LocalError.
+    Quantised weights are written dequantised into the folder `out`. `byte_level` leaves out the tokenizer.
+
+    Raises CheckpointError if the checkpoint is damaged or its family cannot be split, UsageError if there is none,
+    LocalError if the disk is too small.
     """
     checkpoint = open_plain(model, out, force=force, progress=progress)
     return _of_language_model(checkpoint, model, out, byte_level=byte_level)
 
 
 def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
-    """Describe a checkpoint with plain weights, which was asked for as `model`; it is in the folder `out` if it was made of that.
+    """Describe the plain checkpoint that was asked for as `model`. It lies in the folder `out` if it was dequantised or
+    created there.
 
-    Raises CheckpointError if its tensors are not those of its config, its family cannot be split, or its generation_config.json
-    asks for something that is not done.
+    Raises CheckpointError if its tensors do not match its config, its family cannot be split, its tokenizer needs code of
+    its own, or its generation_config.json asks for an unsupported setting.
     """
     from swarmnode.compute.model.fresh import position_limit
     from swarmnode.compute.model.tensor_check import check_tensors
@@ -177,7 +189,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         original=original if made else "",
-        remarks=(f"the weights of {model} are quantised: {out.name} has them as plain ones",) if made else (),
+        remarks=(f"the weights of {model} are quantised: {out.name} has the dequantised ones",) if made else (),
     )
 
 
@@ -187,16 +199,19 @@ def _check_tokenizer(folder: Path) -> None:
     if config.is_file() and not (folder / "tokenizer.json").is_file():
         named = read_json(config).get("auto_map")
         if isinstance(named, list) or (isinstance(named, dict) and named.get("AutoTokenizer")):
-            raise CheckpointError(f"{config}: the tokenizer needs code of its own (auto_map), which is never run here")
+            raise CheckpointError(
+                f"{config}: the tokenizer needs code of its own (auto_map), which swarmnode never runs"
+            )
 
 
 def from_config(
     config: Path, out: Path, *, seed: int = 0, byte_level: bool = False, force: bool = False
 ) -> ModelSource:
-    """Fresh weights for a transformers config (a folder, or its config.json), written into the folder `out` beside it all.
+    """Write fresh weights for a transformers config (a folder, or its config.json) and its tokenizer into the folder `out`.
 
-    A model that cannot be split at its layers, as a recurrent one, is written as a graph: it can be trained, and not be served.
-    Raises UsageError where there is no config, CheckpointError where its family cannot be split, LocalError.
+    A model that cannot be split at its layers, such as a recurrent one, is written as a graph: it can be trained, but not
+    served. Raises UsageError if there is no config, CheckpointError if its family cannot be split, LocalError if the disk
+    fails.
     """
     from swarmnode.compute.model.family import family_of, trains_whole
     from swarmnode.compute.model.fresh import write_fresh_model
@@ -222,7 +237,7 @@ def from_config(
 
 
 def _of_graph(config: Any, exported: Exported, out: Path) -> ModelSource:
-    """A language model that is trained as a graph, in the folder `out`."""
+    """Describe a language model that is trained as a graph, in the folder `out`."""
     model = ModelInfo(family=config.model_type, units=exported.graph.units, hidden=0)
     return ModelSource.of_graph(out, model, vocabulary=getattr(config, "vocab_size", None), remarks=exported.remarks)
 
@@ -230,10 +245,12 @@ def _of_graph(config: Any, exported: Exported, out: Path) -> ModelSource:
 def from_module(
     spec: str, out: Path, *, units: int | None = None, trains: bool = True, force: bool = False
 ) -> ModelSource:
-    """A factory "package.module:function" or an exported program "file.pt2", written as a graph into the folder `out`: one that
-    `trains`, from inputs to loss, or one that is served, from inputs to outputs.
+    """Export a factory "package.module:function", or take an exported program "file.pt2", and write it as a graph into the
+    folder `out`.
 
-    `units` is about how many units to cut it into. Raises UsageError where it cannot be exported, with operator and line.
+    With `trains` the graph leads from inputs to the loss, else from inputs to outputs. `units` is the approximate number of
+    units; None takes the default. Raises UsageError if `units` is out of range, or, with operator and line, if the module
+    cannot be exported.
     """
     from swarmnode.compute.graph.boundary import check_travel
     from swarmnode.compute.graph.exporting.reader import Exported
@@ -255,7 +272,8 @@ def from_module(
 
 
 def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
-    """Raises UsageError where bytes are to be tokens, for want of a tokenizer, and the model knows fewer than there are."""
+    """Raise UsageError if the model needs byte tokens because `files` contains no tokenizer, but its vocabulary is smaller
+    than BYTES."""
     if vocabulary is not None and vocabulary < BYTES and not has_tokenizer(files):
         raise UsageError(
             f"without a tokenizer each byte of the text is a token, so the model needs a vocabulary of at least {BYTES}; "
@@ -264,14 +282,14 @@ def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
 
 
 def _short_name(spec: str) -> str:
-    """A module's name, as a manifest may hold it."""
+    """Return the module's name with printable characters only, in at most the length that a manifest allows."""
     from swarmnode.compute.graph.exporting.source import module_name
 
     return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
 
 
 def _task_of(checkpoint: Checkpoint) -> str:
-    """What it is for, by its config and the files beside it."""
+    """Return the checkpoint's task, from its config and the files beside it."""
     from swarmnode.compute.model.encoder import MODULES_FILE, task_of
 
     return task_of(checkpoint.config, pools=checkpoint.small_file(MODULES_FILE) is not None)

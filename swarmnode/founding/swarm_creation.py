@@ -1,4 +1,4 @@
-"""Founding a swarm: from its model to a manifest, an invite and the promise of a first bootstrap peer."""
+"""Founding of a swarm: from its model to a manifest, an invite, and the identity of its first bootstrap peer."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from swarmnode.swarm.storage.content import Progress, describe_files
 from swarmnode.swarm.storage.small_files import new_folder
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
 
-MAX_NAME_BYTES = 200  # in UTF-8: files are called after it, with more letters around, and a file's name has at most 255
+MAX_NAME_BYTES = 200  # in UTF-8: file names contain it with a suffix, and have at most 255 bytes
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """The folder with the files of all adapters, and what the manifest says of them."""
+    """The folder with the files of all adapters, and their entries in the manifest."""
 
     folder: Path
     adapters: tuple[AdapterInfo, ...]
 
 
 def check_adapter_names(names: list[str]) -> None:
-    """Raises UsageError for what cannot be the names of a swarm's adapters."""
+    """Raise UsageError if a name is invalid or occurs twice, or if there are too many."""
     for name in names:
         if not is_adapter_name(name):
             raise UsageError(
@@ -66,8 +66,12 @@ def check_adapter_names(names: list[str]) -> None:
 
 
 def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *, force: bool = False) -> AdapterSource:
-    """Adapters by their names, each from a folder that peft has saved it into, copied into the folder `out`. Raises UsageError
-    where the model generates no text, CheckpointError where one is no plain LoRA adapter of it, LocalError."""
+    """Copy adapters, each from a folder that peft has saved, into the folder `out`. `folders` maps the adapters' names to
+    their folders.
+
+    Raises UsageError if the model generates no text or a name is invalid. Raises CheckpointError if an adapter is not a
+    plain LoRA adapter of the model, and LocalError if the folder cannot be written.
+    """
     import torch
 
     from swarmnode.compute.model.adapters.adapter_file import adapter_in
@@ -97,7 +101,8 @@ def _describe(name: str, folder: Path) -> AdapterInfo:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError for what cannot be a swarm's name, or is one that commands and files cannot be given."""
+    """Raise UsageError if `name` is not a valid name for a swarm: too long, unprintable, or impractical in commands and
+    file names."""
     readable = name.isprintable() and "/" not in name and name == name.strip()
     short = len(name) <= MAX_NAME_CHARS and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
     if not name or not readable or not short or name.startswith(("-", ".")):
@@ -119,9 +124,24 @@ def create_swarm(
     adapters: AdapterSource | None = None,
     progress: Progress | None = None,
 ) -> Swarm:
-    """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
+    """Create a swarm that serves or trains a model.
 
-    Raises UsageError on a bad name or address, or a vocabulary without all bytes.
+    Args:
+        name: name of the swarm (see `check_name`).
+        model_source: the model and its files.
+        bootstraps: its bootstrap peers, running ones or one that is still to be started.
+        mode: SERVE or TRAIN.
+        membership: who may join; a private swarm needs an owner.
+        owner: the key that signs the swarm; None for a swarm without an owner.
+        priority: rule of the shares of devices' time; UNSET for none.
+        adapters: LoRA adapters of the model; None for none.
+        progress: is called while files are hashed.
+
+    Returns:
+        The swarm, ready to be saved.
+
+    Raises:
+        UsageError: if the name or an address is invalid, or if a model to be trained has no tokenizer and fewer than 256 tokens.
     """
     check_name(name)
     bootstraps = bootstraps.settled()
@@ -154,7 +174,7 @@ def create_swarm(
 
 
 def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
-    """Fix identity and addresses of the first bootstrap peer now, so that the invite is complete before it runs."""
+    """Create the first bootstrap peer's identity and addresses now, so that the invite is complete before that peer runs."""
     identity = Identity.generate()
     return replace(
         swarm,

@@ -1,1 +1,2 @@
-"""The user's side of a training: settings and data, feeding a swarm, or training in this process."""
+"""Training by a swarm: the coordinator, the workers' stages, the averaging of replicas, the spot checks, and the trainer
+that feeds them."""

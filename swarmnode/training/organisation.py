@@ -1,4 +1,4 @@
-"""Organisation of a training swarm: the rule of placement in training, with loads and links as peers announce them."""
+"""Organisation of a training swarm: the placement rule for training, with the loads and links that peers announce."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from swarmnode.swarm.records.manifest import GRAPH
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import StepLoad, middle_load
 
-MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
-POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
-COMMANDS = 5  # of a step: what is fed, leases, what is done; to average, to commit
-REMEMBERED_S = 30.0  # what a run asks, after the last one has announced it
+MICROBATCHES = 32  # of a usual step: nodes take their spans before a trainer comes
+POSITIONS, SAMPLES = 1024, 32  # of a usual microbatch: of a language model, and of a module
+COMMANDS = 5  # of a step: feeding, leases, results, averaging, commit
+REMEMBERED_S = 30.0  # how long a run's load counts after its last announcement
 FLOAT32_BYTES = 4
 MANY_PARAMETERS = 10**6
-BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
+BELIEVED = 4.0  # times the usual speed, at most: no peer can make all others stand by through its own claim
 
 
 def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) -> Placement:
-    """Of one node. It is a step's time that counts, and that every unit has a second holder."""
+    """Create the placement of one node, which aims at the shortest step and a second holder of every unit."""
     assert host.swarm.manifest is not None
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
     rule = training_rule(host.directory, hardware, positions, host.clock.monotonic)
@@ -44,8 +44,8 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
 
 
 def training_rule(directory: Directory, hardware: Hardware, positions: int, clock: Callable[[], float]) -> TrainingRule:
-    """Of one swarm. Stages are laid for the run that is announced, and for a usual one before a trainer comes. `positions`: of a
-    microbatch of a usual one; samples, of a module."""
+    """Create the rule for one swarm. It plans for the announced run, or for a usual run before a trainer comes. `positions`: of a
+    usual microbatch; samples, for a module."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
@@ -75,8 +75,8 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
 
 
 class AnnouncedLoad:
-    """What a step of the run asks that peers announce. It is remembered for a while: where all have just moved, nobody is in the
-    run again yet, and they would go back. `clock`: seconds."""
+    """The load of a step of the current run, as peers announce it. `clock`: seconds. It is remembered for REMEMBERED_S: after a
+    move of all nodes none is in the run for a moment, and they would move back."""
 
     def __init__(self, directory: Directory, clock: Callable[[], float]) -> None:
         self._directory = directory
@@ -87,7 +87,7 @@ class AnnouncedLoad:
         return f"<AnnouncedLoad {self._newest}>"
 
     def __call__(self) -> StepLoad:
-        """Nothing where no run is known."""
+        """Return the announced load; an empty `StepLoad` if no run is known."""
         ready = [peer for peer in self._directory.peers().values() if peer.life is State.READY]
         newest = middle_load(StepLoad(*peer.step_load) for peer in ready)
         if newest.all_positions:
@@ -96,27 +96,28 @@ class AnnouncedLoad:
 
 
 def step_load_of(run: Run, width: int) -> StepLoad:
-    """Of a run, of a model of that width."""
+    """Return the load of a step of `run` for a model of this width."""
     averaging = run.averaging
     each_bytes = averaged_bytes(MANY_PARAMETERS, width, averaging) / averaging.every / MANY_PARAMETERS
     return StepLoad(run.microbatches, run.positions, round(1000 * each_bytes))
 
 
 def training_load(hardware: Hardware, step: StepLoad) -> TrainingLoad:
-    """Of the model."""
+    """Return a training's load for the model in `hardware`."""
     size_bytes_U = np.array(hardware.sizes.weight_bytes, dtype=float)
     return TrainingLoad(
         step.microbatches,
         float(FLOAT32_BYTES * step.positions * hardware.width),
         size_bytes_U / TRAINING_BYTES * step.averaged_millibytes / 1000,
-        np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
+        np.ones(len(size_bytes_U)),  # units are alike for peers that announce units/s
         size_bytes_U * STATE_BYTES / TRAINING_BYTES,
         commands=COMMANDS,
     )
 
 
 def announced_network(view: View, peers: Sequence[PeerView], positions: int = POSITIONS) -> TrainingNetwork:
-    """Speeds as announced, the usual one where they were not measured, and links by round trips, coordinates and lines."""
+    """Return the network of `peers`: their speeds, and links estimated from round trips, coordinates and lines. Speeds are as
+    announced, but at most BELIEVED times the median; a peer without a speed gets the median."""
     told_N = np.array([peer.decode_units_per_s for peer in peers])
     usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
     units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)
@@ -126,5 +127,5 @@ def announced_network(view: View, peers: Sequence[PeerView], positions: int = PO
 
 
 def has_begun(directory: Directory) -> bool:
-    """Whether anybody has trained already."""
+    """Return whether a ready peer has learnt a step."""
     return any(peer.training_step > 0 for peer in directory.peers().values() if peer.life is State.READY)

@@ -1,4 +1,4 @@
-"""Trainer: feeds a run's microbatches to the swarm and hears how each step went. Any number share the work."""
+"""Trainer: it feeds a run's microbatches to the swarm and receives the steps' reports. Any number of trainers share the work."""
 
 from __future__ import annotations
 
@@ -52,14 +52,17 @@ log = logging.getLogger(__name__)
 WANT = 32  # microbatches at a time
 RETRY_S = 0.3
 TICK_S = 0.5
-EXCUSED = 4  # times as long without work
+EXCUSED = 4  # factor on the time without work that has an excuse
 
 
 @dataclass(eq=False)
 class Trainer:
-    """Feeder of a run. `coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done.
-    `on_waiting` hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds.
-    `on_done` hears of each microbatch that came back."""
+    """A trainer of one run.
+
+    `coordinators` returns the peers that may lead, the likeliest first. `on_step` is called with each step's report.
+    `on_waiting` is called, once a second while training stands still, with a sentence that says why, and the units without
+    a holder. `on_done` is called with the lease of each completed microbatch.
+    """
 
     switchboard: Switchboard
     coordinators: Callable[[], list[PeerId]]
@@ -71,16 +74,19 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.next_step = 0
-        self.last_failure = ""  # of a microbatch, in words
-        self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
-        self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
+        self.last_failure = ""  # of a microbatch, as a sentence
+        self.left_out: set[PeerId] = set()  # peers whose contributions are found not to be gradients
+        self._backoff = Backoff(asyncio.get_running_loop().time)  # for peers that do not answer
 
     def __repr__(self) -> str:
         return f"<Trainer at step {self.next_step} of {self.run.steps}>"
 
     async def train(self, stop: asyncio.Event) -> int:
-        """Feed until the run is over or `stop` is set; the steps done. Raises UsageError where the swarm is in another run,
-        NotFinite where the loss is, StepFailed where a step fails at all peers that could do it."""
+        """Feed microbatches until the run is over or `stop` is set, and return the number of steps done.
+
+        Raises UsageError if the swarm is in another run, and NotFinite if the loss or a gradient is NaN or infinite or the data
+        hold NaN. Raises StepFailed if a step fails at all peers that could compute it.
+        """
         named: PeerId | None = None
         while not stop.is_set():
             for peer in self._candidates(named):
@@ -94,12 +100,12 @@ class Trainer:
                     self.on_waiting(f"no peer coordinates the training: {session.failed}", ())
                 if named is not None or stop.is_set():
                     break
-            if named is None or self._backoff.pause_s(named):  # nobody, or who just failed
+            if named is None or self._backoff.pause_s(named):  # no peer was named, or one that has just failed
                 await asyncio.sleep(RETRY_S)
         return self.next_step
 
     def _candidates(self, named: PeerId | None) -> list[PeerId]:
-        """Who is said to lead, else all who may; those that did not answer lately come last."""
+        """Return the peer that is said to lead, else all that may lead; peers that did not answer lately come last."""
         if named is not None and not self._backoff.pause_s(named):
             return [named]
         return sorted(self.coordinators(), key=lambda peer: self._backoff.pause_s(peer) > 0)
@@ -121,7 +127,7 @@ class Trainer:
         return stopped.step
 
     def hear(self, news: StepReport | ProgressReport) -> None:
-        """Each step is reported once, whichever coordinator tells of it."""
+        """Pass on a report. Each step is reported once, whichever coordinator reports it."""
         if isinstance(news, ProgressReport):
             self._tell_left_out(news.left_out)
             if text := sentence(news):
@@ -131,15 +137,15 @@ class Trainer:
             self.on_step(news)
 
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
-        """Once of each."""
+        """Log each newly left-out peer once."""
         for peer in set(peers) - self.left_out:
-            log.warning("peer %s is left out of the training: what it contributes is not its gradient", peer)
+            log.warning("peer %s is left out of the training: its contribution is not its gradient", peer)
         self.left_out.update(peers)
 
 
 class _FeedingSession:
-    """Working for one coordinator. `redirected`: who leads instead, if that is what it said; `failed`: why it is not worth
-    asking again soon."""
+    """A trainer's work for one coordinator. `redirected`: the peer that leads instead, by its answer; `failed`: why it
+    should not be asked again soon."""
 
     def __init__(self, trainer: Trainer, coordinator: PeerId) -> None:
         self.redirected: PeerId | None = None
@@ -159,7 +165,11 @@ class _FeedingSession:
         return f"<Shift for {self._coordinator}>"
 
     async def work(self, stop: asyncio.Event) -> Stopped | None:
-        """Until the coordinator says that the run is over; None where it is lost, silent or does not lead. Raises UsageError."""
+        """Feed microbatches until the coordinator says that the run is over, and return its message.
+
+        Returns None if the coordinator is lost, silent or does not lead, or on `stop`. Raises UsageError if the swarm is in
+        another run, NotFinite if the data hold NaN.
+        """
         stopping = asyncio.ensure_future(stop.wait())
         stopping.add_done_callback(lambda _: self._end(None))
         try:
@@ -188,8 +198,8 @@ class _FeedingSession:
                 self._channel.close()
 
     async def _watch_silence(self) -> None:
-        """A coordinator says something each second, and has work now and then. Counts ticks: while this process is suspended
-        nothing can be heard."""
+        """End the session if the coordinator is silent, or gives no work for too long. It counts ticks, since a suspended
+        process hears nothing."""
         fault = None
         while fault is None:
             await asyncio.sleep(TICK_S)
@@ -199,7 +209,7 @@ class _FeedingSession:
         self._lose(PeerLost(f"peer {self._coordinator} {fault}", peer=self._coordinator))
 
     def _fault(self) -> str | None:
-        """What the coordinator does not do. That units have nobody, or others are on their way, excuses it for a while: it may be
+        """Return the coordinator's fault, or None. Missing holders and expected peers excuse it for a while only: it may be
         wrong."""
         if self._silent_ticks * TICK_S >= SILENCE_S:
             return f"says nothing for {SILENCE_S:.0f} s"
@@ -211,7 +221,7 @@ class _FeedingSession:
         self._end(None)
 
     def _crashed(self, error: BaseException) -> None:
-        """Feeding died of a bug: the user is to see it."""
+        """Report a bug in the feeding to the user."""
         if not self._over.done():
             self._over.set_exception(error)
 
@@ -222,7 +232,7 @@ class _FeedingSession:
     def _hear(self, _frame: Frame, body: Body) -> None:
         self._silent_ticks = 0
         if isinstance(body, StepReport | Stopped | Release) and body.run != self._run.id:
-            log.info("coordinator %s tells of another run", self._coordinator)
+            log.info("coordinator %s reports another run", self._coordinator)
         elif (hear := FROM_COORDINATOR.get(type(body))) is not None:
             hear(self, body)
 
@@ -258,7 +268,7 @@ class _FeedingSession:
         task.add_done_callback(lambda _task: self._leases.pop(lease.lease, None))
 
     async def _feed(self, lease: Lease) -> None:
-        """One microbatch there and back, and word of it to the coordinator."""
+        """Send one microbatch, wait for its result, and report the result to the coordinator."""
         try:
             done = await asyncio.wait_for(self._send(lease), CLEANUP * lease.within_s or None)
             self._tell(Done(lease.lease, done.loss, self._run.id))
@@ -274,11 +284,11 @@ class _FeedingSession:
                 await asyncio.to_thread(self._check_data, lease)
 
     def _check_data(self, lease: Lease) -> None:
-        """Raises NotFinite where the data themselves hold NaN: then no other peer would help."""
+        """Raise NotFinite if the data themselves hold NaN: then another peer would not help."""
         for values in self._trainer.batches.microbatch(lease.step, lease.number, self._run):
             if any(value.is_floating_point() and bool(value.isnan().any()) for value in values):
                 raise NotFinite(
-                    f"step {lease.step}, microbatch {lease.number}: the data hold NaN; look at what the dataset gives",
+                    f"step {lease.step}, microbatch {lease.number}: the data hold NaN; check the dataset",
                     unit=0,
                 )
 
@@ -287,7 +297,7 @@ class _FeedingSession:
             self._channel.send(body)
 
     async def _send(self, lease: Lease) -> Backward:
-        """Raises PeerError where some hop is lost or cannot."""
+        """Send the inputs and labels of a lease and return the result. Raises PeerError if a hop is lost or fails."""
         answer: asyncio.Future[Backward] = asyncio.get_running_loop().create_future()
         route = lease.route
         first, last = route[0], route[-1]
@@ -325,7 +335,7 @@ class _FeedingSession:
 
 
 FROM_LEASE = ("term", "lease", "step", "number", "route", "run", "within_s", "seal")
-"""What FORWARD and LABELS say as the lease does; by the seal the hops know that it is this trainer's"""
+"""Fields that FORWARD and LABELS copy from the lease; its seal proves to the hops that it is this trainer's."""
 
 FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = {
     Lease: _FeedingSession._take,
@@ -337,4 +347,4 @@ FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = 
     Error: _FeedingSession._refused,
     End: _FeedingSession._let_go,
 }
-"""What the coordinator says to a trainer (`docs/training-step.md`)"""
+"""Handlers of the coordinator's messages to a trainer (`docs/training-step.md`)."""

@@ -1,5 +1,7 @@
-"""The adapters of a swarm as this machine needs them: from the founder's own folder where it is at hand, else from peers, by their
-hashes, and only what its units need. What was fetched is given to others from then on."""
+"""Adapter files of a swarm: read from the founder's folder if this machine has it, else fetched from peers.
+
+Only the chunks for this machine's units are fetched. They are verified by their hashes and offered to other peers.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # for a peer that has what is missing
+PATIENCE_S = 10.0  # longest wait while no peer has a missing chunk
 
 
 class AdapterFiles:
-    """Those of a swarm, whose checkpoint comes by `weights`; a founder has a folder with all of them."""
+    """The adapters of a swarm. `weights` finds their sources and holds the cache; the founder's machine has a folder with
+    all of them."""
 
     def __init__(self, swarm: Swarm, weights: Weights, seeder: Seeder) -> None:
         assert swarm.manifest is not None
@@ -42,12 +45,15 @@ class AdapterFiles:
         return f"<AdapterFiles of {len(self._known)} adapters>"
 
     def __contains__(self, name: str) -> bool:
-        """Whether the swarm has an adapter of this name."""
+        """Return whether the swarm has an adapter called `name`."""
         return name in self._known
 
     async def bring(self, name: str, span: Span) -> AdapterFile:
-        """The adapter of this name, with its matrices for these units here and verified. Raises PeerRefused (NOT_FOUND) where
-        nobody gives them in time, CheckpointError, LocalError."""
+        """Return the adapter `name` after its matrices for the units in `span` are on this machine and verified.
+
+        Raises PeerRefused (NOT_FOUND) if no peer has them in time, CheckpointError if a file is damaged, LocalError if the
+        disk is full.
+        """
         adapter = self._known[name]
         if self._own is not None and await asyncio.to_thread(_is_whole, adapter, self._own):
             return await asyncio.to_thread(_open, self._own, adapter)
@@ -66,7 +72,7 @@ class AdapterFiles:
         await self._fetcher.fetch(wanted, news=self._weights.news, patience_s=PATIENCE_S)
 
     def _sources(self) -> list[Source]:
-        """First those who have the whole checkpoint: one of them founded the swarm, or stands in for who did."""
+        """Return the peers with the most of the checkpoint first: the founder, or the node that took its place, has all of it."""
         return self._weights.seeders([Span(0, self._units)])
 
 
@@ -77,12 +83,14 @@ def _open(folder: Path, adapter: AdapterInfo) -> AdapterFile:
 
 
 def _is_whole(adapter: AdapterInfo, folder: Path) -> bool:
-    """Whether both files are in the founder's folder, as the swarm was founded on them."""
+    """Return whether both files in the founder's `folder` still are those of the manifest; log a warning if not."""
     try:
         whole = all(matching_hashes(folder / file.name, file) is not None for file in adapter.files)
     except OSError as error:
-        log.warning("the adapter %s cannot be read: %s; asking the peers instead", adapter.name, error)
+        log.warning("the adapter %s cannot be read: %s; your node asks the peers instead", adapter.name, error)
         return False
     if not whole:
-        log.warning("the adapter %s is not what the swarm was founded on; asking the peers instead", adapter.name)
+        log.warning(
+            "the adapter %s has changed since the swarm was founded; your node asks the peers instead", adapter.name
+        )
     return whole

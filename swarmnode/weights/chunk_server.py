@@ -1,4 +1,5 @@
-"""Server of chunks of files: it answers each peer's questions one after the other, and as many peers at once as it has room for."""
+"""Server of file chunks. It answers the requests of one peer one after another, and those of at most `PEERS_AT_ONCE` peers
+at once."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, matching_h
 
 log = logging.getLogger(__name__)
 
-REQUESTS_PER_PEER = 16  # open at once; answered one after the other, so that a peer costs one chunk of memory
-PEERS_AT_ONCE = 64  # with open requests; more are told to come back
+REQUESTS_PER_PEER = 16  # open at once; they are answered one after another, so that a peer costs one chunk of memory
+PEERS_AT_ONCE = 64  # with open requests; further peers get BUSY
 BUSY_RETRY_S = 2.0
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A file that can be given: a whole one, or the chunks of it that a folder holds."""
+    """A file on offer: the whole file at `path`, or, with a `cache`, the chunks of it that the cache holds."""
 
     file: FileContent
     path: Path
@@ -37,16 +38,16 @@ class Offer:
 
 @dataclass
 class _Asker:
-    """A peer with open requests."""
+    """A peer with open requests: their number, and the lock that serialises them."""
 
     open: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class ChunkServer:
-    """Gives files by their roots. Chunks are offered as they are: who asks checks them.
+    """Server of files by their root hashes. Chunks are sent as they are on the disk: the receiver verifies them.
 
-    A subclass says which other `questions` it knows, and answers them in `_send`.
+    A subclass names further question types in `questions` and answers them in `_send`.
     """
 
     questions: tuple[type[Body], ...] = ()
@@ -63,7 +64,7 @@ class ChunkServer:
         ]
 
     async def serve(self) -> None:
-        """Answer from now on."""
+        """Start answering requests."""
         for board in self._boards:
             await board.start()
 
@@ -84,7 +85,7 @@ class ChunkServer:
                 return
             asker = self._askers[channel.peer] = _Asker()
         if asker.open >= REQUESTS_PER_PEER:
-            raise ProtocolError("a peer asks for more at once than the protocol allows", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError("the peer has more requests open than the protocol allows", code=ErrorCode.TOO_LARGE)
         asker.open += 1
         self._tasks.spawn(self._answer(channel, body, asker), f"answer {channel.peer}")
 
@@ -102,7 +103,8 @@ class ChunkServer:
                 self._askers.pop(channel.peer, None)
 
     async def _send(self, channel: Channel, body: Body) -> ErrorCode | None:
-        """Send what was asked for; the code of the refusal where it cannot be had here."""
+        """Send the requested chunks, or the hash list if their count is 0. Returns None, or the code of the refusal if they
+        are not on offer."""
         assert isinstance(body, GetChunks)
         offer = self._offers.get(body.root)
         if offer is None:
@@ -128,7 +130,7 @@ class ChunkServer:
         have = offer.cache.have(offer.file) if offer.cache else HAVE * offer.file.chunks()
         for number in numbers:
             if not channel.open:
-                return None  # who asked gave up
+                return None  # the receiver gave up
             if have[number : number + 1] != HAVE:
                 return ErrorCode.NOT_FOUND
             channel.send(Chunk(), seq=number, payload=[await asyncio.to_thread(self._read, offer, number)])
@@ -144,13 +146,14 @@ class ChunkServer:
         return data
 
     async def _hash_all(self) -> None:
-        """Work out the hash lists of all whole files, one after the other."""
+        """Compute the hash lists of all whole files, one after another."""
         for offer in list(self._offers.values()):
             if offer.cache is None:
                 await self._hash(offer)
 
     async def _hash(self, offer: Offer) -> bytes | None:
-        """The hash list of a whole file, worked out once; None where the file is not the same any more."""
+        """Return the hash list of a whole file, computed once; None, and the file is withdrawn, if it has changed or cannot
+        be read."""
         root = offer.file.root
         if root in self._hashes:
             return self._hashes[root]
@@ -176,4 +179,4 @@ class ChunkServer:
         if self._offers.get(offer.file.root) is offer:
             del self._offers[offer.file.root]
             self._hashes.pop(offer.file.root, None)
-            log.warning("%s is not given to others any more: %s", offer.file.name, reason)
+            log.warning("your node no longer offers %s to others: %s", offer.file.name, reason)

@@ -1,4 +1,4 @@
-"""Fetcher of chunks into a cache, from several sources at once: it checks each chunk, and leaves out liars and sleepers."""
+"""Fetcher of chunks into a cache from several sources at once. It verifies each chunk and drops sources that lie or fall silent."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from swarmnode.weights.sources import Source
 log = logging.getLogger(__name__)
 
 SOURCES_AT_ONCE = 4
-LOOK_AGAIN_S = 1.0  # whether a source that rested, or a run that is overdue, can be taken up
-FIRST_REST_S, MAX_REST_S = 1.0, 60.0  # of a source that failed
-RUNS_AT_ONCE = 2  # asked of a quick source: the next one is on its way while the last is still coming
-QUICK_S = 2.0  # for a run; a slower source would seem silent while it still sends the one before
-RUN_CHUNKS = 8  # asked for at once: few questions, and little lost with a source
-LACKS_FOR_S = 5.0  # before a source that did not have a run is asked for it again
-OVERDUE_S = 10.0  # after which a run that one source holds is given to an idle one too, at the latest
+LOOK_AGAIN_S = 1.0  # for a source whose rest is over, or a run that is overdue
+FIRST_REST_S, MAX_REST_S = 1.0, 60.0  # of a failed source
+RUNS_AT_ONCE = 2  # asked of a quick source: the next run is requested while the last one still arrives
+QUICK_S = 2.0  # for a run; a slower source would seem silent while it still sends the previous run
+RUN_CHUNKS = 8  # requested at once: few requests, and little lost if a source fails
+LACKS_FOR_S = 5.0  # before a source that lacked a run is asked for it again
+OVERDUE_S = 10.0  # after which a run that one source holds is also given to an idle source, at the latest
 MIN_OVERDUE_S = 1.0
-OVERDUE_FACTOR = 4.0  # of what runs took that came
-NEWEST = 0.2  # weight of the newest run
+OVERDUE_FACTOR = 4.0  # times the usual duration of a run
+NEWEST = 0.2  # weight of the newest run in the moving average
 
 
 @dataclass(frozen=True)
 class ChunkRange:
-    """Adjoining chunks [first, first + count) of a file."""
+    """Adjoining chunks [first, first + count) of a file; also called a run."""
 
     file: FileContent
     first: int
@@ -40,13 +40,13 @@ class ChunkRange:
 
     @property
     def numbers(self) -> range:
-        """Their numbers in the file."""
+        """The numbers of the chunks in the file."""
         return range(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True)
 class _Hold:
-    """A run that a source was asked for, since when (in seconds of the caller's clock)."""
+    """A run that a source was asked for, and since when, in seconds of the caller's clock."""
 
     source: str
     run: ChunkRange
@@ -54,14 +54,16 @@ class _Hold:
 
 
 class Download:
-    """The chunks that are missing, the runs that nobody has taken, and those that sources hold."""
+    """The state of one download: the missing chunks, the runs that no source has taken, and the runs that sources hold."""
 
     def __init__(self, missing: Mapping[FileContent, Sequence[int]]) -> None:
         self._left = {(file, number) for file, numbers in missing.items() for number in numbers}
         self._waiting = [run for file, numbers in missing.items() for run in chunk_ranges(file, numbers)]
         self._held: list[_Hold] = []
-        self._run_s: float | None = None  # that a run takes, a moving average
-        self._lacks: dict[tuple[str, FileContent, int], float] = {}  # (source, file, first chunk) -> until when
+        self._run_s: float | None = None  # duration of a run, a moving average
+        self._lacks: dict[
+            tuple[str, FileContent, int], float
+        ] = {}  # (source, file, first chunk) -> until when the source lacks it
         self.total_bytes = sum(file.chunk_size(number) for file, number in self._left)
         self.done_bytes = 0
 
@@ -70,15 +72,16 @@ class Download:
 
     @property
     def done(self) -> bool:
-        """Whether every chunk has come."""
+        """Whether every chunk has arrived."""
         return not self._left
 
     def has_work_for(self, source: str, now_s: float) -> bool:
-        """Whether `take` would give this source a run."""
+        """Return whether `take` would give `source` a run."""
         return self._choose(source, now_s) is not None
 
     def take(self, source: str, now_s: float) -> ChunkRange | None:
-        """Give a source one more run that it is not known to lack; None where there is none."""
+        """Give `source` one more run that it is not known to lack: a waiting run, else an overdue run of another source.
+        Returns None if there is none."""
         run = self._choose(source, now_s)
         if run is not None:
             if run in self._waiting:
@@ -99,7 +102,8 @@ class Download:
 
     @property
     def overdue_s(self) -> float:
-        """How long a source may hold a run before an idle one is given it, too: some times what runs take here."""
+        """Seconds that a source may hold a run before an idle source gets it too: OVERDUE_FACTOR times the usual duration,
+        within bounds."""
         usual_s = OVERDUE_S if self._run_s is None else OVERDUE_FACTOR * self._run_s
         return min(OVERDUE_S, max(MIN_OVERDUE_S, usual_s))
 
@@ -116,11 +120,11 @@ class Download:
         ]
 
     def _rest(self, run: ChunkRange) -> list[ChunkRange]:
-        """What has not come of a run."""
+        """Return the runs of the chunks of `run` that have not arrived."""
         return chunk_ranges(run.file, [number for number in run.numbers if (run.file, number) in self._left])
 
     def came(self, file: FileContent, number: int) -> bool:
-        """Count a chunk that was kept; False where it was there already."""
+        """Count a stored chunk. Returns False if it was not missing."""
         if (file, number) not in self._left:
             return False
         self._left.discard((file, number))
@@ -128,9 +132,10 @@ class Download:
         return True
 
     def give_back(self, source: str, run: ChunkRange, now_s: float, *, lacking: bool = False) -> None:
-        """End a source's hold of a run: what has not come waits for others, unless another holds it too.
+        """End the hold of `source` on `run`. Chunks that have not arrived wait for other sources, unless another source
+        holds them too.
 
-        With `lacking` the source said that it does not have the next chunk.
+        `lacking` says that the source does not have the next chunk.
         """
         hold = next(hold for hold in self._held if hold.source == source and hold.run == run)
         self._held.remove(hold)
@@ -145,7 +150,7 @@ class Download:
 
 
 def chunk_ranges(file: FileContent, numbers: Sequence[int]) -> list[ChunkRange]:
-    """Adjoining chunk numbers as runs of at most RUN_CHUNKS."""
+    """Group adjoining chunk numbers into runs of at most RUN_CHUNKS."""
     runs: list[ChunkRange] = []
     for number in numbers:
         last = runs[-1] if runs else None
@@ -157,7 +162,8 @@ def chunk_ranges(file: FileContent, numbers: Sequence[int]) -> list[ChunkRange]:
 
 
 class Fetcher:
-    """Brings chunks into a cache. `sources()` names who may have them now, best first; `drop` hears of those that failed."""
+    """Fetcher of chunks into a cache. `sources()` returns the current sources, best first; `drop` is called with each
+    source that failed."""
 
     def __init__(
         self, cache: ChunkFolder, sources: Callable[[], Sequence[Source]], drop: Callable[[Source, str], None]
@@ -165,9 +171,9 @@ class Fetcher:
         self._cache = cache
         self._sources = sources
         self._drop = drop
-        self._bad: set[str] = set()  # gave something false: never asked again
+        self._bad: set[str] = set()  # sent false data: never asked again
         self._backoff = Backoff(self._now, first_s=FIRST_REST_S, ceiling_s=MAX_REST_S)
-        self._quick: set[str] = set()  # brought their last run in little time
+        self._quick: set[str] = set()  # sent their last run within QUICK_S
         self.fetched_bytes = 0
 
     def __repr__(self) -> str:
@@ -176,7 +182,7 @@ class Fetcher:
 
     @property
     def liars(self) -> Set[str]:
-        """Names of the sources that gave something false."""
+        """Names of the sources that sent false data."""
         return self._bad
 
     async def fetch(
@@ -187,10 +193,17 @@ class Fetcher:
         progress: Progress | None = None,
         patience_s: float | None = None,
     ) -> None:
-        """Bring these chunks of these files. `news()` returns when there may be other sources than before.
+        """Fetch the `wanted` chunks that the cache lacks.
 
-        While nobody has what is missing it waits, at most `patience_s`. Raises PeerRefused (NOT_FOUND) after that,
-        LocalError where the disk is full.
+        Args:
+            wanted: the numbers of the chunks, by file.
+            news: returns when the sources may have changed.
+            progress: is called with the fetched and the total bytes.
+            patience_s: how long to wait while no source has a missing chunk; None waits for ever.
+
+        Raises:
+            PeerRefused: (NOT_FOUND) after `patience_s`.
+            LocalError: if the disk is full.
         """
         missing = await asyncio.to_thread(self._missing, wanted)
         download = Download(missing)
@@ -204,13 +217,13 @@ class Fetcher:
             while not download.done:
                 for source in self._free(download, working):
                     working[source.name] = asyncio.ensure_future(self._drain(source, download, progress))
-                if download.done_bytes > brought_bytes:  # to be asked and have nothing is no progress
+                if download.done_bytes > brought_bytes:  # a source that has nothing is no progress
                     idle_since, brought_bytes, told = self._now(), download.done_bytes, False
                 idle_s = 0.0 if working else self._now() - idle_since
                 if patience_s is not None and idle_s > patience_s:
                     raise PeerRefused("no peer has the missing parts", code=ErrorCode.NOT_FOUND)
                 if not told and idle_s > LOOK_AGAIN_S:
-                    log.warning("no peer has the missing parts at the moment; waiting for one")
+                    log.warning("no peer has the missing parts at the moment; your node waits for one")
                     told = True
                 ended, _ = await asyncio.wait(
                     {listening, *working.values()}, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
@@ -231,7 +244,7 @@ class Fetcher:
         return asyncio.get_running_loop().time()
 
     def _free(self, download: Download, working: Mapping[str, object]) -> list[Source]:
-        """Sources to set to work now, the last resort only where nobody else works."""
+        """Return the sources to set to work now. A source of last resort is chosen only if no other source is able or works."""
         now_s = self._now()
         able = [
             source
@@ -246,7 +259,7 @@ class Fetcher:
         return chosen[: max(0, SOURCES_AT_ONCE - len(working))]
 
     async def _drain(self, source: Source, download: Download, progress: Progress | None) -> None:
-        """Fetch runs from one source until it has none of those left, or fails."""
+        """Fetch runs from `source` until there is no run left for it, or it fails."""
         asked: set[asyncio.Task[bool]] = set()
         try:
             while True:
@@ -264,9 +277,9 @@ class Fetcher:
             await cancel_and_wait(*asked)
 
     async def _ask(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> bool:
-        """Fetch one run; whether the source may be asked for another.
+        """Fetch one run. Returns whether the source may be asked for another run.
 
-        A source that died or hangs is asked again after a rest; one that gave something false never is.
+        A source that failed is asked again after a rest; a source that sent false data is never asked again.
         """
         began_s, lacking = self._now(), False
         try:
@@ -292,7 +305,8 @@ class Fetcher:
         return True
 
     async def _bring(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> None:
-        """A run of chunks from one source into the cache. Raises ProtocolError on the first that is not the file's own."""
+        """Fetch a run of chunks from `source` into the cache. Raises ProtocolError at the first chunk or hash list that is
+        false."""
         hashes = await self._hashes(source, run.file)
         async for number, data in source.chunks(run.file, run.first, run.count):
             if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):

@@ -1,4 +1,4 @@
-"""Gives the manifest and the weights that this machine has to whoever asks (`protocol/records.md`, "Fetching")."""
+"""Seeder: it serves the manifest and this machine's weights to any peer that asks (`protocol/records.md`, "Fetching")."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 
 
 class Seeder(ChunkServer):
-    """Answers for one swarm. Chunks are offered as they are: who asks checks them against the manifest."""
+    """Server of one swarm's manifest, weights and adapters. Chunks are sent as they are: the receiver verifies them against
+    the manifest."""
 
     questions = (GetManifest,)
 
@@ -39,36 +40,36 @@ class Seeder(ChunkServer):
 
     @classmethod
     async def start(cls, peer: LocalPeer, swarm: Swarm) -> Seeder:
-        """Serve the manifest from now on, and what is added later."""
+        """Create a seeder that serves the manifest, and each file that is added later."""
         seeder = cls(peer, swarm)
         await seeder.serve()
         return seeder
 
     @property
     def units(self) -> tuple[int, int]:
-        """Units [i, j) whose weights can be had here; (0, 0) for none."""
+        """Range [i, j) of the units whose weights this node serves; (0, 0) if none."""
         whole = all(file.root in self._offers for file in self._manifest.files)
         if whole and not any(self._offers[file.root].cache for file in self._manifest.files):
             return (0, self._manifest.model.units)
         return self._cached_units
 
     def add_folder(self, folder: Path, verified: Mapping[bytes, bytes] = MappingProxyType({})) -> None:
-        """Offer a whole checkpoint. Files that are not of the size that the manifest says are left out.
+        """Offer the files of a whole checkpoint. Files whose size differs from the manifest are left out.
 
-        `verified` has the chunk hashes, by root, of files that were read already. Those of the others are worked out from now on,
-        so that who asks need not wait for it.
+        `verified` maps the roots of files that were already read to their chunk hashes. The hashes of the other files are
+        computed in the background, before a peer asks for them.
         """
         self._offer_whole(self._manifest.files, folder)
         self._hashes.update(verified)
         self._tasks.spawn(self._hash_all(), "hash what is offered")
 
     def add_adapters(self, folder: Path) -> None:
-        """Offer the swarm's adapters, of which the founder has all in a folder."""
+        """Offer the swarm's adapters from the founder's `folder`, which holds all of them."""
         self._offer_whole([file for adapter in self._manifest.adapters or () for file in adapter.files], folder)
         self._tasks.spawn(self._hash_all(), "hash what is offered")
 
     def add_files(self, files: Iterable[FileContent], cache: ChunkFolder) -> None:
-        """Offer what a cache has of these files, beside what is offered of them already."""
+        """Offer the chunks of `files` that `cache` holds. Files that are already on offer stay as they are."""
         for file in files:
             self._offers.setdefault(file.root, Offer(file, cache.path(file), cache))
 
@@ -79,7 +80,8 @@ class Seeder(ChunkServer):
                 self._offers[file.root] = Offer(file, path)
 
     def add_cache(self, cache: WeightCache, units: tuple[int, int]) -> None:
-        """Offer what a cache holds, which is everything of these units; beside those added before, where they adjoin."""
+        """Offer the chunks in `cache`, which holds all weights of `units` ([start, end)). Adjoining or overlapping ranges
+        are joined; otherwise the new range replaces the old one."""
         self.add_files(self._manifest.files, cache)
         start, end = self._cached_units
         adjoin = start < end and units[0] <= end and start <= units[1]

@@ -15,33 +15,57 @@ from swarmnode.peer.questions import ask, ask_one
 from swarmnode.swarm.records import manifest as manifests
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent
 
-HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
+HASHING_S = 120.0  # for a hash list, which the peer may first have to compute from a file of gigabytes
 
 
 class Source(ABC):
-    """Somebody who may have chunks. What it gives is not believed before it is checked."""
+    """A peer or hub that may have chunks. Its data is untrusted until it is verified."""
 
     name: str
-    last_resort = False  # dear to ask: only while no other source works
+    last_resort = False  # expensive: asked only while no other source works
 
     @abstractmethod
     async def hashes(self, file: FileContent) -> Buffer:
-        """The file's list of chunk hashes. Raises PeerError or CheckpointError."""
+        """Fetch the file's list of chunk hashes.
+
+        Args:
+            file: the file, which the source knows by its root hash.
+
+        Returns:
+            The SHA-256 digests of its chunks, joined in order; unverified.
+
+        Raises:
+            PeerError: if a peer fails or refuses.
+            CheckpointError: if a hub or a local file fails.
+        """
 
     @abstractmethod
     def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
-        """Chunks with their numbers, in order. Raises PeerError or CheckpointError."""
+        """Yield chunks of the file in order.
+
+        Args:
+            file: the file, which the source knows by its root hash.
+            first: number of the first chunk.
+            count: how many chunks.
+
+        Returns:
+            Pairs of a chunk's number and its bytes; unverified.
+
+        Raises:
+            PeerError: if a peer fails or refuses.
+            CheckpointError: if a hub or a local file fails.
+        """
 
 
 def largest_answer_bytes(manifest: manifests.Manifest) -> int:
-    """The largest payload that a source may send: a chunk, or the hash list of the largest file."""
+    """Return the size of the largest payload that a source may send: a chunk, or the hash list of the largest file."""
     adapters = (adapter.weights for adapter in manifest.adapters or ())
     longest = max(file.chunks() for file in (*manifest.files, *adapters))
     return max(CHUNK_BYTES, longest * HASH_BYTES)
 
 
 class PeerSource(Source):
-    """A peer of the swarm that says it has weights."""
+    """A peer of the swarm that announces weights."""
 
     def __init__(self, board: Switchboard, peer: PeerId) -> None:
         self.name = peer
@@ -59,16 +83,18 @@ class PeerSource(Source):
         number = first
         async for frame, body in ask(self._board, self.name, GetChunks(file.root, first, count)):
             if not isinstance(body, Chunk) or frame.seq != number or number == first + count:
-                raise ProtocolError("a peer sent another chunk than the one asked for", peer=self.name)
+                raise ProtocolError("the peer sent another chunk than the requested one", peer=self.name)
             yield number, frame.payload
             number += 1
         if number != first + count:
-            raise ProtocolError("a peer sent fewer chunks than asked for", peer=self.name)
+            raise ProtocolError("the peer sent fewer chunks than requested", peer=self.name)
 
 
 class HubSource(Source):
-    """The hub that the manifest names, at the revision founded on. Only bytes that are wanted are read, and none is kept here: what
-    the disk may hold is for the cache of weights to say."""
+    """The hub repository that the manifest names, at the revision that the swarm was founded on.
+
+    Only the requested bytes are read, and none are stored here: the cache of weights bounds the disk.
+    """
 
     last_resort = True
 
@@ -87,7 +113,7 @@ class HubSource(Source):
         return await asyncio.to_thread(read_range, self.name, file.name, first, size, revision=self._revision)
 
     async def hashes(self, file: FileContent) -> Buffer:
-        """The hub knows no hashes of chunks: the whole file passes by once."""
+        """Read the whole file once and hash its chunks, since the hub has no chunk hashes."""
         hashes = bytearray()
         for number in range(file.chunks()):
             hashes += hashlib.sha256(await self._read(file, number)).digest()

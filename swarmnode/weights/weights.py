@@ -1,4 +1,4 @@
-"""The checkpoint of a swarm as this machine needs it: from the founder's own folder where it is at hand, else from peers."""
+"""Weights of a swarm on this machine: read from the founder's folder if it is here, else fetched from peers or the hub."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DAMAGED_PATIENCE_S = 5.0  # for peers to turn up where the founder's own folder cannot be used
+DAMAGED_PATIENCE_S = 5.0  # for peers to turn up if the founder's own folder cannot be used
 HEADER_LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
+MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 
 
 def header_chunks(path: Path, file: FileContent) -> range:
-    """Return the numbers of the chunks of its header; its first 8 bytes, which are here, say how long that is.
+    """Return the numbers of the chunks of the header of `file`. Its first 8 bytes, which must be in `path`, give the
+    header's length.
 
     Raises CheckpointError if it is longer than safetensors allows.
     """
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file.name} says that its header has {length} bytes, which no safetensors file has")
+        raise CheckpointError(f"{file.name} declares a header of {length} bytes, more than a safetensors file may have")
     return range(min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // CHUNK_BYTES)))
 
 
 def chunks_of(tensors: Iterable[TensorEntry]) -> set[int]:
-    """Those in which these tensors of a file lie."""
+    """Return the numbers of the chunks that contain these tensors of one file."""
     return {
         number
         for tensor in tensors
@@ -54,7 +55,12 @@ def chunks_of(tensors: Iterable[TensorEntry]) -> set[int]:
 
 
 class Weights:
-    """Gets what is asked for, verified against the manifest. `close` when the files are not needed any more."""
+    """The checkpoint of a swarm. Each method fetches the files that it needs, verifies them and returns them; `close` ends
+    the use of the files.
+
+    Methods that return files raise CheckpointError if the checkpoint is damaged (for the founder's folder: if no peer has
+    the weights either), LocalError if the disk is full.
+    """
 
     def __init__(self, host: Host) -> None:
         assert host.swarm.manifest is not None
@@ -62,15 +68,15 @@ class Weights:
         self._manifest = host.swarm.manifest
         self._hint = host.swarm.checkpoint
         if self._hint is not None and not self._hint.is_dir():
-            log.info("%s is not on this machine; the weights come from peers", self._hint)
+            log.info("%s is not on this machine; your node fetches the weights from peers", self._hint)
             self._hint = None
         self._outline: Checkpoint | None = None
-        self._damaged = False  # the founder's folder is here and cannot be used
+        self._damaged = False  # the founder's folder is here but cannot be used
         bounded = replace(host.link_config, max_payload_bytes=largest_answer_bytes(self._manifest))
         self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
         self._cache: WeightCache | None = None
         self._fetcher: Fetcher | None = None
-        self.verified: dict[bytes, bytes] = {}  # by root: the chunk hashes of the founder's files that were read whole
+        self.verified: dict[bytes, bytes] = {}  # chunk hashes of the founder's files that were read whole, by root
         self._units: Sequence[Span] = ()  # whose tensors are being fetched
 
     def __repr__(self) -> str:
@@ -78,21 +84,21 @@ class Weights:
 
     @property
     def cache(self) -> WeightCache | None:
-        """What was fetched of the checkpoint; None while the founder's own folder serves."""
+        """The cache of fetched chunks; None while the founder's own folder serves or before the first fetch."""
         return None if self._hint is not None else self._cache
 
     async def small_files(self) -> Path:
-        """The folder with config and tokenizer. Raises CheckpointError, LocalError, as all methods here do."""
+        """Return the folder with the config and tokenizer files."""
         return await self._bring(
             {file: range(file.chunks()) for file in self._manifest.files if not is_weights(file.name)}
         )
 
     async def everything(self) -> Path:
-        """The folder with all files, whole."""
+        """Return the folder with all files, each complete."""
         return await self._bring({file: range(file.chunks()) for file in self._manifest.files})
 
     async def outline(self) -> Checkpoint:
-        """Config, index and headers: enough to know every tensor's place and size. Read once."""
+        """Return the checkpoint with config, index and headers: enough to know every tensor's place and size. It is read once."""
         if self._outline is None:
             self._outline = await self._read_outline()
         return self._outline
@@ -103,7 +109,7 @@ class Weights:
         weights = [file for file in self._manifest.files if is_weights(file.name)]
         await self._bring({file: range(min(1, file.chunks())) for file in weights}, verify=False)
         if self._hint is None and hint is not None:
-            # The folder was given up in the middle: what it gave before does not count.
+            # The folder was given up half-way: the files read from it before do not count.
             return await self._read_outline()
         headers = {file: header_chunks(self._folder() / file.name, file) for file in weights}
         folder = await self._bring(headers, verify=False)
@@ -116,16 +122,16 @@ class Weights:
             return await self._read_outline()
 
     async def span(self, units: Span, progress: Progress | None = None) -> Checkpoint:
-        """The checkpoint with the tensors of these units present and verified."""
+        """Return the checkpoint with the tensors of `units` on the disk and verified."""
         return await self._with_units([units], progress)
 
     async def ends(self) -> Checkpoint:
-        """The checkpoint with the tensors of embedding and head."""
+        """Return the checkpoint with the tensors of the embedding and the head on the disk and verified."""
         units = self._manifest.model.units
         return await self._with_units([Span(0, 1), Span(units - 1, units)], None)
 
     async def close(self) -> None:
-        """End the links to the sources, and let the cache go."""
+        """Close the links to the sources and release the cache."""
         await self._board.close()
         if self._cache is not None:
             self._cache.close()
@@ -146,7 +152,7 @@ class Weights:
         return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
 
     def _open(self, folder: Path) -> Checkpoint:
-        """Imports torch, which a client that wants config and tokenizer alone goes without."""
+        """Open the checkpoint. This imports torch, which a client that needs only config and tokenizer never loads."""
         from swarmnode.compute.graph.serialise import GraphCheckpoint
         from swarmnode.compute.model.checkpoint import Checkpoint
 
@@ -163,9 +169,9 @@ class Weights:
     async def _bring(
         self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None = None, *, verify: bool = True
     ) -> Path:
-        """The folder in which these chunks are, after fetching those that were not there.
+        """Fetch the `wanted` chunks that are not on this machine and return the folder that holds them.
 
-        Chunks from peers are always verified; `verify` is for the founder's folder, whose headers are read as they are.
+        Chunks from peers are always verified; `verify` applies to the founder's folder, whose headers are read unverified.
         """
         if self._hint is not None:
             fault = await self._fault_of_hint(wanted, verify)
@@ -176,54 +182,58 @@ class Weights:
         return self._folder()
 
     async def _fault_of_hint(self, wanted: Iterable[FileContent], verify: bool) -> str | None:
-        """What is wrong with these files in the founder's folder; with `verify` each is read whole, once."""
+        """Return the fault of these files in the founder's folder, or None if there is none. With `verify` each file is
+        read whole, once."""
         assert self._hint is not None
         for file in wanted:
             path = self._hint / file.name
             try:
                 if path.stat().st_size != file.size:
-                    return f"{path} has another size than the swarm was founded on"
+                    return f"{path} has another size than the file that the swarm was founded on"
                 if verify and file.root not in self.verified:
                     hashes = await asyncio.to_thread(matching_hashes, path, file)
                     if hashes is None:
-                        return f"{path} is not what the swarm was founded on"
+                        return f"{path} differs from the file that the swarm was founded on"
                     self.verified[file.root] = hashes
             except OSError as error:
                 return f"{path} cannot be read: {error.strerror or error}"
         return None
 
     def _give_up_hint(self, fault: str) -> None:
-        log.warning("%s (changed or damaged); asking the peers instead", fault)
+        log.warning("%s (changed or damaged); your node asks the peers instead", fault)
         self._hint, self._damaged, self._outline = None, True, None
 
     async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
         if self._fetcher is None:
             self._fetcher = Fetcher(self.open_cache(), self._sources, self.drop)
-        patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # who has an invite alone has time
+        patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # a node that has only an invite waits
         try:
             await self._fetcher.fetch(wanted, news=self.news, progress=progress, patience_s=patience_s)
         except PeerRefused as error:
             raise CheckpointError(
-                f"{self._host.swarm.checkpoint} is not what the swarm was founded on: it was changed or damaged, "
+                f"{self._host.swarm.checkpoint} was changed or damaged since the swarm was founded, "
                 "and no peer has the weights; restore it"
             ) from error
 
     def open_cache(self) -> WeightCache:
-        """Where what is fetched is kept, this swarm's alone, until `close`."""
+        """Return the cache of this swarm's fetched chunks. The first call opens it; it stays protected from eviction until
+        `close`."""
         if self._cache is None:
             config = self._host.config
             self._cache = WeightCache(config.home / FOLDER, self._host.swarm.id, config.max_cache_bytes)
         return self._cache
 
     async def news(self) -> None:
-        """Wait until other peers may have what is wanted."""
+        """Wait until the peer directory changes: other peers may have the wanted chunks then."""
         directory = self._host.directory
         await directory.changed(directory.revision)
 
     def seeders(self, units: Sequence[Span]) -> list[Source]:
-        """Peers that say they have these units, those with most of them and the least busy first.
+        """Return the peers that announce any of `units` (if it is empty: any unit), those with the most of them first, then
+        the least busy.
 
-        Among equals each asker has an order of its own, so that not all ask the same one.
+        Equal peers are in a different order on each asking node, so that not all ask the same peer. If no peer announces
+        any, returns the bootstrap peers.
         """
         own = self._host.peer_id
         others = (peer for peer in self._host.directory.peers().values() if peer.peer != own)
@@ -233,20 +243,21 @@ class Weights:
         return [PeerSource(self._board, name) for name in names]
 
     def _sources(self) -> list[Source]:
-        """Peers first; the hub last."""
+        """Return the peers for the units being fetched, then the hub if the manifest names one."""
         sources = self.seeders(self._units)
         if self._manifest.model.hub_id is not None:
             sources.append(HubSource(self._manifest.model))
         return sources
 
     def drop(self, source: Source, reason: str) -> None:
-        """A source has failed, or given something false."""
+        """Report a source that failed or sent false data. A peer becomes suspect in the directory; a hub is ignored."""
         if isinstance(source, PeerSource):
             self._host.directory.suspect(source.name, reason)
 
 
 def _covered(peer: Announcement, units: Sequence[Span]) -> int:
-    """How many of these units a peer can give. Config and headers, for which none are named, are wherever any units are."""
+    """Return how many of `units` the peer seeds. If `units` is empty (config and headers), returns 1 if it seeds any unit,
+    else 0."""
     start, end = peer.seeds
     if not units:
         return min(1, end - start)

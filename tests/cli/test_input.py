@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--listen", "/ip4/127.0.0.1/udp/4001"), ("--listen", "names no port")),
         (("--listen", "/unix/tmp/x"), ("--listen", "names no port")),
         (("--listen", f"/p2p/{PEER}"), ("--listen", "names no port")),
-        (("--listen", f"{PORT}/p2p/{PEER}"), ("--listen", "leave /p2p/ away")),
+        (("--listen", f"{PORT}/p2p/{PEER}"), ("--listen", "leave out /p2p/")),
         (("--listen", "/ip6/fe80::1/tcp/4001"), ("--listen", "link-local")),
         (("--listen", PORT, "--announce", "/ip4/169.254.1.1/tcp/4001"), ("--announce", "link-local")),
         (("--listen", PORT, "--announce", "/dns4/example.org/tcp/0"), ("--announce", "port 0")),

@@ -79,14 +79,14 @@ def test_buffers_of_older_versions_are_no_fault(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"num_beams": 4}, "num_beams is 4, which is not done here"),
+        ({"num_beams": 4}, "num_beams is 4, which swarmnode does not support"),
         ({"suppress_tokens": [1]}, "suppress_tokens"),
         ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
         ({"temperature": -1}, "temperature is -1, not a number from 0"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_k": "many"}, "top_k is many"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"eos_token_id": "<eos>"}, "eos_token_id is no token id"),
+        ({"eos_token_id": "<eos>"}, "eos_token_id is neither a token id"),
         ({"eos_token_id": list(range(65))}, "a list of up to 64"),
     ],
 )

@@ -27,7 +27,7 @@ def test_create_makes_it_plain(revision: str, tmp_path: Path, monkeypatch: pytes
         make_default(hub, monkeypatch)
         done = invoke("create", str(tmp_path / "friends"), "--model", f"org/model{revision}")
     assert done.returncode == 0, done.stderr
-    assert "friends-weights has them as plain ones" in done.stdout
+    assert "friends-weights has the dequantised ones" in done.stdout
     plain = Checkpoint(tmp_path / "friends-weights")
     assert "quantization_config" not in json.loads((plain.path / "config.json").read_text())
     for name, tensor in load_file(plain.path / "model.safetensors").items():

@@ -196,7 +196,9 @@ async def test_a_spoilt_folder_gives_way_to_peers(world: World, spoil: Any, capl
 async def test_a_spoilt_folder_without_peers_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmnode.weights.weights.DAMAGED_PATIENCE_S", 0.0)
     (world.hint / WEIGHTS).unlink()
-    with pytest.raises(CheckpointError, match="changed or damaged, and no peer has the weights"):
+    with pytest.raises(
+        CheckpointError, match="changed or damaged since the swarm was founded, and no peer has the weights"
+    ):
         await world.weights(hint=world.hint).outline()
 
 
@@ -245,5 +247,5 @@ def test_a_header_longer_than_any_is_refused(tmp_path: Path) -> None:
     """Else a founder's file of 16 TiB would have its reader ask for all of it."""
     path = tmp_path / "model.safetensors"
     path.write_bytes((1 << 50).to_bytes(8, "little"))
-    with pytest.raises(CheckpointError, match="its header has 1125899906842624 bytes"):
+    with pytest.raises(CheckpointError, match="declares a header of 1125899906842624 bytes"):
         header_chunks(path, FileContent(path.name, 1 << 44, bytes(32)))

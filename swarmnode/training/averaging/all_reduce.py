@@ -1,8 +1,8 @@
-"""AllReducer: replicas of the same blocks come to one gradient, or to one set of parameters.
+"""All-reducer: replicas of the same blocks agree on one gradient, or on one set of parameters.
 
-The arithmetic is that of `compute/training/averaging/gradient_compressor.py`: rounds, in each of which the contributors' vectors
-are summed in parts (`attempt.py`), so that everybody ends with identical numbers. Nothing that lasts is touched before the
-commit: an attempt that fails is made again with other members.
+The arithmetic is that of `compute/training/averaging/gradient_compressor.py`: in each round the contributors' vectors are
+summed in parts (`attempt.py`), so that all members end with identical numbers. No lasting state changes before the commit:
+a failed attempt is repeated with other members.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass
 class Agreed:
-    """What an all-reduce came to, by blocks. Where there is no vector, blocks keep their own accumulators."""
+    """The result of an all-reduce, by blocks. Blocks without a vector keep their own accumulators."""
 
     sums: dict[Blocks, Tensor] = field(default_factory=dict)
     pseudo_gradients: dict[Blocks, Tensor] = field(default_factory=dict)
@@ -56,21 +56,21 @@ class Agreed:
     squares: list[float] = field(default_factory=list)
     gradient_compressors: list[GradientCompressor] = field(default_factory=list)
     detector: OutlierDetector | None = None
-    histories: dict[PeerId, History] = field(default_factory=dict)  # of the contributors, this time included
-    rates_bps: dict[PeerId, float] = field(default_factory=dict)  # of what came of the others, as far as it is known
+    histories: dict[PeerId, History] = field(default_factory=dict)  # of the contributors, this all-reduce included
+    rates_bps: dict[PeerId, float] = field(default_factory=dict)  # at which parts came from the others, if known
 
     @property
     def size_bytes(self) -> int:
-        """Of its vectors."""
+        """Bytes of the vectors."""
         return sum(vector_N.nbytes for vector_N in (*self.sums.values(), *self.pseudo_gradients.values()))
 
     @property
     def suspect(self) -> PeerId:
-        """Who seems to send what is not its gradient; empty: nobody."""
+        """The peer whose contribution seems not to be its gradient; empty if there is none."""
         return suspect(self.histories) or ""
 
     def commit(self, learner: DeviceLearners, norm: float) -> None:
-        """Update with it; on the executor."""
+        """Update the learner with the result. Must run on the executor."""
         learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
         for gradient_compressor in self.gradient_compressors:
             gradient_compressor.accept()
@@ -80,8 +80,7 @@ class Agreed:
 
 @dataclass(eq=False)
 class AllReducer:
-    """All-reduces of one stage, one attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`:
-    that the swarm allows."""
+    """The all-reduces of one stage, one attempt at a time. `codecs`: those that the swarm allows."""
 
     peer: PeerId
     switchboard: Switchboard
@@ -100,7 +99,8 @@ class AllReducer:
         return f"<AllReducer with {self._attempt!r}, {self._early!r}, {len(self._gradient_compressors)} exchanges>"
 
     def hear(self, channel: Channel, body: Pull) -> None:
-        """A replica begins to pull parts."""
+        """Take a replica's PULL. One of a later attempt is kept until our own REDUCE has arrived; one of an earlier attempt
+        is refused."""
         attempt = attempt_of(body)
         if attempt > self._newest:
             self._early.keep(channel, body)
@@ -120,18 +120,31 @@ class AllReducer:
         listening: bool,
         watched: ContributionSketch | None = None,
     ) -> Agreed:
-        """Agree with the members of each group that we are in. `watched` takes in what one of them contributes.
+        """Agree with the members of each group that this stage is in.
 
-        Raises PeerLost with the peer that stands still or is gone, ProtocolError with the one that broke the rules, NotFinite.
+        Args:
+            term: the coordinator's term.
+            body: the groups and the attempt.
+            learner: the learner of the step.
+            listening: this stage takes part without a gradient while it fetches its state.
+            watched: records the contributions of one member; None for no record.
+
+        Returns:
+            The result, which `Agreed.commit` applies.
+
+        Raises:
+            PeerLost: with the peer that stands still or is lost.
+            ProtocolError: with the peer that broke the rules.
+            NotFinite: if this stage's gradient is NaN or infinite.
         """
-        if learner is not self._learner:  # another run, or another state: what was left over before is not its own
+        if learner is not self._learner:  # another run or state: earlier residuals do not belong to it
             self._learner = learner
             self._gradient_compressors.clear()
             self._detector = _new_detector()
         if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
-            raise ProtocolError("a REDUCE has replicas update apart, in a run in which they do not")
+            raise ProtocolError("the REDUCE lets replicas update apart, which this run does not do")
         if not all(is_bearable(group, self.peer, self._received_bps(group)) for group in body.groups):
-            raise ProtocolError("a REDUCE sums by clusters over paths that are far slower, as measured here")
+            raise ProtocolError("the REDUCE uses clusters over paths that are far too slow, as measured here")
         circles = {
             group.number: self._circle(group, learner, watched) for group in body.groups if len(group.members) > 1
         }
@@ -151,7 +164,7 @@ class AllReducer:
         return agreed
 
     def _received_bps(self, group: Group) -> dict[PeerId, float]:
-        """How fast the other members' parts came, as far as it was measured."""
+        """Return the measured rates of the other members' parts; members without a measurement are left out."""
         received = ((member.peer, self.switchboard.received_bps(member.peer)) for member in group.members)
         return {peer: bps for peer, bps in received if bps}
 
@@ -187,7 +200,7 @@ class AllReducer:
     async def _average(
         self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
     ) -> None:
-        """The mean of the members' ways takes the place of our own: another attempt finds it anew."""
+        """Average the members' pseudo-gradients in place of our own; a further attempt computes our own again."""
         pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
         if circle is not None:
             await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self.peer, 0.0)))
@@ -205,7 +218,7 @@ class AllReducer:
         circle: Circle,
         agreed: Agreed,
     ) -> None:
-        """The rounds of a compressor."""
+        """Run a compressor's rounds, and sum each with the circle."""
         gradient_compressor = self._gradient_compressor(blocks, how)
         clipping = None
         if circle.robust:
@@ -220,7 +233,7 @@ class AllReducer:
         agreed.gradient_compressors.append(gradient_compressor)
 
     def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
-        """The one that has what these blocks' earlier exchanges left over."""
+        """Return the compressor that keeps the residuals of these blocks."""
         assert self._learner is not None
         if (blocks, how) not in self._gradient_compressors:
             averaging = self._learner.run.averaging
@@ -230,7 +243,8 @@ class AllReducer:
         return self._gradient_compressors[blocks, how]
 
     def _circle(self, group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
-        """Contributors, in their order, weigh as much as their share of the microbatches."""
+        """Return the circle of a group. Contributors weigh as much as their share of the microbatches. Raises ProtocolError if the
+        group has clusters or codecs that the run does not allow."""
         run, total = learner.run, sum(member.count for member in group.members)
         held = [block for block in group.blocks if block in learner.blocks]
         length = sum(shape.numel() for shape in learner.shapes(held))
@@ -241,22 +255,21 @@ class AllReducer:
         shares = tuple(member.share for member in group.members if member.count > 0)
         clusters = {member.peer: member.cluster for member in group.members}
         if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
-            raise ProtocolError("a REDUCE sums by clusters where each contribution has to reach the owner of its part")
+            raise ProtocolError("the REDUCE uses clusters, but here each contribution must reach the owner of its part")
         forms = self._forms(group, run.averaging)
         return Circle(
             group.number, length, tuple(clusters), weights, shares, clusters, forms, robust, group.warm_start, heard
         )
 
     def _forms(self, group: Group, averaging: Averaging) -> Forms | None:
-        """What each one's values travel as. Raises ProtocolError where it is nothing that the run and the swarm leave to lines."""
+        """Return the encodings of each member's values; None if the run does not choose them by line. Raises ProtocolError if one
+        is not among the codecs that the run and the swarm allow."""
         if not averaging.by_line:
             return None
         forms = {member.peer: member.form for member in group.members if member.count}
         codecs = {form.codec for form in forms.values()}
         if not codecs <= {*codecs_by_line(averaging, self.codecs)}:
-            raise ProtocolError(
-                f"a REDUCE has values travel in codecs {sorted(codecs)}, which the run does not leave to lines"
-            )
+            raise ProtocolError(f"the REDUCE uses codecs {sorted(codecs)}, which the run does not leave to lines")
         own = forms.get(self.peer, Form(averaging.codec))
         return Forms(Codec(own.codec), own.keep, frozenset(map(Codec, codecs)))
 
@@ -265,7 +278,7 @@ class AllReducer:
 
 
 def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
-    """Raises NotFinite: NaN of our own is told by us, with its unit."""
+    """Return the gradient. Raises NotFinite: NaN of our own is reported by us, with its unit."""
     learner.squared_norm(blocks)
     return learner.gradient(blocks)
 
@@ -275,8 +288,8 @@ def _next(rounds: Rounds) -> Round | None:
 
 
 def _are_alike(group: Group, run: Run) -> bool:
-    """Whether contributions stand for the same thing. What the two ends share is the sum of what either end makes of all
-    microbatches, where they are different peers."""
+    """Return whether the contributions estimate the same gradient. Those to the shared block do not if its ends are
+    different peers: each end contributes its own gradient of all microbatches."""
     return group.how != How.SUM or sum(member.count for member in group.members) <= run.microbatches
 
 
@@ -285,6 +298,6 @@ def _new_detector() -> OutlierDetector:
 
 
 def _without_means(averaging: Averaging) -> Averaging:
-    """For what the ends share: one end's gradient adds to the other's and does not stand for it."""
+    """Return the settings for the shared block: the gradients of its ends are added, and neither estimates the other."""
     codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
     return msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False, alternating=False)

@@ -1,16 +1,17 @@
-"""Attempt: one attempt of an all-reduce, as one member runs it, and the sums that the member hands on.
+"""Attempt: one attempt of an all-reduce, as one member runs it, and the sums that the member passes on.
 
-A round's vector is cut into parts, each owned by a contributor. Side by side, each at the pace of those who take it:
+A round's vector is cut into parts, each owned by a contributor. Three jobs run at the same time, each at the pace of its
+receivers:
 
-    contribute   this member's values of others' parts, to their owners
-    settle       its own parts: added up in the order of the contributors, and sent to all members
-    take         the settled parts of others
+    contribute   send this member's values of others' parts to their owners;
+    settle       add up its own parts in the order of the contributors, and send the sums to all members;
+    take         receive the settled parts of others.
 
-Where members are in clusters, the owner is only sent what each cluster has added up (inside, then between, then back): by the one
-there whose turn it is, who is sent the sum for all of them. Whatever one waits for is of the same part or of one before it, so
-nobody waits for ever.
+If members are in clusters, an owner receives only one sum from each cluster (inside, then between, then back). In each
+cluster the members take turns as gatherers: the gatherer of a part adds it up, and receives the owner's sum for its whole
+cluster. A member waits only for work on the same part or an earlier one, so there is no deadlock.
 
-What a member holds beside the vectors is bounded by the windows (`partner.py`), whatever the vectors' length.
+Besides the vectors, a member's memory is bounded by the windows (`partner.py`), whatever the vectors' length.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, PartChun
 T = TypeVar("T")
 Gathered = Union[Encoded, Contribution]
 Parts = asyncio.Queue[Union[tuple[GatheredPart, Gathered], None]]
-"""What a cluster has added up, for one owner; None at the end"""
+"""Parts that a cluster has added up for one owner; None at the end."""
 
-STILL = Deadline(floor_s=4.0, ceiling_s=20.0, slack=8.0)  # for a partner that neither does nor says anything
+STILL = Deadline(floor_s=4.0, ceiling_s=20.0, slack=8.0)  # for a partner that neither acts nor sends excuses
 EXCUSE_S = STILL.floor_s / 4
-EXCUSES = 6  # times as long for one that says that it waits itself: whom it waits for it finds before
+EXCUSES = 6  # times as long for a partner that says it is waiting: the peer that it waits for is found before
 UNKNOWN_RTT_S = 0.5
 SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/links/heartbeat.py`)
-RECEIVED_BYTES = 24 << 20  # chunks that were pulled from all partners together
-WINDOW = 8  # chunks of each kind that one of them may have on the way: 1 Gbit/s at 60 ms
-SETTLED_AHEAD = 2  # parts, at least, that may wait for the slowest member or for their owner
+RECEIVED_BYTES = 24 << 20  # of chunks pulled from all partners together
+WINDOW = 8  # chunks of each kind that a partner may have on the way: 1 Gbit/s at 60 ms
+SETTLED_AHEAD = 2  # least number of parts that may wait for the slowest member or for their owner
 
 
 Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
-"""Runs a function where the tensors are."""
+"""Function that runs another one on the tensors' thread."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One round of a circle, as one member does it. `gathered`: what its cluster has of others' parts, or of its own where other
-    clusters have some of them, too, by owner."""
+    """Round of a circle, as one member does it. `gathered`: its cluster's sums, by owner, of parts that other clusters
+    contribute to as well."""
 
     circle: Circle
     duties: Duties
@@ -69,16 +70,17 @@ class _Work:
     gathered: Mapping[PeerId, Parts]
 
     def head(self, part: int, *, agreed: bool = False) -> Part:
-        """Of a part that is on its way."""
+        """Return the header of a part."""
         return msgspec.structs.replace(self.of, part=part, agreed=agreed)
 
 
 class OutgoingSums:
-    """Agreed parts of one round that a member hands to others, kept until the slowest of them has taken them. `parts`: all of
-    them by number, in the order in which each of the `receivers` takes its own.
+    """The sums of one round that a member passes on, each kept until its slowest receiver has taken it.
 
-    No more than `ahead` of them are here, the first that not everybody has taken among them: sums come in any order where
-    several clusters agree on them, and who waits for the first one is never held up by those behind it.
+    `parts`: their numbers. Each of the `receivers` takes its own parts in this order.
+
+    At most `ahead` sums are kept, counted from the first that some receiver still lacks. If several clusters agree on
+    parts, sums arrive in any order; a receiver that waits for the first one is never blocked by later ones.
     """
 
     def __init__(self, parts: Sequence[int], receivers: Mapping[str, Iterable[int]], ahead: int) -> None:
@@ -86,7 +88,7 @@ class OutgoingSums:
         self._parts = parts
         self._missing = Counter(number for numbers in receivers.values() for number in numbers)
         self._ahead = ahead
-        self._first = 0  # the place of the first part that somebody waits for
+        self._first = 0  # place of the first part that a receiver lacks
         self._sums: dict[int, Encoded] = {}
         self._changed = asyncio.Condition()
 
@@ -94,30 +96,30 @@ class OutgoingSums:
         return f"<OutgoingSums, {self._first} of {len(self._parts)} taken by all, {len(self._sums)} here>"
 
     def hands_on(self, part: int) -> bool:
-        """Whether it is one of them."""
+        """Return whether a part is passed on."""
         return part in self._place
 
     async def put(self, part: int, settled: Encoded) -> None:
-        """Hand on a part as soon as there is room for it."""
+        """Pass on a part's sum, after waiting for room."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._place[part] < self._first + self._ahead)
             self._sums[part] = settled
             self._advance()
 
     async def get(self, part: int) -> Encoded:
-        """Wait for a part."""
+        """Wait for a part's sum and return it."""
         async with self._changed:
             await self._changed.wait_for(lambda: part in self._sums)
             return self._sums[part]
 
     async def taken(self, part: int) -> None:
-        """One of those who are to have it has it."""
+        """Note that one receiver has taken a part."""
         async with self._changed:
             self._missing[part] -= 1
             self._advance()
 
     def _advance(self) -> None:
-        """Drop what everybody has, from the first part on."""
+        """Drop the sums that all receivers have, from the first part on."""
         while self._first < len(self._parts):
             part = self._parts[self._first]
             if part not in self._sums or self._missing[part] > 0:
@@ -129,8 +131,7 @@ class OutgoingSums:
 
 @dataclass(eq=False)
 class Attempt:
-    """Attempt at an all-reduce, used as a context in which vectors are summed. `circles`: all that `peer` is in with other
-    members."""
+    """An attempt at an all-reduce. It is a context: vectors are summed inside it. `circles`: those of `peer` with other members."""
 
     peer: PeerId
     attempt: AttemptId
@@ -162,11 +163,11 @@ class Attempt:
 
     @property
     def window(self) -> int:
-        """Chunks of each kind that each partner may have on the way to us."""
+        """Number of chunks of each kind that each partner may have on the way to us."""
         return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (2 * self._chunk_bytes * max(1, len(self._sources)))))
 
     def _patience(self, peer: PeerId) -> Patience:
-        """With a partner, whose chunks share its link with those of all others."""
+        """Return the patience with a partner, whose chunks share its link with those of all others."""
         still_s = STILL.wait_s(rtt_s=self.switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
         slowest_s = self._chunk_bytes * len(self.partners) / SLOWEST_BYTES_PER_S
         return Patience(still_s, EXCUSES * still_s + slowest_s)
@@ -186,7 +187,8 @@ class Attempt:
         await self._tasks.close()
 
     async def _excuse(self) -> None:
-        """Let all know that we are held up by others. It goes by way of the compute thread: if that stands still, so does this."""
+        """Tell all partners, again and again, that we wait for others. It uses the compute thread, and so stops if that
+        thread stands still."""
         while True:
             await asyncio.sleep(EXCUSE_S)
             await self.call(lambda: None)
@@ -194,12 +196,12 @@ class Attempt:
                 partner.excuse(self._waits_for())
 
     def _waits_for(self) -> PeerId:
-        """Whom we have waited for the longest; empty where we do not wait."""
+        """Return the peer that we have waited for the longest; empty if we do not wait."""
         waits = [(partner.progress.waiting_since_s, peer) for peer, partner in self.partners.items()]
         return min(((since_s, peer) for since_s, peer in waits if since_s is not None), default=(0.0, ""))[1]
 
     async def sum(self, circle: Circle, number: int, round_: Round) -> None:
-        """Sum up a round's vector with the others of a circle. Raises PeerError naming who failed, ProtocolError."""
+        """Sum a round's vector with the other members of a circle. Raises PeerError that names the failed peer, ProtocolError."""
         duties = Duties(circle, self.peer, len(round_))
         ahead = max(SETTLED_AHEAD, self.window)
         work = _Work(
@@ -229,7 +231,7 @@ class Attempt:
             await self.partners[gatherer].push(work.head(part), offer)
 
     async def _gather(self, work: _Work) -> None:
-        """Add up what our cluster contributes to the parts that are ours to gather; where it is alone, this is the sum."""
+        """Add up our cluster's contributions to the parts that we gather; if there is one cluster, these are the sums."""
         for part in work.duties.gathers:
             head = work.head(part.number)
             chunks = {peer: await self.partners[peer].next(head) for peer in work.duties.contributors}
@@ -245,20 +247,21 @@ class Attempt:
             await queue.put(None)
 
     def _settle(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
-        """Where the tensors are: the same bytes for all, ourselves included."""
+        """Settle a part on the tensors' thread. All members, ourselves included, take the same bytes."""
         settled = work.round.settle(part.place, self._hear(work, part, chunks))
         work.round.take(part.place, *settled)
         return settled
 
     def _add_up(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Gathered:
-        """What a cluster has of a part: for another owner as it travels, for us as it is."""
+        """Add up our cluster's contributions to a part: encoded for another owner, plain for ourselves."""
         heard = self._hear(work, part, chunks)
         if part.owner != self.peer:
             return work.round.settle(part.place, heard)
         return Contribution(sum(one.weight for one in heard), reduce_part(heard))
 
     def _hear(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> list[Contribution]:
-        """What each of our cluster contributes, in their order."""
+        """Return the contributions of our cluster's members, in their order. Raises ProtocolError that names the peer whose
+        chunk is invalid."""
         heard: list[Contribution] = []
         for peer in work.duties.adds_up:
             with _blaming(peer):
@@ -270,7 +273,7 @@ class Attempt:
         return heard
 
     async def _finish(self, work: _Work) -> None:
-        """Our own parts: what our cluster has of them, and what the others have."""
+        """Settle those of our own parts that other clusters contribute to, from our cluster's sums and theirs."""
         while (next_ := await work.gathered[self.peer].get()) is not None:
             part, own = next_
             assert isinstance(own, Contribution)
@@ -282,7 +285,7 @@ class Attempt:
                 self.partners[peer].taken(agreed=False)
 
     def _join(self, work: _Work, part: GatheredPart, own: Contribution, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
-        """The clusters' sums, in the order of the clusters but for our own, which is first."""
+        """Add the clusters' sums: our own first, then the others in their order."""
         heard = [own]
         for peer in part.elsewhere:
             with _blaming(peer):
@@ -298,7 +301,7 @@ class Attempt:
             await self.partners[owner].push(work.head(part.number), gathered)
 
     async def _take(self, work: _Work, source: PeerId) -> None:
-        """Sums that others settled; those that our cluster is to have of us go on as they came."""
+        """Take the sums that `source` settled. Those that our cluster receives from us are passed on unchanged."""
         partner = self.partners[source]
         for part, place in work.duties.takes[source]:
             chunk = await partner.next(work.head(part, agreed=True))
@@ -318,7 +321,7 @@ class Attempt:
         return result
 
     async def _together(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run jobs side by side; the first error ends them all."""
+        """Run jobs concurrently; the first error ends them all."""
         tasks = Tasks("all-reduce", on_crash=None)
         try:
             await asyncio.gather(*[tasks.spawn(job, "job", awaited=True) for job in jobs])
@@ -328,7 +331,7 @@ class Attempt:
 
 @contextmanager
 def _blaming(peer: PeerId) -> Iterator[None]:
-    """Whose fault it is, where what came breaks the rules."""
+    """Name `peer` in a ProtocolError raised within this context."""
     try:
         yield
     except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""Circle: who sums up a group's vector, and what each of them does with each part of it."""
+"""Circle: the members that sum a group's vector, and their duties for each part of it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from swarmnode.compute.training.averaging.parts import Forms, cut, longest_part,
 from swarmnode.net.interfaces import PeerId
 
 Heard = Callable[[PeerId, slice, Tensor], None]
-"""Sees what a contributor has of the vector, as far as it is gathered here."""
+"""Callback (contributor, stretch, values) for contributions that are gathered here."""
 
 
 @dataclass(frozen=True)
 class Circle:
-    """`length`: elements of the vector, at most. `weights`: of the contributors, in their order; `shares`: how much of the vector
-    each adds up. `clusters`: of all members; empty: there is one alone. `forms`: what values travel as, where lines decide.
-    `robust`: none of them is to drag the sum away. `warm_start`: all have had the last sum."""
+    """The members that sum one group's vector.
+
+    `length`: largest number of elements of the vector. `weights`: of the contributors, in their order; `shares`: how much of the
+    vector each adds up. `clusters`: of all members; empty for a single one. `forms`: encodings of the values if lines decide them.
+    `robust`: the sum is clipped, so that no contributor drags it away. `warm_start`: all members have the factors of the last sum.
+    """
 
     group: int
     length: int
@@ -34,26 +37,26 @@ class Circle:
 
     @property
     def longest_part(self) -> int:
-        """Elements that travel at once, at most."""
+        """Largest number of elements that travel at once."""
         sizes = Counter(map(self.cluster_of, self.weights))
         return (
             longest_part_in_turns(self.length, list(sizes.values())) if len(sizes) > 1 else longest_part(sizes.total())
         )
 
     def cluster_of(self, peer: PeerId) -> int:
-        """In which cluster a member is."""
+        """Return the cluster of a member."""
         return self.clusters.get(peer, 0)
 
     def weight_near(self, peer: PeerId) -> float:
-        """Of all contributors in a member's cluster."""
+        """Return the weight of all contributors in a member's cluster."""
         here = self.cluster_of(peer)
         return sum(weight for other, weight in self.weights.items() if self.cluster_of(other) == here)
 
 
 @dataclass(frozen=True)
 class GatheredPart:
-    """A part of which a member adds up what its cluster contributes, or, where it is the `owner`, what all do: `elsewhere` are the
-    gatherers of the other clusters."""
+    """A part that a member gathers from its cluster. The `owner` adds up the clusters' sums; `elsewhere` are the gatherers of
+    the clusters other than the owner's."""
 
     number: int
     place: slice
@@ -62,16 +65,16 @@ class GatheredPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that is contributed to it comes from one cluster."""
+        """Whether all contributions to the part come from one cluster."""
         return not self.elsewhere
 
 
 class Duties:
-    """What one member does in a round of so many elements. All of it goes in the order of the parts.
+    """The duties of one member in a round of `length` elements, all in the order of the parts.
 
-    `adds_up`: the contributors of its cluster, in their order; `contributors`: those but itself. `gathers`: parts that it adds up.
-    `contributes`: its values of others, by gatherer. `takes`: sums, by whom they come from.
-    `hands_on`: numbers of parts whose sums it sends, by receiver.
+    `adds_up`: the contributors of its cluster, in their order; `contributors`: the same without itself. `gathers`: parts
+    that it adds up. `contributes`: its values of others' parts, by gatherer. `takes`: parts whose sums it receives, by
+    sender. `hands_on`: numbers of parts whose sums it sends, by receiver.
     """
 
     def __init__(self, circle: Circle, peer: PeerId, length: int) -> None:
@@ -98,7 +101,7 @@ class Duties:
 
     @property
     def owners(self) -> list[PeerId]:
-        """For whom it gathers what its cluster has of parts of which others have some, too; perhaps itself."""
+        """The owners that receive its cluster's sums, because other clusters contribute to their parts as well; perhaps itself."""
         return list(dict.fromkeys(part.owner for part in self.gathers if not part.is_whole))
 
     def _note(

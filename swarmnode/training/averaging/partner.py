@@ -1,9 +1,11 @@
-"""Partner: another member in one attempt of an all-reduce, the patience with its silence, and pulls that came before the attempt.
+"""Partner: another member in one attempt of an all-reduce, the patience with its silence, and pulls that arrive before the attempt.
 
-Chunks travel only when they were asked for. Who wants some opens a conversation with PULL, which grants so many; the other answers
-with PART, one for each; each that is used up is granted anew. So nothing comes early, and what lies here is bounded by what we
-granted: a PART beyond it is an error of its sender's. Contributions and sums are granted apart: sums are always taken at once,
-while contributions wait until all have sent theirs and the sums before are gone: in one window they would hold those up for ever.
+Chunks travel only on request. A receiver opens a conversation with PULL, which grants a number of chunks; the sender answers with a
+PART for each; every used chunk is granted again. So no chunk arrives early, and memory is bounded by the grants: a PART beyond them
+is an error of its sender.
+
+Contributions and sums are granted separately. Sums are always taken at once, while contributions wait until all have sent theirs
+and the earlier sums are gone: in a common window they would block the sums for ever.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 
-MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes more of a part
-MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers, too: nobody knows yet who the members are
+MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes a part larger
+MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers included: the members are not known yet
 
 
 class AttemptId(NamedTuple):
-    """Which attempt to reduce: it grows from each to the next."""
+    """Id of an attempt; ids grow from each attempt to the next."""
 
     term: int
     step: int
@@ -41,69 +43,70 @@ class AttemptId(NamedTuple):
 
 
 def attempt_of(body: Pull) -> AttemptId:
-    """Which attempt it is about."""
+    """Return the attempt of a PULL."""
     return AttemptId(body.term, body.step, body.attempt, body.run)
 
 
 @dataclass(frozen=True)
 class PartChunk:
-    """A part of a vector that has come."""
+    """A received part of a vector."""
 
     head: Part
     payload: Buffer
 
     @property
     def encoded(self) -> Encoded:
-        """Its one vector's descriptor and payload."""
+        """The descriptor and payload of its vector."""
         return self.head.values[0], self.payload
 
 
 @dataclass(frozen=True)
 class Patience:
-    """For how long a peer may do nothing, in seconds: `still_s` where it says nothing either, `excused_s` while it is held up
-    by others, or its chunks are on their way: whoever holds it up is found before, and a slow link has brought a chunk by then."""
+    """The time in seconds that a peer may do nothing. `still_s` applies while it is silent, `excused_s` while it waits for others
+    or its chunks are on their way. By then the peer that holds it up has been found, and even a slow link has carried a chunk."""
 
     still_s: float
     excused_s: float
 
 
 class Progress:
-    """What a peer was last heard to do in an attempt, and how long its partners wait for it. What counts is what it does
-    (chunks, grants): a peer whose links answer PING may stand still.
+    """The latest actions of a peer in an attempt, and the waiting for it. Only chunks and grants count as actions: a peer whose
+    links answer PING may still stand still.
 
-    `patience()` is asked at every wait, for links are measured meanwhile; `moving()` says whether chunks are on their way.
+    `patience()` is called at every wait, since links are measured meanwhile; `moving()` returns whether chunks are on their way.
     """
 
     def __init__(self, peer: PeerId, patience: Callable[[], Patience], moving: Callable[[], bool]) -> None:
         self.peer = peer
         self.failure: PeerError | None = None
-        self.waiting_since_s: float | None = None  # somebody here waits for it
+        self.waiting_since_s: float | None = None  # since when this node waits for it
         self._patience = patience
         self._moving = moving
         self._clock = asyncio.get_running_loop().time
         self._acted_at_s = self._excused_at_s = self._clock()
-        self._waiters: list[asyncio.Future[None]] = []  # in the order in which they came
+        self._waiters: list[asyncio.Future[None]] = []  # in order of arrival
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "awaited" if self._waiters else "idle"
         return f"<Progress of {self.peer}: {state}, did something {self._clock() - self._acted_at_s:.1f} s ago>"
 
     def acted(self) -> None:
-        """It sent a chunk, or granted one."""
+        """Note that the peer sent or granted a chunk."""
         self._acted_at_s = self._excused_at_s = self._clock()
         self._wake()
 
     def excused(self) -> None:
-        """It says that it is held up by others."""
+        """Note that the peer says it waits for others."""
         self._excused_at_s = self._clock()
 
     def fail(self, error: PeerError) -> None:
-        """Nothing comes of it any more. The first error stands."""
+        """Note that the peer has failed. The first error is kept."""
         self.failure = self.failure or error
         self._wake()
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for the peer to make `condition` true. Raises its failure; PeerLost with its name where it stands still."""
+        """Wait until the peer makes `condition` true; `what` describes the wait. Raises the peer's failure, or PeerLost if
+        it stands still."""
         began_s = self._clock()
         while not condition():
             if self.failure is not None:
@@ -120,7 +123,7 @@ class Progress:
             finally:
                 self.waiting_since_s = None
             if self._clock() - limit_s > self._patience().still_s / 2:
-                began_s = self._clock()  # it was us who slept (a suspended process, a blocked loop)
+                began_s = self._clock()  # this process slept (suspended, or a blocked loop), not the peer
 
     def _limit_s(self, began_s: float) -> float:
         patience = self._patience()
@@ -128,7 +131,7 @@ class Progress:
         return min(still_s, max(began_s, self._acted_at_s) + patience.excused_s)
 
     async def _change(self, until_s: float) -> None:
-        """Wait until something is heard of the peer, or a moment has come."""
+        """Wait until the peer acts or fails, or until `until_s`."""
         future = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
         try:
@@ -143,21 +146,22 @@ class Progress:
 
 
 class Partner:
-    """Made when the attempt begins; `close` ends both conversations. Its methods raise what made the partner fail."""
+    """Partner in one attempt: another member. It exists from the start of the attempt; `close` ends both conversations.
+    Methods raise its failure."""
 
     def __init__(self, own: PeerId, peer: PeerId, attempt: AttemptId, patience: Callable[[], Patience]) -> None:
         self.peer = peer
         self.progress = Progress(peer, patience, self._is_moving)
         self._own = own
         self._attempt = attempt
-        self._incoming: Channel | None = None  # on which we pull
+        self._incoming: Channel | None = None  # our pulls
         self._granted = {False: 0, True: 0}  # chunks that it may still send, by `agreed`
         self._chunks: dict[bool, deque[PartChunk]] = {
             False: deque(),
             True: deque(),
-        }  # by `agreed`, in the order in which they came
-        self._outgoing: Channel | None = None  # on which it pulls
-        self._asked_for = {False: 0, True: 0}  # chunks that it asked for, and that we may still send
+        }  # by `agreed`, in order of arrival
+        self._outgoing: Channel | None = None  # its pulls
+        self._asked_for = {False: 0, True: 0}  # chunks that we may still send
         self._sending = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -165,27 +169,28 @@ class Partner:
         granted, asked_for = (f"{of[False]} + {of[True]}" for of in (self._granted, self._asked_for))
         return f"<Partner {self.peer}: {waiting} chunks here, {granted} granted, {asked_for} may be sent>"
 
-    # -- what comes
+    # -- receiving
 
     async def pull(self, switchboard: Switchboard, window: int) -> None:
-        """Ask it for chunks: so many of each kind may be on the way or wait here. Raises PeerLost, PeerRefused, NetworkDown."""
+        """Ask the partner for chunks, at most `window` of each kind on the way or unused here. Raises PeerLost,
+        PeerRefused, NetworkDown."""
         channel = await switchboard.call(self.peer, self._hear_incoming, self.progress.fail)
         channel.send(Pull(*self._attempt, window, window))
         self._incoming, self._granted = channel, {False: window, True: window}
 
     async def next(self, head: Part) -> PartChunk:
-        """The next contribution, or agreed part. Raises ProtocolError where it is not the one of this head."""
+        """Return the next contribution or sum, after waiting for it. Raises ProtocolError if it is not the one of `head`."""
         chunks = self._chunks[head.agreed]
-        await self.progress.until(lambda: bool(chunks), "a part is waited for")
+        await self.progress.until(lambda: bool(chunks), "it has not sent a part")
         chunk = chunks.popleft()
         if msgspec.structs.replace(chunk.head, values=()) != head:
-            raise ProtocolError(f"{chunk.head} came where {head} was due", peer=self.peer)
+            raise ProtocolError(f"{chunk.head} arrived instead of {head}", peer=self.peer)
         if len(chunk.head.values) != 1:
             raise ProtocolError(f"a part of {len(chunk.head.values)} vectors", peer=self.peer)
         return chunk
 
     def taken(self, *, agreed: bool) -> None:
-        """A chunk is used up: it may send another one."""
+        """Grant another chunk after one was used."""
         if self._incoming is not None and self._incoming.open:
             self._granted[agreed] += 1
             self._incoming.send(Pull(*self._attempt, int(not agreed), int(agreed)))
@@ -205,10 +210,10 @@ class Partner:
         self._chunks[head.agreed].append(PartChunk(head, payload))
         self.progress.acted()
 
-    # -- what goes
+    # -- sending
 
     def pulled(self, channel: Channel, body: Pull) -> None:
-        """It asks for chunks. Who asks a second time gives up the first conversation."""
+        """Take the partner's request for chunks. A second request replaces the first conversation."""
         if self._outgoing is not None:
             self._outgoing.close(Error(ErrorCode.STALE))
         self._outgoing, self._asked_for = channel, {False: 0, True: 0}
@@ -217,12 +222,12 @@ class Partner:
         self._grant(body)
 
     async def push(self, head: Part, encoded: Encoded) -> None:
-        """Send a chunk as soon as it is asked for, and wait until the link has taken it."""
-        await self.progress.until(lambda: self._asked_for[head.agreed] > 0, "it takes nothing")
+        """Send a chunk, after waiting for its request, and wait until the link has taken it."""
+        await self.progress.until(lambda: self._asked_for[head.agreed] > 0, "it has not taken a part")
         channel = self._outgoing
         assert channel is not None
         self._asked_for[head.agreed] -= 1
-        async with self._sending:  # one after another: what waits to be sent waits here, and not in the link's queue
+        async with self._sending:  # one after another, so that chunks wait here and not in the link's queue
             channel.send(msgspec.structs.replace(head, values=(encoded[0],)), payload=[encoded[1]])
             await channel.drain()
 
@@ -231,7 +236,7 @@ class Partner:
             return
         if isinstance(body, Pull) and attempt_of(body) == self._attempt:
             self._grant(body)
-        elif isinstance(body, End):  # it has all that it needs; what we wait for may still be on its way
+        elif isinstance(body, End):  # it has all that it needs; its own chunks may still be on their way
             self._outgoing, self._asked_for = None, {False: 0, True: 0}
         else:
             self._hear_other(body, channel)
@@ -240,10 +245,10 @@ class Partner:
         self._asked_for[False] += body.contributions
         self._asked_for[True] += body.sums
         if max(self._asked_for.values()) > MAX_PULLED:
-            self._break_rules("it pulls more than it can have room for", self._outgoing)
+            self._break_rules("it asks for more chunks than allowed", self._outgoing)
         self.progress.acted()
 
-    # -- both
+    # -- both directions
 
     def _hear_other(self, body: Body, channel: Channel | None) -> None:
         if isinstance(body, Waiting) and body.run == self._attempt.run:
@@ -254,16 +259,16 @@ class Partner:
             blamed = self.peer if isinstance(body, Failed) and body.peer == self._own else None
             self.progress.fail(PeerLost(f"replica {self.peer} gave the all-reduce up", peer=blamed))
         else:
-            self._break_rules(f"a {type(body).__name__} has no place in an all-reduce", channel)
+            self._break_rules(f"{type(body).__name__} is not allowed in an all-reduce", channel)
 
     def _break_rules(self, text: str, channel: Channel | None) -> None:
-        """What it sent is told to be wrong; nothing else of the link is disturbed."""
+        """Fail the partner and close this conversation with MALFORMED; the rest of the link goes on."""
         self.progress.fail(ProtocolError(text, peer=self.peer))
         if channel is not None:
             channel.close(Error(ErrorCode.MALFORMED))
 
     def excuse(self, waits_for: PeerId) -> None:
-        """Tell it that we are here, and whom we wait for."""
+        """Tell the partner that we wait for `waits_for`."""
         channel = self._incoming or self._outgoing
         if channel is not None and channel.open:
             channel.send(Waiting(self._attempt.run, waits_for))
@@ -272,7 +277,7 @@ class Partner:
         return any(channel is not None and channel.moving for channel in (self._incoming, self._outgoing))
 
     def close(self, error: BaseException | None) -> None:
-        """End both conversations: all is done, or the attempt failed."""
+        """End both conversations. Without an error the partner may still take the remaining chunks."""
         last_word = None if error is None else _last_word(error, self._attempt)
         if self._incoming is not None:
             self._incoming.close(last_word)
@@ -293,8 +298,8 @@ class _EarlyPull(NamedTuple):
 
 
 class EarlyPulls:
-    """What replicas ask for before our own REDUCE is here: the newest conversation of each peer, oldest first; the oldest go if
-    there are too many. No chunks are held: a peer that is early waits."""
+    """Pulls that arrive before our own REDUCE: the newest conversation of each peer, oldest first. The oldest are closed if there
+    are too many. No chunks are held: an early peer waits."""
 
     def __init__(self) -> None:
         self._pulls: dict[PeerId, _EarlyPull] = {}
@@ -306,7 +311,7 @@ class EarlyPulls:
         return len(self._pulls)
 
     def keep(self, channel: Channel, body: Pull) -> None:
-        """Somebody asks for what is not begun here."""
+        """Keep a pull of an attempt that has not begun here."""
         known = self._pulls.pop(channel.peer, None)
         if known is not None:
             known.channel.close(Error(ErrorCode.STALE))
@@ -317,7 +322,7 @@ class EarlyPulls:
         channel.on_lost = lambda _error: self._forget(pull)
 
     def take(self, peer: PeerId, attempt: AttemptId) -> tuple[Channel, Pull] | None:
-        """The conversation of a member of an attempt that begins, and what it asks for."""
+        """Remove and return the conversation of `peer` and its PULL if it is of `attempt`; else return None."""
         pull = self._pulls.get(peer)
         if pull is None or pull.attempt != attempt:
             return None
@@ -325,14 +330,14 @@ class EarlyPulls:
         return pull.channel, pull.body
 
     def drop_until(self, attempt: AttemptId) -> None:
-        """Attempts up to this one are begun, or over: nothing of them is early."""
+        """Close the pulls of attempts up to this one, which have begun or are over."""
         for peer, pull in list(self._pulls.items()):
             if pull.attempt <= attempt:
                 del self._pulls[peer]
                 pull.channel.close(Error(ErrorCode.STALE))
 
     def _hear(self, pull: _EarlyPull, body: Body) -> None:
-        """There is nothing to be said before the first parts have come, but that it waits."""
+        """Handle a further message of an early conversation: before the first parts only WAITING is allowed."""
         if not isinstance(body, Waiting):
             self._forget(pull)
             pull.channel.close(Error(ErrorCode.MALFORMED))

@@ -1,5 +1,7 @@
-"""Averaging groups: who averages with whom, and over which clusters, by what members have told of their paths; and which groups may
-go on from the factors of their last sum, where factors alternate (ACP-SGD)."""
+"""Averaging groups: the peers that average together, and their clusters, from the measured rates of their paths.
+
+Where factors alternate (ACP-SGD), they also tell which groups may go on from the factors of their last sum.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,15 @@ from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 
-SLOWEST_BPS = 262_144.0  # 32 KiB/s, as for any payload: who is slower is not waited for anyway
+SLOWEST_BPS = 262_144.0  # 32 KiB/s, as for any payload: slower peers are not waited for anyway
 
 Had = Mapping[PeerId, tuple[WorkerHandle, int]]
-"""Who committed a sum: by which line, and after how many moves"""
+"""The members that committed a sum, each with its handle and the number of its moves."""
 
 
 class WarmStarts:
-    """A group may whose members all committed the last sum of the same blocks and have kept what they remember since: who comes, or
-    comes back, makes it begin anew."""
+    """Record of the groups that may go on from the factors of their last sum: all members committed it and still remember it. A
+    member that joins or comes back makes the group begin anew."""
 
     def __init__(self) -> None:
         self._had: dict[tuple[tuple[int, ...], int], Had] = {}
@@ -44,16 +46,17 @@ class WarmStarts:
         return f"<WarmStarts of {len(self._had)} groups>"
 
     def clear(self) -> None:
-        """Nobody knows any more what members remember."""
+        """Forget everything: members may not remember their sums any more."""
         self._had.clear()
 
     def may(self, group: Group, members: Iterable[WorkerHandle]) -> bool:
-        """Whether all of its members have what the last sum left."""
+        """Return whether all members of `group` still have the factors of its last sum."""
         had, here = self._had.get((group.blocks, group.how), {}), {member.peer: member for member in members}
         return all(_still_has(had, here.get(member.peer)) for member in group.members)
 
     def committed(self, groups: Iterable[Group], members: Iterable[WorkerHandle]) -> None:
-        """These groups' sums are what all of these members go on with. Other groupings of the same blocks are forgotten."""
+        """Record that these members go on with the sums of these groups. Earlier groups that share blocks with them are
+        forgotten."""
         had = {member.peer: (member, member.moves) for member in members if member.state is WorkerState.USABLE}
         for group in groups:
             blocks = set(group.blocks)
@@ -73,11 +76,14 @@ def _still_has(had: Had, member: WorkerHandle | None) -> bool:
 
 
 class AveragingGroups:
-    """Of one coordinator. A path is as fast as the slower of its directions, which are told by either end: nobody alone makes one
-    fast, and who says that its own are slow is left to itself. `codecs`: those that the swarm allows."""
+    """The averaging groups of one coordinator.
+
+    A path is as fast as the slower of its directions, each reported by its receiver. One peer alone cannot make a path look
+    fast, and a peer that reports slow paths isolates only itself. `codecs`: those that the swarm allows.
+    """
 
     def __init__(self, units: int, link_times: LinkTimes, codecs: Collection[int], decisions: DecisionLog) -> None:
-        self.attempts = itertools.count(1)  # numbers of the averagings
+        self.attempts = itertools.count(1)  # numbers of the all-reduce attempts
         self._units = units
         self._link_times = link_times
         self._codecs = codecs
@@ -90,11 +96,11 @@ class AveragingGroups:
         return f"<AveragingGroups, {self.clusters!r}, rates of {len(self._received_bps)} members>"
 
     def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
-        """How fast others' parts came to a member; of whom it says nothing, what it said before holds."""
+        """Record how fast the parts of other members reached `peer`. Earlier rates of members that are not in `rates` stay."""
         self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
 
     def make(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[Group]:
-        """For the end of a step. Those of whom nothing is heard any more are forgotten."""
+        """Return the groups for the end of `step`, and forget the rates of peers that are not among `members`."""
         here = {member.peer for member in members}
         self._received_bps = {
             receiver: {sender: bps for sender, bps in told.items() if sender in here}
@@ -113,7 +119,7 @@ class AveragingGroups:
         return msgspec.structs.replace(group, warm_start=self.warm_starts.may(group, members))
 
     def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
-        """Of the averaging at the end of a step, in which all take part; one group after another."""
+        """Estimate the seconds of the averaging at the end of `step` if all members take part; 0 if none has to average."""
         chosen = [
             one
             for one in self._choose(run, step, members, lambda _peer, _units: 1)
@@ -152,8 +158,11 @@ class AveragingGroups:
         return AveragingNetwork(self._paths_bps(peers, homes), np.array(lines_bps), longer_NN, homes)
 
     def _paths_bps(self, peers: Sequence[PeerId], homes: Sequence[int]) -> Floats:
-        """[N, N]: as parts came, before the first of them as all links are announced, of a home's line whichever was faster;
-        infinite where not both ends have said something."""
+        """Return the bits/s [N, N] of the paths, each at the slower of its directions; infinite if it is not known for both.
+
+        Measured rates of parts count. Before there are any, and on paths that share a home's line with others, announced rates
+        count if they are higher.
+        """
         told_NN = np.array(
             [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
         )
@@ -170,7 +179,7 @@ class AveragingGroups:
         if clusters > 1 and units:
             self._decisions.note(
                 Topic.TRAINING,
-                f"has replicas of units {units[0]}-{units[-1]} average over {clusters} clusters",
-                (f"{chosen.seconds:.2f} s expected, all with all {chosen.flat_s:.2f} s",),
+                f"lets the replicas of units {units[0]}-{units[-1]} average over {clusters} clusters",
+                (f"{chosen.seconds:.2f} s expected, in a single cluster {chosen.flat_s:.2f} s",),
                 units=(units[0], units[-1] + 1),
             )

@@ -1,11 +1,11 @@
-"""Coordinator: shares out a step's microbatches, sees that each is counted once, and gives the word to reduce and commit.
+"""Coordinator: it assigns a step's microbatches, sees that each is counted once, and orders the all-reduce and the commit.
 
-Any ready node can lead, the eldest does. What a coordinator knows is what the stages and trainers told it, so when it is
-lost the next one asks again and goes on. A term numbers the coordinators: stages follow the highest that they heard.
+Any ready node can lead; the eldest does. A coordinator knows only the reports of stages and trainers, so if it is lost the
+next one asks them again and goes on. A term numbers the coordinators: stages follow the highest term that they know.
 
-The machine of `plan/training/coordination.py` says which phase it is in and what follows from an event. Every word that is heard
-and every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
-here waits.
+The state machine of `plan/training/coordination.py` holds the phase and the actions after each event. Each message and each
+tick of the clock updates the coordinator's knowledge and then calls `_advance`, which looks for events that have come
+about; nothing here waits.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from swarmnode.training.worker.following import MAX_TERM_JUMP
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-OTHERS_S = 45.0  # that a first step is put off, at most
+OTHERS_S = 45.0  # longest delay of a first step
 TELL_EVERY = 2  # ticks
-TERM_BITS = 16  # of a term that tell coordinators apart
+TERM_BITS = 16  # of a term that make the terms of two coordinators differ
 
 
 class Coordinator:
-    """A peer's time in office, with a new term for each rendezvous. `machine` is the node's own; `resigned` is called if a higher
-    term was heard of, or something failed here."""
+    """The coordinator of a training, while one peer is in office; each rendezvous starts a new term. `machine` is the node's own
+    state machine. `resigned` is called with a term if a higher term is known, or after a crash."""
 
     def __init__(self, term: int, office: Office, machine: Coordination, resigned: Callable[[int], None]) -> None:
         self.term = term
@@ -59,7 +59,7 @@ class Coordinator:
         self._machine = machine
         self._strikes, self._clock = office.strikes, office.clock
         self._resigned = resigned
-        self._put_off_s: float | None = None  # since when a first step waits for others
+        self._put_off_s: float | None = None  # since when a first step waits for other peers
         self._worker_group = WorkerGroup(
             office.dial,
             office.strikes,
@@ -79,9 +79,9 @@ class Coordinator:
         )
         self._averaging_groups = AveragingGroups(office.units, office.link_times, office.codecs, office.decisions)
         self._rendezvous = Rendezvous(office.units, office.clock)
-        self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous
-        self._next_run: Run | None = None  # that a trainer brought, when the one in force is over
-        self._step_loop: StepLoop | None = None  # the one before, while roll is called
+        self._found: tuple[Run, RecoveryPlan] | None = None  # result of the rendezvous
+        self._next_run: Run | None = None  # run of a trainer, to begin after the current one is over
+        self._step_loop: StepLoop | None = None  # the previous loop during a rendezvous
         self._advancing = False
         self._tasks = Tasks("coordinator", on_crash=lambda _error: resigned(self.term))
         self._set_term(term)
@@ -90,24 +90,24 @@ class Coordinator:
         return f"<Coordinator of term {self.term}, {self._machine.phase.name}, {self._worker_group!r}, {self._step_loop!r}>"
 
     def start(self) -> None:
-        """Begin to watch the clock."""
+        """Start the clock."""
         self._tasks.spawn(self._tick(), "clock")
 
     async def close(self) -> None:
-        """Let go of everybody; the next coordinator will ask them."""
+        """Close all connections to stages and trainers; the next coordinator will ask them."""
         await self._tasks.close()
         await self._worker_group.close()
         for trainer in self._trainer_connections:
             trainer.channel.close()
 
     def enlist(self, peers: Iterable[PeerId]) -> None:
-        """These stages are there: speak to those that are new."""
+        """Connect to those of these stages that are new."""
         self._worker_group.enlist(peers)
 
-    # -- what only time brings about
+    # -- clock
 
     async def _tick(self) -> None:
-        """Deadlines that pass, steps on disk that begin to count, and a word for everybody each second."""
+        """Apply deadlines, look for events that only time brings about, and send everyone a progress report each second."""
         for tick in itertools.count():
             await asyncio.sleep(TICK_S)
             self._dismiss_late()
@@ -117,14 +117,15 @@ class Coordinator:
                 self._tell_progress()
 
     def _dismiss_late(self) -> None:
-        """Those that have not done what they were told. Whose state a newcomer fetches may be writing it down just now."""
+        """Dismiss the stages that are late with an answer. A stage whose replica fetches a state gets more time: it may be
+        writing the state."""
         fetching = [member.span for member in self._worker_group if member.state is WorkerState.LISTENING]
         for member in self._worker_group:
             writes = any(member.span.overlaps(span) for span in fetching)
             late = member.overdue(at_least_s=SAVE_S if writes else 0.0)
             if late is not None:
                 waited_s = self._clock() - late.began_s
-                self._worker_group.dismiss(member.peer, f"it has not done {late.kind.name} within {waited_s:.1f} s")
+                self._worker_group.dismiss(member.peer, f"it has not answered {late.kind.name} within {waited_s:.1f} s")
 
     def _tell_progress(self) -> None:
         calling = self._machine.phase is Phase.RENDEZVOUS
@@ -153,7 +154,7 @@ class Coordinator:
         if isinstance(body, Status):
             self._hear_status(member, body)
         elif isinstance(body, Failed) and body.lease == 0 and body.code != ErrorCode.NOT_FINITE and member.asked:
-            self._worker_group.dismiss(member.peer, f"it answers {member.asked[0].kind.name} by FAILED")
+            self._worker_group.dismiss(member.peer, f"it answered {member.asked[0].kind.name} with FAILED")
         elif self._going is not None:
             self._going.hear(member, body)
         self._advance()
@@ -165,9 +166,9 @@ class Coordinator:
         command = member.answered(status.answers or FrameKind.COMMIT)
         if status.answers == FrameKind.RELEASE:
             if command is None:
-                raise ProtocolError("a stage answers a RELEASE that was not sent", peer=member.peer)
+                raise ProtocolError("the stage answered a RELEASE that was not sent", peer=member.peer)
         elif member.status is None and status.answers != FrameKind.LEAD:
-            return  # told before it heard our LEAD: it may have counted more since
+            return  # sent before it heard our LEAD: it may have counted more since
         else:
             member.hear(status)
         if self._going is not None:
@@ -178,16 +179,16 @@ class Coordinator:
                 self._going.released(record)
 
     def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
-        """Another one leads, as a stage says. One that says so again and again is alone with that, and stages would not follow us
-        past a term that is out of all reason."""
+        """Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it. A stage that repeats
+        this, or whose term is too far ahead for stages to follow, is dismissed."""
         believable = term - self.term <= MAX_TERM_JUMP // 2
         if believable and self._strikes.strike(member.peer) < OUT:
             self._resigned(term)
         else:
-            self._worker_group.dismiss(member.peer, "it follows a term that nobody else has heard of")
+            self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")
 
     def _lose(self, peer: PeerId, reason: str) -> None:
-        """A stage is gone with what it had counted."""
+        """Go on without a lost stage and its counts."""
         step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
         failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
         self._office.decisions.note(
@@ -201,7 +202,7 @@ class Coordinator:
     # -- trainers
 
     def work(self, channel: Channel, body: Work) -> None:
-        """A trainer offers itself. It is refused where the swarm is in the middle of another run."""
+        """Handle a trainer's offer of work. It is refused if the run is invalid, or if another run is in progress."""
         try:
             run = decode_run(body.run)
             self._office.check_run(run)
@@ -212,7 +213,7 @@ class Coordinator:
         if not self._accepts(trainer):
             return
         earlier = self._trainer_connections.of(channel.peer)
-        if earlier is not None:  # who asks again begins anew: else one peer would be a thousand trainers
+        if earlier is not None:  # a trainer that asks again starts anew: else one peer could be a thousand trainers
             self._lose_trainer(earlier)
         channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
         channel.on_lost = lambda _error: self._lose_trainer(trainer)
@@ -223,7 +224,7 @@ class Coordinator:
         self._advance()
 
     def _accepts(self, trainer: TrainerLine) -> bool:
-        """Whether a trainer's run is the one in force, or may become it."""
+        """Return whether a trainer's run is the one in force, or may become it; refuse the trainer if not."""
         accepted = self._run is None or trainer.run == self._run or self._machine.phase is Phase.OVER
         if not accepted:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
@@ -245,10 +246,10 @@ class Coordinator:
             self._dispatcher.lose_trainer(trainer)
             self._advance()
 
-    # -- what follows
+    # -- events and actions
 
     def _puts_off(self) -> bool:
-        """Whether a first step waits for those who are on their way to their places; once, and not for long."""
+        """Return whether the first step still waits for peers on their way to their spans; at most OTHERS_S, and only once."""
         if not self._office.awaits_others():
             return False
         if self._put_off_s is None:
@@ -257,17 +258,17 @@ class Coordinator:
 
     @property
     def _run(self) -> Run | None:
-        """The run in force."""
+        """The run in force; None until the first rendezvous has ended."""
         return None if self._step_loop is None else self._step_loop.run
 
     @property
     def _going(self) -> StepLoop | None:
-        """The step loop, unless roll is being called."""
+        """The step loop; None during a rendezvous."""
         return None if self._machine.phase is Phase.RENDEZVOUS else self._step_loop
 
     def _advance(self) -> None:
-        """Do what follows from what is known now."""
-        if self._advancing:  # what is heard while something is done is looked at after it
+        """Handle all events that have come about."""
+        if self._advancing:  # a message that arrives meanwhile is looked at afterwards
             return
         self._advancing = True
         try:
@@ -303,21 +304,24 @@ class Coordinator:
             steps[action]()
 
     def _set_term(self, term: int) -> None:
-        """A term of its own, and a key, see to it that leases of before, which trainers still have, are void."""
+        """Set the term and a new key for seals. They void earlier leases, which trainers may still hold."""
         self.term = self._dispatcher.term = term
         self._dispatcher.key = secrets.token_bytes(KEY_BYTES)
         self._dispatcher.clear()
 
     def _call_roll(self) -> None:
-        """Ask everybody anew."""
+        """Start a rendezvous: take a new term and ask every stage for its holdings."""
         self._rendezvous = Rendezvous(self._office.units, self._clock)
         self._set_term(self.term + (1 << TERM_BITS))
         for member in self._worker_group:
             member.ask(self.term, self._dispatcher.key)
 
     def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
-        """Once all have said what they hold, or those who have hold all units and the others take too long: the run in force, the
-        furthest that a stage has begun, or what a trainer offers; and the step to go on from."""
+        """Return the run in force and the plan that brings every stage to its next step; None if the rendezvous must go on.
+
+        It needs the answers of all stages, or, after a short wait, those of enough stages to hold all units. The run is the current
+        one, else the furthest that a stage has begun, else one that a trainer offers.
+        """
         if not (self._worker_group.all_answered or self._rendezvous.waited):
             return None
         members = self._worker_group.answered()
@@ -327,7 +331,8 @@ class Coordinator:
         return None if run is None or found is None else (run, found)
 
     def _gather(self) -> None:
-        """Everybody to the step that was found. Trainers of other runs go, unless this one is at its end and theirs can begin."""
+        """Send every stage to the step of the recovery plan. Trainers of other runs are refused, unless this run is at its end and
+        theirs can begin."""
         assert self._found is not None
         run, found = self._found
         self._step_loop = self._steps(run, found.step)
@@ -353,7 +358,7 @@ class Coordinator:
         )
 
     def _try_anew(self, run: Run) -> None:
-        """Another run, from the parameters that the last one led to; or the same one again, after it had met NaN."""
+        """Begin another run from the parameters of the last one, or the same run again after it was stopped."""
         self._trainer_connections.begin_anew()
         self._next_run = run
         self._happen(Event.SAME_RUN if run == self._run else Event.OTHER_RUN)
@@ -369,4 +374,4 @@ FROM_TRAINERS: Mapping[type[Body], Callable[[Dispatcher, TrainerLine, Any], None
     Done: Dispatcher.done,
     Failed: Dispatcher.failed,
 }
-"""What trainers say to their coordinator, after the WORK that begins it (`docs/training-step.md`)"""
+"""Handlers of the messages that trainers send after their WORK (`docs/training-step.md`)."""

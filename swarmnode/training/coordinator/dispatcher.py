@@ -1,7 +1,7 @@
-"""Dispatcher: gives the microbatches that are missing to trainers, along the best routes, and calls them back.
+"""Dispatcher: it leases the missing microbatches to trainers, along the best routes, and calls leases back.
 
-What is leased to whom stands in the step's ledger (`plan/training/step_ledger.py`) alone. Here is what outlives a step: the key of
-the seals, the loads of links, how long leases take, and which trainers have proven themselves.
+The leases of a step are in its ledger (`plan/training/step_ledger.py`) only. The dispatcher keeps the rest, which outlives
+a step: the key of the seals, the loads of links, the durations of leases, and the trainers that have proven themselves.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerStat
 log = logging.getLogger(__name__)
 
 LEASE_BITS = 22  # leases of one term
-NEWCOMERS = "newcomers"  # all trainers who have fed nothing yet, as strikes know them
+NEWCOMERS = "newcomers"  # all trainers that have fed nothing yet, as one name in `Strikes`
 MAX_PROVEN = 1024
 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Dispatcher of the leases of a `ledger`, that of the step in force. `members` and `trainer_connections` are the coordinator's
-    own, read whenever something is to be decided."""
+    """Dispatcher of the leases of the `ledger` of the current step. `members` and `trainer_connections` belong to the
+    coordinator and are read at every decision."""
 
     units: int
     members: Mapping[PeerId, WorkerHandle]
@@ -58,8 +58,8 @@ class Dispatcher:
         self._run = b""  # the id of the run in force
         self._positions = 0  # of one of its microbatches
         self._transfers = Transfers()
-        self._proven: dict[PeerId, None] = {}  # trainers who have fed something
-        self._known: tuple[int, frozenset[PeerId]] | None = None  # for which step and whom links were looked up
+        self._proven: dict[PeerId, None] = {}  # trainers that have fed something
+        self._known: tuple[int, frozenset[PeerId]] | None = None  # step and stages of the last look-up of links
         self._numbers = itertools.count()
         self._times = AnswerTimes()
 
@@ -67,12 +67,12 @@ class Dispatcher:
         return f"<Dispatcher of term {self.term}, {self.ledger!r}>"
 
     def begin(self, run: Run, ledger: StepLedger) -> None:
-        """Give out leases of this run, and of the step of this ledger, from now on."""
-        if (run.id, ledger.step) != (self._run, self.ledger.step):  # the same step again does not begin anew
+        """Lease microbatches of `run` and of the ledger's step from now on."""
+        if (run.id, ledger.step) != (self._run, self.ledger.step):  # repeating a step keeps the failures
             self.failed_attempts = FailedAttempts()
         self._run, self._positions, self.ledger = run.id, run.positions, ledger
 
-    # -- giving
+    # -- leasing
 
     def dispatch(self) -> None:
         """Lease every microbatch that is free, as long as trainers and stages have room. Peers that are backing off get none."""
@@ -90,11 +90,11 @@ class Dispatcher:
             if route is not None:
                 self._give(trainer, number, tuple(route))
             elif not any(counters):
-                return  # else it is only this one that waits for a certain peer
+                return  # else only this microbatch waits for a certain peer
 
     def passing_s(self, step: int, microbatches: int) -> float:
-        """What so many microbatches will take, all alone; 0 where no stage is measured, or units have nobody. A stage that has just
-        come is taken to be as fast as most."""
+        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a unit has
+        no holder. A stage without measurements counts as fast as the median."""
         members = (member for member in self.members.values() if member.state is WorkerState.USABLE)
         workers = {member.peer: member.worker for member in members}
         measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
@@ -106,7 +106,7 @@ class Dispatcher:
         return passing_s(self.units, likely, self._transfers, microbatches)
 
     def _know_links(self, step: int, workers: Mapping[PeerId, Replica]) -> None:
-        """Anew in each step, and where other stages take part; and how many microbatches at once keep each of them busy."""
+        """Look up the links, and how many microbatches keep each stage busy, if the step or the stages have changed."""
         known = step, frozenset(workers)
         if known != self._known:
             self._known, peers = known, sorted(workers)
@@ -115,8 +115,11 @@ class Dispatcher:
             keep_busy(self.units, workers, self._transfers)
 
     def _free_trainer(self) -> TrainerLine | None:
-        """Who has most room for another microbatch, if anybody has. Beside trainers who have fed something those who have not share
-        one microbatch, and a pause when it failed: they may all be one stranger's, who invents more of them."""
+        """Return the trainer with the most room for another microbatch, or None if all are full or in a pause.
+
+        If a trainer has fed something, all trainers that have not share a single microbatch, and a pause after a failure: a
+        stranger could invent any number of them.
+        """
         load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self.trainer_connections}
         able = [line for line in load if load[line] < 1 and not self.strikes.rests(line.peer)]
         if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
@@ -124,10 +127,8 @@ class Dispatcher:
         return min(able, key=lambda line: load[line], default=None)
 
     def hopeless_unit(self) -> int | None:
-        """Return a unit whose stages have all failed the same microbatch for good; None if there is none.
-
-        If trainers have fed something, each of them must say so.
-        """
+        """Return a unit whose stages have all failed the same microbatch for good; None if there is none. If trainers have fed
+        something, each of them must say so."""
         usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
         holders = [
             {member.peer for member in usable if member.span.start <= unit < member.span.end}
@@ -151,7 +152,8 @@ class Dispatcher:
         trainer.send(Lease(self.term, lease, step, number, hops, self._run, within_s, seal))
 
     def _work_s(self, route: tuple[Wire, ...]) -> float:
-        """Of computing on the way, what is booked before it included; 0 where some stage was not measured yet."""
+        """Estimate the seconds of computing along the route, including microbatches booked before; 0 if a stage has not
+        been measured."""
         workers = [(self.members[peer].worker, span) for peer, span in route if peer in self.members]
         if not all(worker.unit_s for worker, _ in workers):
             return 0.0
@@ -161,11 +163,14 @@ class Dispatcher:
         workers = {peer: self.members[peer].worker for peer, _ in record.route if peer in self.members}
         book(record.route, workers, self._transfers, sign)
 
-    # -- what becomes of them
+    # -- results
 
     def done(self, trainer: TrainerLine, body: Done) -> None:
-        """Count a microbatch that is back. Nothing changes if its lease was called back before (the stages have said what they
-        counted) or is another trainer's; it is called back if its loss is one that no stage would have let pass."""
+        """Count a microbatch that the trainer reports as done.
+
+        Does nothing if its lease was called back before (the stages have reported their counts) or is another trainer's.
+        Calls the lease back if the loss is not finite, which no stage would have let pass.
+        """
         record = self.ledger.find(body.lease, trainer.peer)
         if record is None:
             return
@@ -188,7 +193,8 @@ class Dispatcher:
                 del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """A trainer gave a microbatch of its own up. Where it names a stage it may be that one, or who says so: the hop before."""
+        """Call back a microbatch that the trainer gave up. If it names a stage, that stage and the hop before it are suspects, else
+        the trainer."""
         record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return
@@ -196,12 +202,12 @@ class Dispatcher:
         hops = [trainer.peer, *(peer for peer, _ in record.route)]
         is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
         place = hops.index(failed.peer) if is_stage else 0
-        if is_stage and failed.code != ErrorCode.NOT_FINITE:  # of NaN, claims decide (`step_loop.py`)
+        if is_stage and failed.code != ErrorCode.NOT_FINITE:  # for NaN, claims decide (`step_loop.py`)
             record.failed_at, record.code = failed.peer, failed.code
         self._call_back(record, frozenset(hops[max(0, place - 1) : place + 1]))
 
     def expire(self) -> None:
-        """Call back what has been out for too long."""
+        """Call back the leases that are past their deadlines."""
         now_s = self.clock()
         late = [record for record in self.ledger.out if now_s > record.until_s]
         for record in late:
@@ -211,7 +217,7 @@ class Dispatcher:
             self._times.stretch(FrameKind.LEASE)
 
     def _call_back(self, record: OutstandingLease, suspects: frozenset[PeerId] | None = None) -> None:
-        """Have trainer and stages forget a lease, and hear what the stages had counted by then."""
+        """Release a lease: trainer and stages forget it, and the stages report their counts."""
         self._book(record, -1)
         members = {peer: self.members[peer] for peer, _ in record.route if peer in self.members}
         release = Release((record.lease,), self._run)
@@ -223,9 +229,11 @@ class Dispatcher:
             member.command(release)
 
     def blame(self, record: OutstandingLease) -> frozenset[PeerId]:
-        """Strike the peers that may be why a lease failed, once all its stages have said what they counted; return these peers.
-        If a stage has met NaN in it they are struck already. If no stage has counted it, it is the fault of any of them, or of a
-        trainer that has fed nothing yet while others have."""
+        """Strike the peers that may have made a lease fail, after all its stages have reported their counts, and return them.
+
+        Returns none if a stage has met NaN in it: they are struck already. If no stage has counted it, all stages of the route are
+        suspects, and the trainer; a trainer that has fed nothing yet is the only suspect if others have.
+        """
         if record.claimed:
             return frozenset()
         suspects = self.ledger.around_the_gap(record) if record.suspects is None else record.suspects
@@ -239,7 +247,7 @@ class Dispatcher:
         return suspects
 
     def strike(self, peer: PeerId, *, is_trainer: bool = False) -> None:
-        """Leave a peer alone for a while. A trainer that fails again and again is none any more that has proven itself."""
+        """Leave a peer alone for a while. A trainer that fails OUT times in a row is no longer proven."""
         self.strikes.strike(peer)
         if is_trainer and peer not in self._proven:
             self.strikes.strike(NEWCOMERS)
@@ -247,23 +255,23 @@ class Dispatcher:
             self._proven.pop(peer, None)
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a stage with what it had counted: nothing is expected of it, and leases through it are called back."""
+        """Forget a lost stage and its counts, and call back the leases through it."""
         for record in self.ledger.leases:
             if record.called_back:
                 if record.passes(peer):
-                    record.suspects = frozenset()  # it was that one
+                    record.suspects = frozenset()  # the lost stage is the reason
                 self.ledger.released(record.lease, peer)
             elif record.passes(peer):
                 self._call_back(record, frozenset())
         self.ledger.lose(peer)
 
     def lose_trainer(self, trainer: TrainerLine) -> None:
-        """Call back the leases of a trainer that is gone."""
+        """Call back the leases of a lost trainer."""
         for record in self.ledger.held_by(trainer.peer):
             self._call_back(record, frozenset())
 
     def clear(self) -> None:
-        """All leases are void; the members' bookings with them."""
+        """Void all leases and the members' bookings."""
         self.ledger.void()
         self._transfers.clear()
         for member in self.members.values():

@@ -1,5 +1,4 @@
-"""Coordinator election: a training node among the others. It sees to it that somebody leads: the eldest ready one that may,
-whenever nobody does."""
+"""Coordinator election: it sees to it that one node leads the training, namely the eldest ready node that may lead."""
 
 from __future__ import annotations
 
@@ -34,13 +33,14 @@ from swarmnode.training.worker.stage_state import check_positions
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's turn
-LET_GO_S = 60.0  # the same, if a coordinator let this stage go: it leads the others, and calls us again after a pause
+PASS_OVER_S = 10.0  # for the node whose turn it is; after that the next one may take over
+LET_GO_S = 60.0  # the same after a coordinator dismissed this stage: it leads the others, and calls this one again after a pause
 
 
 @dataclass(eq=False)
 class CoordinatorElection:
-    """Owner of the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
+    """The election as one node takes part in it: its state machine (`plan/training/coordination.py`), and its coordinator
+    while it leads."""
 
     directory: Directory
     stage: TrainingStage
@@ -69,8 +69,8 @@ class CoordinatorElection:
         self._vacant_since_s = self.clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
-        self._where: tuple[int, dict[int, int]] | None = None  # the step of our stage, and what it has counted
-        self._still_since_s = self.clock()  # there
+        self._where: tuple[int, dict[int, int]] | None = None  # the step of our stage, and its counts
+        self._still_since_s = self.clock()  # since when these have not changed
         self._tasks = Tasks("election", on_crash=self.on_crash)
         self._changed = asyncio.Event()
         self.stage.may_lead = self._may_lead
@@ -83,16 +83,16 @@ class CoordinatorElection:
 
     @property
     def phase(self) -> Phase:
-        """Where this node stands."""
+        """The phase of this node's state machine."""
         return self._machine.phase
 
     def start(self) -> None:
-        """Watch for who coordinates, from now on."""
+        """Start to watch for a coordinator."""
         self._tasks.spawn(self._watch(), "watch")
         self._tasks.spawn(self._follow_directory(), "directory")
 
     async def close(self) -> None:
-        """Neither follow nor coordinate any more."""
+        """Stop watching, and stop leading."""
         await self._tasks.close()
         if self._coordinator is not None:
             await self._coordinator.close()
@@ -104,13 +104,14 @@ class CoordinatorElection:
             self._changed.set()
 
     async def _watch(self) -> None:
-        """Whenever something changed, and now and then: whose turn it is, and who is there for a coordinator of ours."""
+        """On each change, and every LOOK_S: check for a coordinator, take over if it is this node's turn, and connect new
+        stages to our coordinator."""
         while True:
             try:
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
             except asyncio.TimeoutError:
                 if self._coordinator is not None:
-                    await self.directory.refresh()  # it slows down in calm times; who comes is to be useful soon
+                    await self.directory.refresh()  # it slows down in calm times; newcomers are to be useful soon
             self._changed.clear()
             where = self.stage.state.step, self.stage.state.masks
             if where != self._where:
@@ -125,12 +126,13 @@ class CoordinatorElection:
                 self._coordinator.enlist(ready_peers(self.directory))
 
     def _has_leader(self) -> bool:
-        """Whether somebody coordinates who may."""
+        """Return whether a peer that may lead does."""
         coordinator = self.stage.following.coordinator
         return self._coordinator is not None or (coordinator is not None and self._may_lead(coordinator))
 
     def _is_our_turn(self) -> bool:
-        """Whether we are the eldest that may; who does not take over for a while is passed over, and then the next."""
+        """Return whether this node is the eldest that may lead. After each PASS_OVER_S (LET_GO_S after a dismissal) without
+        a coordinator the next eldest may take over, too."""
         able = list(filter(self._may_lead, ready_peers(self.directory)))
         passed_over = int((self.clock() - self._vacant_since_s) // self._pass_over_s)
         return self.directory.network.peer_id in able[: passed_over + 1]
@@ -139,8 +141,7 @@ class CoordinatorElection:
         return self.stage.gate.may_lead(peer, ready_peers(self.directory))
 
     def _is_stalled(self) -> bool:
-        """Whether the one that leads gives out no work: a trainer asks here, every unit has somebody who is ready, and nothing
-        was done for long."""
+        """Return whether the coordinator gives out no work, although every unit has a ready holder: no progress for STALLED_S."""
         held = {
             unit for peer in self.directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
@@ -156,7 +157,7 @@ class CoordinatorElection:
                 self._resign()
 
     async def _settle(self) -> None:
-        """Of those that began together, one is the eldest; and another one's word may be on its way."""
+        """Wait a moment before taking over: an elder peer, or the word of another coordinator, may be on its way."""
         await asyncio.sleep(SETTLE_S)
         await self.directory.refresh()
         if self._machine.phase is Phase.CANDIDATE:
@@ -165,22 +166,22 @@ class CoordinatorElection:
     def _take_over(self) -> None:
         term = term_after(self.stage.following.term, self.directory.network.peer_id)
         self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
-        log.info("this node leads the training from now on")
+        log.info("your node leads the training from now on")
         able = len(list(filter(self._may_lead, ready_peers(self.directory))))
         vacant_s = self.clock() - self._vacant_since_s
-        facts = f"nobody has led for {vacant_s:.0f} s", f"it is this node's turn among {able} that may"
+        facts = f"no peer has led for {vacant_s:.0f} s", f"it is this node's turn among {able} nodes that may lead"
         self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
-        """Our stage follows somebody, us included."""
-        facts = (f"its term is {self.stage.following.term}, the highest that was heard of",)
+        """Handle that our stage follows a coordinator; if it is another peer's, ours resigns."""
+        facts = (f"its term is {self.stage.following.term}, the highest that this node has heard of",)
         self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self.directory.network.peer_id:
             self._let_go()
 
     def _heard_term(self, term: int) -> None:
-        """Our coordinator heard of a higher term, or failed: it lets go, and the next one has a higher term still."""
+        """Resign because our coordinator heard of `term`, or failed; the next coordinator takes a still higher term."""
         following = self.stage.following
         following.term = max(following.term, term)
         self._let_go()
@@ -193,13 +194,13 @@ class CoordinatorElection:
     def _resign(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
-            log.info("this node does not lead any more")
+            log.info("your node no longer leads the training")
             self._tasks.spawn(coordinator.close(), "resign")
 
     def _lost(self, peer: PeerId, error: PeerError | None) -> None:
         self._pass_over_s = LET_GO_S if error is None else PASS_OVER_S
         facts = (
-            f"it let this node go; somebody else's turn comes in {LET_GO_S:.0f} s" if error is None else str(error),
+            f"it dismissed this node; another peer's turn comes in {LET_GO_S:.0f} s" if error is None else str(error),
         )
         self._office.decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
@@ -221,7 +222,8 @@ class CoordinatorElection:
         return here
 
     def _work(self, channel: Channel, body: Work) -> None:
-        """A trainer asks: we lead, or say who does."""
+        """Handle a trainer's offer: pass it to our coordinator, or refuse it and name the coordinator that we follow. If there is
+        none, the trainer is refused without a name. A stalled coordinator is deserted, and not named either."""
         if self._coordinator is not None:
             self._coordinator.work(channel, body)
         elif self.stage.following.coordinator is not None and not self._is_stalled():
@@ -232,11 +234,11 @@ class CoordinatorElection:
 
 
 def term_after(term: int, peer: PeerId) -> int:
-    """A higher term than any heard of. Two peers that take over at once have different ones, so that one of them resigns."""
+    """Return a higher term than `term`. Two peers that take over at once get different terms, so that one of them resigns."""
     return ((term >> TERM_BITS) + 1 << TERM_BITS) + int.from_bytes(peer_digest(peer)[: TERM_BITS // 8], "big")
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Who can lead, the eldest first: those who hold units (bootstrap peers announce themselves too)."""
+    """Return the ready peers that hold units, the eldest first. (Bootstrap peers announce themselves too, but hold none.)"""
     ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

@@ -1,5 +1,7 @@
-"""Link times: what a coordinator believes of the links between stages, by what they announce: measured round trips and coordinates,
-lines up and down, and the codecs that they send to one another with."""
+"""Link times: a coordinator's estimates of the links between stages, from their announcements.
+
+Stages announce measured round trips, coordinates, the rates of their lines, and the codecs that they use.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from swarmnode.swarm.records.run import Averaging
 
 @dataclass(eq=False)
 class LinkTimes:
-    """Times of the links of one swarm. `width`: values of a position between stages, or of a module's sample; 0 where nothing
-    passes between units, so that delays alone count. `parameters`: of each unit, as far as they are known. `clock`: seconds."""
+    """Transfer times between the peers of one swarm. `width`: values of a position between stages, or of a module's sample; if it
+    is 0 only delays count. `parameters`: number of parameters of each unit, empty if unknown. `clock`: seconds."""
 
     directory: Directory
     units: int
@@ -43,8 +45,8 @@ class LinkTimes:
         return f"<LinkTimes of {len(self.directory.peers())} peers, {self.width} values a position>"
 
     def between(self, peers: Sequence[PeerId], positions: int) -> tuple[Floats, Floats]:
-        """Seconds [N, N] from each of these peers to each other: the delay, and how long the values of a microbatch of so many
-        positions take to be sent."""
+        """Return two matrices [N, N] of seconds from each peer to each other: the delay, and the sending time of a
+        microbatch of `positions` positions."""
         announced = self.directory.peers()
         view = self._view()
         delay_NN = one_way_delays(view, peers)
@@ -53,29 +55,31 @@ class LinkTimes:
         return delay_NN, transfer_s(size_NN, np.zeros_like(delay_NN), bandwidths(view, peers))
 
     def _view(self) -> View:
-        """What all announce; lines that several share as fast as they were."""
+        """Return the view of all announcements. A line that several peers share keeps its highest recent rate."""
         view = view_of(self.units, self.directory.peers().values())
         return self._home_lines.held(view, view.peers)
 
     def homes(self, peers: Sequence[PeerId]) -> tuple[int, ...]:
-        """Numbers that those have in common who share a line, by the addresses that they announce; nothing where nobody does."""
+        """Return a number for each peer; peers behind the same line, by their announced addresses, have the same number. Returns an
+        empty tuple if no two peers share a line."""
         announced = self.directory.peers()
         addresses = [announced[peer].addresses if peer in announced else () for peer in peers]
         return shared_homes([home_of(own) or peer for peer, own in zip(peers, addresses, strict=True)])
 
     def line_bps(self, peer: PeerId) -> float:
-        """What a stage says that the line out of its home carries, up or down, whichever is less; 0 where it measured neither."""
+        """Return the rate of a stage's line in bits/s, the lower of up and down, as it announces it; 0 if it measured neither."""
         announced = self.directory.peers().get(peer)
         ways = (0.0, 0.0) if announced is None else (announced.up_bps, announced.down_bps)
         return min((bps for bps in ways if bps > 0), default=0.0)
 
     def paths_bps(self, peers: Sequence[PeerId]) -> Floats:
-        """Bits/s [from, to] as senders say that the others saw their large frames come; 0 where they say nothing."""
+        """Return the bits/s [from, to] at which large frames arrived, as senders announce; 0 if unknown."""
         path_bps = self._view().path_bps
         return np.array([[path_bps.get((here, there), 0.0) for there in peers] for here in peers], dtype=float)
 
     def averaged_bytes(self, blocks: Sequence[int], how: Averaging) -> float:
-        """What replicas send of these blocks; what the ends share counts as the larger of both."""
+        """Return the bytes that each replica sends to average these blocks; 0 if the parameters are unknown. The shared
+        block counts as the larger of both ends."""
         if not self.parameters:
             return 0.0
         ends = max(self.parameters[0], self.parameters[-1])
@@ -83,7 +87,8 @@ class LinkTimes:
         return averaged_bytes(int(parameters), max(1, self.width), how)
 
     def _sizes(self, sends: Sequence[Mapping[bytes, int]], receivers: Sequence[bytes], positions: int) -> Floats:
-        """Bytes [N, N]: with the codecs that each says it sends to others, else uncompressed."""
+        """Return the bytes [N, N] of a microbatch's values with the codec that each sender announces for each receiver,
+        else uncompressed."""
         values = TensorInfo(Codec.NONE, DType.FLOAT32, (positions, self.width))
         size_bytes = {int(codec): float(encoded_bytes([values], codec)) for codec in LADDER}
         plain_bytes = size_bytes[Codec.NONE]

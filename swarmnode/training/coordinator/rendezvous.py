@@ -1,4 +1,4 @@
-"""Roll call: from what all stages say that they hold, the step from which the training goes on."""
+"""Rendezvous: it finds the step to go on from, given the holdings that all stages report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.training.coordinator.worker_group import WorkerHandle
 
 ANSWERS_S = 3.0
-ANEW_AFTER_S = 60.0  # before all begin a first run anew, of which nothing is left: who has it may only be away
-ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
+ANEW_AFTER_S = 60.0  # before a first run that nothing is left of begins anew: a holder may only be away
+ROLL_BACK_AFTER_S = 3.0  # before steps on disk count while units are missing: a peer may only have been slow
 
 
 class Rendezvous:
-    """Goes on until the stages together hold all `units`; `missing` are those that they lack."""
+    """A rendezvous of the stages. It goes on until they together hold all `units`; `missing` are the units without a holder."""
 
     def __init__(self, units: int, clock: Callable[[], float]) -> None:
         self.missing: tuple[int, ...] = ()
@@ -28,11 +28,12 @@ class Rendezvous:
 
     @property
     def waited(self) -> bool:
-        """Whether those who have not answered by now are not waited for where the others hold all units."""
+        """Whether ANSWERS_S have passed: stages that have not answered are not waited for if the others hold all units."""
         return self._clock() - self._began_s >= ANSWERS_S
 
     def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
-        """The step to go on from and the members' way there; None as long as units are missing. They all have answered."""
+        """Return the step to go on from and each member's way there; None while units are missing. All `members` must have
+        answered."""
         members = list(members)
         fresh = all(member.is_as_founded for member in members)
         reports = {member.peer: member.report(encode_run(run), fresh=fresh) for member in members}
@@ -50,7 +51,7 @@ class Rendezvous:
 
 
 def furthest_run(members: Iterable[WorkerHandle]) -> Run | None:
-    """The run that a stage has come furthest in, if any has begun one."""
+    """Return the run that has come furthest at any stage; None if no stage has begun one."""
     begun = [member.status for member in members if member.has_begun and member.status is not None]
     furthest = max(begun, key=lambda status: (status.condition, status.step, max(status.kept, default=0)), default=None)
     return None if furthest is None else decode_run(furthest.run)

@@ -1,6 +1,6 @@
-"""The seal of a lease: by it a hop knows that the coordinator gave the lease, for this microbatch and route, to this trainer.
+"""Seal of a lease: it proves to a hop that the coordinator gave this lease, for this microbatch and route, to this trainer.
 
-A term's key is known to the coordinator and to the stages that it leads, who hear it with its LEAD.
+The coordinator sends the key of its term to the stages with LEAD; no other peer knows it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from swarmnode.net.interfaces import PeerId
 def seal_lease(
     key: bytes, run: bytes, term: int, lease: int, step: int, number: int, route: Sequence[HopSpec], feeder: PeerId
 ) -> bytes:
-    """16 bytes: BLAKE2b with the term's key over the msgpack array of all of it."""
+    """Return the seal, 16 bytes: BLAKE2b, keyed with the term's key, over the msgpack array of all other arguments."""
     sealed = msgspec.msgpack.encode((run, term, lease, step, number, tuple(route), feeder))
     return hashlib.blake2b(sealed, key=key, digest_size=SEAL_BYTES).digest()
 
 
 def is_sealed(key: bytes, body: Forward | Labels) -> bool:
-    """Whether it is of a lease of this key."""
+    """Return whether the seal of `body` is the one of its fields under `key`; False if the key is empty."""
     expected = seal_lease(key, body.run, body.term, body.lease, body.step, body.number, body.route, body.feeder)
     return bool(key) and hmac.compare_digest(expected, body.seal)

@@ -1,7 +1,7 @@
 """Step loop: the steps of one run, from one rendezvous to the next.
 
-What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `CONDITIONS` say
-which event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
+A step loop knows only the messages of stages and trainers. Nothing here waits: each message changes the state, `CONDITIONS` tell
+which event of `plan/training/coordination.py` has come about, and the coordinator calls the step loop for the actions that follow.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ from swarmnode.training.worker.status import masks_of
 
 log = logging.getLogger(__name__)
 
-SOON = 8  # an eighth of a step is counted: who comes later is not reckoned with in this one
+SOON = 8  # an eighth of a step is counted: later arrivals do not change its forecast
 
 
 @dataclass(frozen=True)
 class Office:
-    """What a node gives its coordinator, whichever term it is. `dial` opens a conversation with a stage; `check_run` raises
-    ProtocolError for a run that the model cannot do; `found_false` are the peers that the node's own stage has found false;
-    `awaits_others` says whether others are on their way to their places. `clock` in seconds."""
+    """The node's resources for its coordinator in every term.
+
+    `dial` opens a conversation with a stage. `check_run` raises ProtocolError if the model cannot do the run.
+    `found_false`: the peers that the node's own stage has found false. `awaits_others` returns whether peers are on their
+    way to their spans. `clock` returns seconds.
+    """
 
     units: int
     dial: Dial
@@ -71,7 +74,7 @@ class Office:
 
 @dataclass(eq=False)
 class StepLoop:
-    """Steps of a `run`, from `step` on. `puts_off` says whether a first step waits for others."""
+    """The steps of `run`, from `step` on. `puts_off` returns whether a first step waits for other peers."""
 
     run: Run
     step: int
@@ -86,12 +89,12 @@ class StepLoop:
         self._raw_run = encode_run(self.run)
         self.averaging_groups.warm_starts.clear()
         self._all_reduce: AllReduceAttempt | None = None
-        self._times = AnswerTimes()  # with all-reduces
-        self._astray = False  # a stage did not get to the step
-        self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
-        self._claims: list[frozenset[PeerId]] = []  # of NaN, in this step: who may be why
+        self._times = AnswerTimes()  # of all-reduces
+        self._astray = False  # a stage did not reach the step
+        self._as_founded = False  # the parameters at step 0 are the founder's, which newcomers have, too
+        self._claims: list[frozenset[PeerId]] = []  # claims of NaN in this step: the suspects of each
         self._expected = ExpectedStep()
-        self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # the step, and the stages
+        self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # step and stages of the last forecast
         self._begins = True  # nothing is leased yet
         self._stopped: Stopped | None = None
         self._begin_step()
@@ -106,23 +109,24 @@ class StepLoop:
 
     @property
     def counted(self) -> int:
-        """Microbatches that all units have counted in this step."""
+        """Number of microbatches that all units have counted in this step."""
         return self.run.microbatches - len(self._ledger.missing())
 
     @property
     def expected_s(self) -> float:
-        """What the step in force is expected to take; 0 where nothing is known."""
+        """Expected seconds of the current step; 0 if unknown."""
         return self._expected.expected_s
 
     @property
     def awaits_others(self) -> bool:
-        """Whether nothing is leased, as others are on their way to their places, who have to be sent what is learnt afterwards."""
+        """Whether the first step is put off for peers on their way to their spans, who would otherwise have to fetch the
+        learnt state afterwards."""
         return self.step == 0 and self._as_founded and self.puts_off()
 
     # -- to the first step
 
     def begin(self) -> None:
-        """Everybody to step 0, with the parameters that the last run led to."""
+        """Send every stage to step 0, with the parameters of the last run."""
         behind = [member for member in self.worker_group if member.state not in (WorkerState.USABLE, WorkerState.ASKED)]
         for member in self.worker_group.usable():
             member.command(Begin(self._raw_run))
@@ -130,14 +134,14 @@ class StepLoop:
             self._sync(member)
 
     def gather(self, found: RecoveryPlan) -> None:
-        """Everybody to the step that a rendezvous found."""
+        """Send every stage to the step of the recovery plan."""
         self._as_founded = found.anew or all(member.is_as_founded for member in self.worker_group.answered())
         members = self.worker_group.members
         told = next((members[peer].status for peer in found.stay if peer in members), None)
         for peer in found.stay | found.commit | found.restore:
             member = members[peer]
             if peer in found.commit:
-                assert told is not None  # nobody commits without one who has
+                assert told is not None  # a stage commits only if another one has committed
                 member.state = WorkerState.COMING
                 member.command(Commit(found.step - 1, told.norm, self.run.id, told.loss))
             elif peer in found.restore:
@@ -151,22 +155,23 @@ class StepLoop:
             self._sync(members[peer])
         if (
             told is not None and self.step > 0 and not self.trainer_connections.history
-        ):  # it may have died before it could tell
+        ):  # the previous coordinator may have died before it could report the step
             self._tell_step(told.loss, 0.0, told.norm, len(found.stay))
 
     def _is_here(self, status: Status) -> bool:
-        """Whether a stage is ready for the step in force."""
+        """Return whether a stage is ready for the current step."""
         return status.condition == Condition.READY and status.step == self.step and status.run == self._raw_run
 
     def _sync(self, member: WorkerHandle) -> None:
-        """Let a stage that is behind hear the all-reduces from now on, and fetch the state from its replicas."""
+        """Send SYNC to a stage that is behind: it joins the coming all-reduces as a listener and fetches the state from its
+        replicas."""
         holders = tuple(other.peer for other in self.worker_group.usable() if other.span.overlaps(member.span))
         member.command(Sync(self._raw_run, self.step + (self._all_reduce is not None), holders))
 
-    # -- what is told
+    # -- messages from stages
 
     def _admit(self, member: WorkerHandle, status: Status) -> None:
-        """A stage has come in the middle of a run and said what it holds."""
+        """Put a stage that arrived during the run to use, or send it its first command, depending on its report."""
         if self._is_here(status):
             member.state = WorkerState.USABLE
             self._take_counts(member, status)
@@ -176,7 +181,7 @@ class StepLoop:
             self._sync(member)
 
     def hear(self, member: WorkerHandle, body: Body) -> None:
-        """A stage says something; what it says of itself the member has heard, but for answers to RELEASE."""
+        """Handle a message of a stage. The member has already taken in its status, except for answers to RELEASE."""
         if (hear := FROM_WORKERS.get(type(body))) is not None:
             hear(self, member, body)
 
@@ -188,7 +193,7 @@ class StepLoop:
         elif member.state is WorkerState.ASKED:
             self._admit(member, status)
         elif member.state is WorkerState.DISCARDING and status.answers != FrameKind.DISCARD:
-            return  # told before it heard of that
+            return  # sent before it got the DISCARD
         elif self._is_here(status):
             if member.state is not WorkerState.USABLE:
                 member.state = WorkerState.USABLE
@@ -196,7 +201,7 @@ class StepLoop:
             if status.answers == FrameKind.DISCARD:
                 self._take_counts(member, status)
         elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
-            log.warning("stage %s could not come to step %d", member.peer, self.step)
+            log.warning("stage %s could not reach step %d", member.peer, self.step)
             self.office.strikes.strike(member.peer)
             self._astray = True
         elif status.answers == FrameKind.COMMIT or (
@@ -205,23 +210,25 @@ class StepLoop:
             self._sync(member)  # it came too late for an all-reduce, or did not get a state
 
     def _take_counts(self, member: WorkerHandle, status: Status, *, adds: bool = False) -> None:
-        """See `StepLedger.report`. Raises ProtocolError if the step does not have what the stage has counted."""
+        """Enter a stage's counts in the ledger (`StepLedger.report`). Raises ProtocolError if the step does not have such
+        microbatches."""
         masks = masks_of(status.counted, self._ledger.everything)
         self._ledger.report(member.peer, member.span, masks, status.losses, adds=adds)
 
     def released(self, record: OutstandingLease) -> None:
-        """A lease that failed is nobody's any more: do without whom it was by now clear that it fails, if others can do it all."""
+        """Blame the peers that may have made a released lease fail, and dismiss those that failed OUT times if others can
+        take their place."""
         for peer in self.dispatcher.blame(record):
             if self.office.strikes.in_a_row(peer) >= OUT and self.worker_group.can_spare(peer):
                 self.worker_group.dismiss(peer, f"it failed {OUT} times in a row")
         self._stop_if_hopeless()
 
     def _stop_if_hopeless(self) -> None:
-        """End the run if all stages that hold a unit fail at the same: to try again would never end."""
+        """Stop the run if all holders of a unit fail at the same microbatch or all-reduce: another attempt would not end."""
         unit = self.dispatcher.hopeless_unit()
         if unit is not None and self._stopped is None:
             code = self.dispatcher.failed_attempts.code
-            facts = (f"every stage that holds unit {unit} has failed it {ATTEMPTS} times, at last with code {code}",)
+            facts = (f"every stage that holds unit {unit} has failed {ATTEMPTS} times, at last with code {code}",)
             self.office.decisions.note(Topic.TRAINING, f"stops the run at step {self.step}", facts)
             self._stopped = Stopped(self.step, self.run.id, code, unit)
 
@@ -233,7 +240,7 @@ class StepLoop:
                 self.averaging_groups.hear(member.peer, body.rates)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
-        """A stage met NaN, or it could not reduce."""
+        """Handle FAILED of a stage: it could not reduce, or met NaN."""
         if body.run != self.run.id:
             return
         all_reduce = self._all_reduce
@@ -249,12 +256,13 @@ class StepLoop:
             self._hear_claim(member, body)
 
     def _hear_claim(self, member: WorkerHandle, claim: Failed) -> None:
-        """NaN in a microbatch, by the word of one stage: made by a unit of its own, or sent by a neighbour.
+        """Handle a stage's claim of NaN in a microbatch, made by one of its units or sent by a neighbour.
 
-        Peers that are in all claims of the step may be why, and are not asked again before a pause. The run is stopped where no
-        peer is in all of them; and by the second claim where the step can do without none of those that are."""
+        Peers that are suspects in all claims of the step are struck. The run stops if no peer is a suspect in all of them,
+        or, from the second claim on, if none of those peers can be spared.
+        """
         if claim.unit >= 0 and not member.span.start <= claim.unit < member.span.end:
-            return  # of what it does not hold it knows nothing
+            return  # it knows nothing about units that it does not hold
         record = self._ledger.lease(claim.lease)
         suspects = self._suspects(member.peer, claim, record)
         if suspects is None or (record is not None and record.claimed):
@@ -271,11 +279,15 @@ class StepLoop:
             self.dispatcher.strike(peer, is_trainer=record is not None and peer == record.trainer)
         spared = [peer for peer in common if self.worker_group.can_spare(peer)]
         if len(self._claims) >= OUT and len(spared) == 1:
-            self.worker_group.dismiss(spared[0], "what passes it holds NaN or infinity")
+            self.worker_group.dismiss(spared[0], "values that pass through it become NaN or infinite")
 
     def _suspects(self, claimant: PeerId, claim: Failed, record: OutstandingLease | None) -> frozenset[PeerId] | None:
-        """Who may be why a stage says that it met NaN: of what a neighbour sent, these two; of what it made of finite values, all
-        that may have made those large. None where it says so of a microbatch that it has nothing to do with, or of no neighbour."""
+        """Return the suspects of a claim of NaN; None if the claim is invalid.
+
+        If a neighbour sent it, these are the claimant and the neighbour. If the claimant made it of finite values, they are
+        all hops that may have made those values large. A claim is invalid if the claimant is not on the microbatch's route
+        or the accused peer is not its neighbour.
+        """
         if record is None:
             return frozenset({claimant}) if not claim.lease and not claim.peer else None
         hops = [record.trainer, *(peer for peer, _ in record.route)]
@@ -289,26 +301,27 @@ class StepLoop:
         return frozenset({claimant, claim.peer}) if near or feeds else None
 
     def _can_do_without(self, peer: PeerId) -> bool:
-        """Whether others hold all units that a stage holds, or a trainer is not the only one."""
+        """Return whether a peer can be spared: other stages hold all its units, or, if it is a trainer, there is another
+        trainer."""
         trainers = {line.peer for line in self.trainer_connections}
         return len(trainers) > 1 if peer in trainers else self.worker_group.can_spare(peer)
 
     def lose(self, peer: PeerId) -> None:
-        """A stage is gone."""
+        """Tell the all-reduce under way that a stage is lost."""
         if self._all_reduce is not None:
             self._all_reduce.lose(peer)
 
-    # -- what follows
+    # -- actions
 
     def has_come(self, event: Event) -> bool:
-        """Return whether an event of the step in force has come about, by what is known now."""
+        """Return whether an event of the current step has come about."""
         return event in CONDITIONS and CONDITIONS[event](self)
 
     def _is_uncovered(self) -> bool:
         return self._astray or bool(self.worker_group.uncovered(self.office.units))
 
     def _is_counted(self) -> bool:
-        """Return whether everything is counted once, and nothing leased; what is missing is leased before."""
+        """Return whether all microbatches are counted once and none is leased; lease the missing ones first."""
         if self.awaits_others:
             return False
         ledger = self._ledger
@@ -325,8 +338,8 @@ class StepLoop:
         return ledger.complete() and not ledger.leases and not resting
 
     def _outcome(self) -> Event | None:
-        """Return how the all-reduce ended, AGREED or DISAGREED; None as long as answers are waited for. One with a contributor that
-        is convicted has failed."""
+        """Return the all-reduce's end, AGREED or DISAGREED, or None while answers are missing. If a contributor is
+        convicted it has failed."""
         all_reduce = self._all_reduce
         if all_reduce is None or not all_reduce.is_decided():
             return None
@@ -334,7 +347,8 @@ class StepLoop:
         return Event.DISAGREED if failed else Event.AGREED
 
     def lease(self) -> None:
-        """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
+        """End a failed all-reduce, and leave out the peer at fault if others can take its place; `_is_counted` leases the
+        missing microbatches."""
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is None:
             return
@@ -351,19 +365,20 @@ class StepLoop:
             self.worker_group.dismiss(culprit, "the replicas cannot agree with it")
 
     def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
-        """By most of the others that contribute with it; or by this node's own stage, which has seen it itself."""
+        """Return a contributor that gives a false gradient, by its replicas' majority or by this node's own observation;
+        None if there is none."""
         return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
 
     def _leave_out(self, peer: PeerId) -> None:
-        """For as long as this node leads: others compute what it had counted, and nothing of what it contributed is committed."""
-        reason = "its replicas find that what it contributes is not the gradient of its microbatches"
+        """Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not committed."""
+        reason = "its replicas find that its contribution is not the gradient of its microbatches"
         log.warning("stage %s is left out: %s", peer, reason)
         self.office.strikes.ban(peer)
         self.worker_group.dismiss(peer, reason)
         self.trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
 
     def reduce(self) -> None:
-        """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
+        """Start the all-reduce of the replicas of each unit; listeners take part without a contribution."""
         hearing = self.worker_group.hearing(self.step)
         groups = self.averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
@@ -381,7 +396,7 @@ class StepLoop:
             member.command(self._all_reduce.request(member.peer), wait_s=within_s + answer_s)
 
     def commit(self) -> None:
-        """The word that ends the step."""
+        """End the step: tell all stages to commit it, report it to the trainers, and begin the next one."""
         assert self._all_reduce is not None
         usable, loss, norm = self.worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
         self._times.note(FrameKind.REDUCE, self.office.clock() - self._all_reduce.began_s)
@@ -393,7 +408,7 @@ class StepLoop:
         word = Commit(self.step, norm, self.run.id, loss, beat_s, link_s)
         for member in self.worker_group.hearing(self.step):
             if member.state is WorkerState.LISTENING:
-                member.send(word)  # which it answers only where it came too late
+                member.send(word)  # it answers only if it came too late
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
         step_s = self.office.clock() - self._began_at_s
@@ -408,7 +423,7 @@ class StepLoop:
         self._expect(forecast_s)
 
     def _expect_of_those_here(self) -> None:
-        """Something of the step in force; anew for other stages, as long as they have counted next to nothing."""
+        """Forecast the current step, again if the stages have changed, unless an eighth of its microbatches is already counted."""
         is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
         if not is_known and self.counted * SOON < self.run.microbatches:
             self._expect(self._forecast_s())
@@ -418,33 +433,33 @@ class StepLoop:
         self._expected.begin(forecast_s)
 
     def _stages_here(self) -> tuple[int, tuple[PeerId, ...]]:
-        """The step, and who takes part in it."""
+        """Return the step and the stages that take part in it."""
         return self.step, tuple(member.peer for member in self.worker_group.usable())
 
     def _forecast_s(self) -> float:
-        """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
+        """Forecast the seconds of the current step, its microbatches and then the averaging; 0 if a stage's speed is unknown."""
         passing_s = self.dispatcher.passing_s(self.step, self.run.microbatches)
         averaging_s = self.averaging_groups.expected_s(self.run, self.step, self.worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
 
     def _learn_from(self, step_s: float, forecast_s: float) -> None:
-        """The last step took so long: how good its forecast was, and how good this one would have been, by what is known since."""
+        """Correct the forecasts by the duration of the last step; `forecast_s` is that step's duration by today's measurements."""
         expected_s = self.expected_s
         self._expected.end(step_s, forecast_s)
         if expected_s:
             off = abs(step_s / expected_s - 1)
             facts = (
-                f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s that were expected",
+                f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s expected",
                 f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
             )
-            self.office.decisions.note(Topic.TRAINING, "expects of a step what stages and links have measured", facts)
+            self.office.decisions.note(Topic.TRAINING, "forecasts steps from measurements of stages and links", facts)
 
     def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
         done, expected_s = self.step - 1 if step is None else step, self.expected_s if step_s else 0.0
         self.trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
 
     def stop(self) -> None:
-        """The run is over, or cannot go on: the last good step stays."""
+        """End the run, finished or stopped; the last good step stays."""
         stopped, self._stopped = self._stopped or Stopped(self.step, self.run.id), None
         self._all_reduce = None
         self.dispatcher.clear()
@@ -462,7 +477,7 @@ FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]]
     Reduced: StepLoop._hear_reduced,
     Failed: StepLoop._hear_failed,
 }
-"""What stages say to their coordinator (`docs/training-step.md`)"""
+"""Handlers of the messages of stages (`docs/training-step.md`)."""
 
 CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
     Event.FAILED: lambda loop: loop._stopped is not None,
@@ -472,4 +487,4 @@ CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
     Event.DISAGREED: lambda loop: loop._outcome() is Event.DISAGREED,
     Event.AGREED: lambda loop: loop._outcome() is Event.AGREED,
 }
-"""When an event of the machine has come about (`plan/training/coordination.py`)"""
+"""Conditions of the machine's events (`plan/training/coordination.py`)."""

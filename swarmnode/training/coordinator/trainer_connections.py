@@ -1,4 +1,4 @@
-"""Trainer connections: the trainers at work for a coordinator, what each offers, and the news that all of them hear."""
+"""Trainer connections: a coordinator's trainers, the work that each takes, and the news that all of them receive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HISTORY_STEPS = 1024
 
 @dataclass(eq=False)
 class TrainerLine:
-    """A trainer at work: the run that it feeds, and how many microbatches it takes at a time."""
+    """A trainer at work: the run that it feeds, and the number of microbatches that it takes at a time."""
 
     channel: Channel
     run: Run
@@ -25,17 +25,17 @@ class TrainerLine:
 
     @property
     def peer(self) -> PeerId:
-        """Who is at the other end."""
+        """Id of the trainer's peer."""
         return self.channel.peer
 
     def send(self, body: Body) -> None:
-        """Tell it something; where the link is cut, its loss is about to be heard of."""
+        """Send a message to the trainer. Does nothing if the link is cut: its loss is about to be noticed."""
         if self.channel.open:
             self.channel.send(body)
 
 
 class TrainerConnections:
-    """Who came, and what was told: a trainer that comes later hears the steps that it has not heard of."""
+    """The connected trainers and the news of the run: a trainer that joins later receives the steps that it has missed."""
 
     def __init__(self) -> None:
         self.stopped: Stopped | None = None
@@ -49,7 +49,7 @@ class TrainerConnections:
         return iter(list(self._lines.values()))
 
     def add(self, line: TrainerLine, since: int) -> None:
-        """A trainer that has heard of all steps below `since`."""
+        """Add a trainer, and send it the reports of the steps from `since` on."""
         self._lines[line.channel] = line
         for report in self.history:
             if report.step >= since:
@@ -58,15 +58,15 @@ class TrainerConnections:
             line.send(self.stopped)
 
     def of(self, peer: PeerId) -> TrainerLine | None:
-        """The line of a peer, which has one."""
+        """Return the connection of `peer`, or None if it is no trainer."""
         return next((line for line in self if line.peer == peer), None)
 
     def remove(self, channel: Channel) -> bool:
-        """A trainer has gone; False where it had before."""
+        """Remove a trainer. Returns False if it was not connected."""
         return self._lines.pop(channel, None) is not None
 
     def tell(self, news: StepReport | Stopped | ProgressReport) -> None:
-        """Let all hear it. What was committed and how it ended are told to later ones too."""
+        """Send news to all trainers. Step reports and the end of the run are kept for trainers that come later."""
         if isinstance(news, Stopped):
             self.stopped = news
         elif isinstance(news, StepReport):
@@ -75,6 +75,6 @@ class TrainerConnections:
             line.send(news)
 
     def begin_anew(self) -> None:
-        """Another run: what was told of the last one is past."""
+        """Forget the reports and the end of the last run."""
         self.history.clear()
         self.stopped = None

@@ -1,4 +1,4 @@
-"""Waits: what a coordinator waits for, as it tells it, and the sentences in which a user reads it."""
+"""Waits: the peers that a coordinator waits for, as it reports them, and the sentences that show them to a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.training.coordinator.strikes import Strikes
 from swarmnode.training.coordinator.worker_group import WorkerHandle
 
-WORTH_TELLING_S = 2.0  # what takes less is the usual step loop of things
+WORTH_TELLING_S = 2.0  # shorter waits are normal
 TOLD = 5
 DOING = {
     FrameKind.LEAD: "to say what it holds",
@@ -28,8 +28,8 @@ DOING = {
 def longest_waits(
     members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], strikes: Strikes, now_s: float
 ) -> tuple[Wait, ...]:
-    """For whom the step in force waits: commands without an answer and who is left alone since it failed, then microbatches under
-    way, which may be at any place of their route; of each the longest first."""
+    """Return what the current step waits for: commands without an answer and peers in a pause, then microbatches under way. A
+    microbatch may be at any place of its route, so all its peers are listed. Each kind is sorted by time, the longest first."""
     waits: list[Wait] = []
     for member in members:
         if member.asked and now_s - member.asked[0].began_s >= WORTH_TELLING_S:
@@ -49,8 +49,8 @@ def longest_waits(
 
 
 def sentence(progress: ProgressReport) -> str:
-    """Who waits for what, or an empty text where nothing is worth telling. No word of it is the peer's own."""
-    parts = [_units_text("", progress.missing) + " nobody"] if progress.missing else []
+    """Return a sentence about the waits, or an empty text if there are none worth reporting. It quotes no text of a peer."""
+    parts = [_units_text("", progress.missing) + " no holder"] if progress.missing else []
     parts += [_wait_text(wait) for wait in progress.waits[:TOLD]]
     return f"step {progress.step} waits: {'; '.join(parts)}" if parts else ""
 

@@ -1,5 +1,4 @@
-"""Worker group: the stages that a coordinator speaks to, the state and the open commands of each, and the loopback to its own
-stage."""
+"""Worker group: the stages that a coordinator leads, the state and the open commands of each, and the loopback to its own stage."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from swarmnode.training.coordinator.strikes import Strikes
 
 log = logging.getLogger(__name__)
 
-MOVES = (FrameKind.BEGIN, FrameKind.SYNC, FrameKind.RESTORE)  # a later one gives up the earlier one
+MOVES = (FrameKind.BEGIN, FrameKind.SYNC, FrameKind.RESTORE)  # a later one replaces an earlier one
 
 
 class Loopback:
-    """One end; `pair` makes both. Frames arrive in order, in a later turn of the loop, without payload."""
+    """End of a conversation within this process; `pair` makes both. Messages arrive in order, in a later turn of the event loop."""
 
     rtt_s: float | None = 0.0
 
@@ -48,17 +47,17 @@ class Loopback:
 
     @classmethod
     def pair(cls, peer: PeerId) -> tuple[Loopback, Loopback]:
-        """Two ends of a new conversation."""
+        """Create the two ends of a new conversation."""
         here, there = cls(peer), cls(peer)
         here._other, there._other = there, here
         return here, there
 
     def send(self, body: Body) -> None:
-        """Let the other end hear a body."""
+        """Send a message to the other end."""
         asyncio.get_running_loop().call_soon(self._other._hear, body)
 
     def close(self, last: Body | None = None) -> None:
-        """Finish the conversation with `last` (END by default)."""
+        """End the conversation with the message `last` (default: END)."""
         if self.open:
             self.open = False
             self.send(last or End())
@@ -74,12 +73,12 @@ Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], No
 
 
 class WorkerState(Enum):
-    """What may be asked of a member."""
+    """State of a member, which decides what it can be asked to do."""
 
-    ASKED = "asked"  # has not said yet what it holds
-    COMING = "coming"  # on its way to the step in force, within moments
-    DISCARDING = "discarding"  # forgets what it had counted, since others counted the same
-    LISTENING = "listening"  # hears the all-reduces while it fetches the state
+    ASKED = "asked"  # has not reported its holdings yet
+    COMING = "coming"  # on its way to the current step, within moments
+    DISCARDING = "discarding"  # forgets its counts, since others counted the same microbatches
+    LISTENING = "listening"  # takes part in the all-reduces while it fetches the state
     USABLE = "usable"
 
 
@@ -90,14 +89,14 @@ TOLD_TO = {
     FrameKind.SYNC: WorkerState.LISTENING,
     FrameKind.DISCARD: WorkerState.DISCARDING,
 }
-"""In which state a command leaves a member; others leave it where it is"""
+"""The state of a member after a command; other commands do not change it."""
 
-WITHIN_MOMENTS = (WorkerState.USABLE, WorkerState.COMING, WorkerState.DISCARDING)  # take part, or soon will
+WITHIN_MOMENTS = (WorkerState.USABLE, WorkerState.COMING, WorkerState.DISCARDING)  # take part, or will soon
 
 
 @dataclass
 class Command:
-    """One that is not answered yet. `wait_s`: from when all before it were answered."""
+    """A command without an answer. `wait_s` is its time limit, counted from the answer to the command before."""
 
     kind: FrameKind
     began_s: float
@@ -107,7 +106,7 @@ class Command:
 
 @dataclass
 class WorkerHandle:
-    """A stage, the line to it, what it said last, and what it has not answered yet, in order. `clock` in seconds."""
+    """A stage: the line to it, its last status, and its unanswered commands, in order. `clock` returns seconds."""
 
     peer: PeerId
     line: Line
@@ -115,39 +114,39 @@ class WorkerHandle:
     state: WorkerState = WorkerState.ASKED
     status: Status | None = None
     worker: Replica = field(default_factory=lambda: Replica(Span(0, 0)))
-    listens_from: int = 0  # the first step whose all-reduce it hears
-    moves: int = 0  # to another run or step, which left what it remembered of averagings behind
+    listens_from: int = 0  # the first step whose all-reduce it takes part in
+    moves: int = 0  # to another run or step, which ends its memory of averagings
     asked: deque[Command] = field(default_factory=deque)
     times: AnswerTimes = field(default_factory=AnswerTimes)
 
     @property
     def span(self) -> Span:
-        """The units that it says it holds."""
+        """The units that the stage reports."""
         return self.worker.span
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is in a run, or has steps of one on its disk."""
+        """Whether the stage is in a run, or has steps of one on its disk."""
         status = self.status
         return status is not None and bool(status.run) and (status.condition != Condition.BLANK or bool(status.kept))
 
     @property
     def is_as_founded(self) -> bool:
-        """Whether it has the founding's parameters: it is in no run yet, or in the first step of the first one. That of a later run
-        is on the disk of who begins it (`StageState.begin`)."""
+        """Whether the stage has the founder's parameters: it is in no run yet, or at step 0 of the first run. A stage at step 0 of
+        a later run has that step on its disk (`StageState.begin`)."""
         status = self.status
         return not self.has_begun or (status is not None and status.step == 0 and not status.kept)
 
-    # -- what it is told
+    # -- commands
 
     def send(self, body: Body) -> None:
-        """Tell it something; where the line is cut, its loss is about to be heard of."""
+        """Send a message to the stage. Does nothing if the line is cut: its loss is about to be noticed."""
         if self.line.open:
             self.line.send(body)
 
     def command(self, body: Body, *, wait_s: float | None = None) -> None:
-        """Tell it to do something, and expect the answer within `wait_s`; else within what such a thing takes it. After a SYNC it
-        hears all-reduces from that step on."""
+        """Send a command, and expect the answer within `wait_s` seconds; None derives the limit from earlier answers. A SYNC
+        expects no answer in time; the stage takes part in all-reduces from its step on."""
         kind = FrameKind(KIND_OF[type(body)])
         if wait_s is None:
             pass_s = self.worker.unit_s * self.span.units
@@ -156,7 +155,7 @@ class WorkerHandle:
         self.moves += kind in MOVES
         gives_up = MOVES if kind in MOVES else (kind,) if kind == FrameKind.REDUCE else ()
         self.asked = deque(command for command in self.asked if command.kind not in gives_up)
-        if isinstance(body, Sync):  # takes as long as a state takes to be fetched; meanwhile nothing needs it
+        if isinstance(body, Sync):  # takes as long as fetching a state; meanwhile no other stage needs an answer
             self.listens_from = body.step
         else:
             leases = body.leases if isinstance(body, Release) else ()
@@ -164,7 +163,7 @@ class WorkerHandle:
         self.send(body)
 
     def answered(self, kind: int) -> Command | None:
-        """The first command of this kind that it has not answered before, if there is one."""
+        """Remove and return the first unanswered command of this kind; None if there is none."""
         found = next((command for command in self.asked if command.kind == kind), None)
         if found is not None:
             now_s = self.clock()
@@ -175,20 +174,19 @@ class WorkerHandle:
         return found
 
     def overdue(self, *, at_least_s: float = 0.0) -> Command | None:
-        """What it should have done by now: the first thing asked, for it does one after another."""
+        """Return the first unanswered command if it is past its deadline, else None. A stage does one command after another."""
         first = self.asked[0] if self.asked else None
         return first if first is not None and self.clock() > first.began_s + max(first.wait_s, at_least_s) else None
 
     def ask(self, term: int, key: bytes) -> None:
-        """Have it say what it holds."""
+        """Ask the stage for its holdings, with a LEAD of this term."""
         self.status = None
         self.command(Lead(term, key))
 
-    # -- what it says
+    # -- messages
 
     def hear(self, status: Status) -> None:
-        """Take in what it says of itself. Raises ProtocolError where the run that it is in is none: it breaks its own line by that,
-        and not the coordinator, which would go on from it."""
+        """Take in a stage's status. Raises ProtocolError if its run is invalid, which ends the stage's line only."""
         if status.run:
             decode_run(status.run)
         self.status = status
@@ -197,12 +195,13 @@ class WorkerHandle:
         self.worker.window = status.window
 
     def hears(self, step: int) -> bool:
-        """Whether it hears the all-reduce of a step."""
+        """Return whether the stage takes part in the all-reduce of `step`."""
         listens = self.state is WorkerState.LISTENING and self.listens_from <= step
         return listens or self.state is WorkerState.USABLE
 
     def report(self, run: bytes, *, fresh: bool) -> HoldingReport:
-        """Its place in a run, for the recovery plan. `fresh`: all are as founded, so that who is in no run yet can begin."""
+        """Return the stage's place in `run` for the recovery plan. `fresh`: all stages are as founded, so that a stage in
+        no run can begin."""
         status = self.status
         assert status is not None
         begun = status.run == run and status.condition == Condition.READY
@@ -213,9 +212,11 @@ class WorkerHandle:
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """Stages of a training, as the coordinator follows them. `dial` opens a conversation with a stage. `joined` is called for each
-    that answers the call, `heard` for what it says, `lost` once it is gone, with the reason. Who failed lately (`strikes`) is
-    called again after a pause that grows."""
+    """The stages of a training, as the coordinator follows them.
+
+    `dial` opens a conversation with a stage. `joined` is called for each stage that is reached, `heard` for each of its messages,
+    and `lost`, with the reason, once it is gone. A stage that failed lately (`strikes`) is called again after a growing pause.
+    """
 
     dial: Dial
     strikes: Strikes
@@ -228,7 +229,7 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         self.members: dict[PeerId, WorkerHandle] = {}
         self._dialing: set[PeerId] = set()
-        self._tasks = Tasks("worker_group", on_crash=None)  # who is not reached is called again
+        self._tasks = Tasks("worker_group", on_crash=None)  # a stage that is not reached is called again
 
     def __repr__(self) -> str:
         return f"<WorkerGroup of {len(self.members)} stages, {len(self._dialing)} more called>"
@@ -237,13 +238,13 @@ class WorkerGroup:
         return iter(list(self.members.values()))
 
     async def close(self) -> None:
-        """Let go of everybody."""
+        """Close all connections."""
         await self._tasks.close()
         for member in self:
             member.line.close()
 
     def enlist(self, peers: Iterable[PeerId]) -> None:
-        """These stages are there: speak to those that are new."""
+        """Call those of these stages that are new and not in a pause."""
         for peer in peers:
             if peer not in self.members and peer not in self._dialing and not self.strikes.rests(peer):
                 self._dialing.add(peer)
@@ -272,7 +273,7 @@ class WorkerGroup:
     def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
         member = self.members.pop(peer, None)
         if member is not None:
-            reason = str(error or "it let go")
+            reason = str(error or "it closed the connection")
             log.info("stage %s is lost: %s", peer, reason)
             self.strikes.strike(peer)
             member.line.close()
@@ -284,28 +285,28 @@ class WorkerGroup:
 
     @property
     def all_answered(self) -> bool:
-        """Whether there is anybody, and all who were called or asked have said what they hold."""
+        """Whether there is a stage, and every called or asked stage has reported its holdings."""
         return bool(self.members) and not self._dialing and all(member.status is not None for member in self)
 
     def usable(self) -> list[WorkerHandle]:
-        """Who can be given work."""
+        """Return the stages that can be given work."""
         return [member for member in self if member.state is WorkerState.USABLE]
 
     def hearing(self, step: int) -> list[WorkerHandle]:
-        """Who hears the all-reduce of a step."""
+        """Return the stages that take part in the all-reduce of `step`."""
         return [member for member in self if member.hears(step)]
 
     def answered(self) -> list[WorkerHandle]:
-        """Those that have said what they hold."""
+        """Return the stages that have reported their holdings."""
         return [member for member in self if member.status is not None]
 
     def can_spare(self, peer: PeerId) -> bool:
-        """Whether others take part who hold all units that this one holds."""
+        """Return whether other usable stages hold all units of `peer`; False if `peer` is not a member."""
         held = {unit for member in self.usable() if member.peer != peer for unit in range(*member.span)}
         return peer in self.members and held.issuperset(range(*self.members[peer].span))
 
     def uncovered(self, units: int) -> tuple[int, ...]:
-        """Units that nobody holds who takes part or soon will."""
+        """Return the units that no stage holds that takes part, or soon will."""
         able = [member for member in self if member.state in WITHIN_MOMENTS]
         held = {unit for member in able for unit in range(*member.span)}
         return tuple(unit for unit in range(units) if unit not in held)

@@ -1,4 +1,4 @@
-"""Examination: one microbatch of another stage, asked for after its commitment, computed once more here and compared."""
+"""Examination: a microbatch of another stage is fetched after the stage has committed to it, recomputed here and compared."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ from swarmnode.swarm.records.statement import open_commitment
 from swarmnode.training.spot_checks.step_records import Committer, Place, read_entries
 from swarmnode.training.worker.admission import is_of_its_size
 
-SUMS_ROUND = 4.0  # times more: what a microbatch added is the difference of two sums
-LOSS = 0.02  # of itself
+SUMS_ROUND = 4.0  # factor: what a microbatch added is the difference of two sums
+LOSS = 0.02  # relative tolerance
 
 Shapes = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of values: dtype and shape of each."""
+"""Dtype and shape of each value."""
 
 
 class FalseWork(ProtocolError):
-    """A stage shows something else than it signed, or than follows from it."""
+    """Data of a stage that differ from those it signed, or from those that follow from its inputs."""
 
 
 @dataclass(frozen=True)
 class ShownMicrobatch:
-    """What a stage shows of one microbatch."""
+    """Microbatch as a stage shows it."""
 
     record: MicrobatchRecord
     received: bytes
     labels: bytes
     gradients: bytes
     parameters_S: Tensor
-    sent: Sequence[Tensor]  # sketch_TK of each
+    sent: Sequence[Tensor]  # sketch_TK of each value
     returned: Sequence[Tensor]
 
 
 @dataclass(eq=False)
 class Examination:
-    """Examination of the work of `peer` in the step that the learner is at. `usual`: what comes in at each first unit here; `dice`
-    draws what the peer must not foresee."""
+    """An examination of the work of `peer` in the learner's current step. `usual`: shapes of the inputs at each first unit here.
+    `dice` draws numbers that the peer must not foresee."""
 
     board: Switchboard
     peer: PeerId
@@ -86,7 +86,7 @@ class Examination:
     dice: Random
 
     def __post_init__(self) -> None:
-        self.commitment = b""  # as it was signed
+        self.commitment = b""  # as signed
         self._entries: dict[Place, bytes] = {}
         self._step = self.learner.step
         self._seed = self.dice.randbytes(SEED_BYTES)
@@ -95,8 +95,8 @@ class Examination:
         return f"<Examination of {self.peer[-8:]} at step {self._step}>"
 
     async def fetch(self) -> ShownMicrobatch | None:
-        """One microbatch of those that it committed to, drawn now; None where it has none of our units, or one unlike all that came
-        here. Raises FalseWork, PeerError, NetworkDown."""
+        """Fetch a random microbatch of those that the peer committed to. Returns None if none of them is within our units, or if it
+        has unusual shapes. Raises FalseWork, PeerError, NetworkDown, and ValueError if the list of entries is malformed."""
         segment = self.learner.segment
         entries = await self._commitment()
         self._entries = entries
@@ -108,7 +108,7 @@ class Examination:
         reply, payload = await ask_one(self.board, self.peer, question, MicrobatchReply)
         record = reply.record
         if (record.number, record.start) != (number, start) or record.digest != entries[number, start]:
-            raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
+            raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
         return self._read(record, payload) if record.end <= segment.end and self._is_usual(record) else None
 
     async def _commitment(self) -> dict[tuple[int, int], bytes]:
@@ -118,13 +118,16 @@ class Examination:
         said = open_commitment(reply.commitment, self.committer.swarm, self.committer.verify)
         asked = (self.peer, self.learner.run.id, self._step, hashlib.sha256(payload).digest())
         if (said.peer, said.run, said.step, said.entries) != asked:
-            raise FalseWork("a commitment to something else than was asked", peer=self.peer)
+            raise FalseWork("the commitment is not to the requested step", peer=self.peer)
         self.commitment = reply.commitment
         return read_entries(payload, said.count)
 
     async def fetch_sums(self, counts: Mapping[int, int]) -> BlockSketches:
-        """Fetch the sums of the sketches of all that the peer has committed to, after `fetch`. `counts`: by block, of how many
-        microbatches it contributes the gradients. Raises ProtocolError if it shows fewer; FalseWork, PeerError, NetworkDown."""
+        """Fetch the sketches of all microbatches that the peer committed to, and return their sums. Call it after `fetch`.
+
+        `counts`: number of microbatches that the peer contributes, by block. Raises ProtocolError if it shows another
+        number; FalseWork, PeerError, NetworkDown.
+        """
         sums = BlockSketches()
         shown: Counter[int] = Counter()
         due = list(self._entries.items())
@@ -134,45 +137,48 @@ class Examination:
             tiles, view = self._tiles(reply), memoryview(payload)
             for record, (place, digest) in zip(reply.records, due, strict=False):
                 if (record.number, record.start) != place or record.digest != digest:
-                    raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
+                    raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
                 view = self._add_up(record, tiles, view, sums)
                 shown.update(range(record.start, record.end))
             if len(view) or len(reply.records) > len(due):
-                raise ProtocolError("sketches that nobody asked for", peer=self.peer)
+                raise ProtocolError("the peer sent sketches that were not requested", peer=self.peer)
             due = due[len(reply.records) :]
         if any(shown[block] != count for block, count in counts.items()):
-            raise ProtocolError("not all that is contributed was committed to", peer=self.peer)
+            raise ProtocolError("the contributed microbatches are not those committed to", peer=self.peer)
         return sums
 
     def _tiles(self, reply: SketchesReply) -> dict[int, int]:
-        """How long the sketch of each block is: of those that are held here, and of those that the peer tells of."""
+        """Return the number of tiles of each block's sketch, for our blocks and those that the peer names. Raises
+        ProtocolError if they contradict."""
         segment, told = self.learner.segment, {one.block: one.tiles for one in reply.blocks}
         own = {
             block: tile_count(sum(parameter.numel() for parameter in parameters))
             for block, parameters in self.learner.parameters(segment.start, segment.end).items()
         }
         if any(own.get(block, count) != count for block, count in told.items()):
-            raise ProtocolError("sketches of another model", peer=self.peer)
+            raise ProtocolError("the sketches are of another model", peer=self.peer)
         return told | own
 
     def _add_up(
         self, record: MicrobatchRecord, tiles: Mapping[int, int], view: memoryview, sums: BlockSketches
     ) -> memoryview:
-        """Add a microbatch's sketch, with which `view` begins, to those of its blocks; what comes behind it."""
+        """Add the microbatch's sketch at the beginning of `view` to the sums of its blocks. Returns the rest of `view`. Raises
+        FalseWork if it is not the signed sketch, ProtocolError if a block is unknown."""
         is_end = record.start == 0 or record.end == self.learner.segment.units
         blocks = [SHARED] * (is_end and SHARED in tiles) + list(range(record.start, record.end))
         if not tiles.keys() >= set(blocks):
-            raise ProtocolError("sketches of units of which nothing is known", peer=self.peer)
+            raise ProtocolError("the sketches are of unknown units", peer=self.peer)
         counts = {block: tiles[block] for block in blocks}
         sketch, rest = view[: 4 * sum(counts.values())], view[4 * sum(counts.values()) :]
         if hashlib.sha256(sketch).digest() != record.parameters:
-            raise FalseWork("a payload that its author did not sign", peer=self.peer)
+            raise FalseWork("the payload differs from its signed digest", peer=self.peer)
         for block, part_S in zip(counts, read_sketch(sketch).split(list(counts.values())), strict=True):
             sums.add(block, part_S)
         return rest
 
     def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
-        """The parts of an answer, each of which has to be what was signed."""
+        """Split an answer into its parts. Raises FalseWork if a part differs from its signed digest, ProtocolError if it is
+        too short."""
         sizes = [
             sum(map(payload_bytes, crossing.values)) for crossing in (record.received, record.labels, record.gradients)
         ]
@@ -183,20 +189,22 @@ class Examination:
         received, labels, gradients, parameters, *crossed = parts = pieces(payload, [*sizes, rest, *sketched])
         signed = (record.received.digest, record.labels.digest, record.gradients.digest, record.parameters)
         if signed != tuple(hashlib.sha256(part).digest() for part in parts[:4]) or rest % 4:
-            raise FalseWork("a payload that its author did not sign", peer=self.peer)
+            raise FalseWork("the payload differs from its signed digest", peer=self.peer)
         sent, returned = (
             read_sketches(part, sum(counts)).split(counts) for part, counts in zip(crossed, rows, strict=True)
         )
         return ShownMicrobatch(record, received, labels, gradients, read_sketch(parameters), sent, returned)
 
     def _is_usual(self, record: MicrobatchRecord) -> bool:
-        """Who shows it decides nothing about our memory; and it may have been sent what it did not ask for."""
+        """Return whether the shapes are usual: the shown microbatch must not exhaust our memory, and its stage may have
+        been sent unwanted data."""
         values, run = (*record.received.values, *record.labels.values), self.learner.run
         known = self.usual.get(record.start)
         return is_of_its_size(values, run) and (shapes_of(values) == known if known is not None else run.sequence > 0)
 
     def compare(self, shown: ShownMicrobatch, calibration: Calibration) -> Judgement | None:
-        """On the executor, while the step lasts: None where it is over. Raises FalseWork where no computing is needed to see it."""
+        """Recompute the microbatch and judge it. Returns None if the learner's step is over or there is nothing to compare. Must
+        run on the executor. Raises FalseWork if the loss or the shape of the sketch is wrong."""
         record, learner = shown.record, self.learner
         if learner.step != self._step:
             return None
@@ -207,7 +215,7 @@ class Examination:
             learner, record.number, record.start, record.end, values, labels, self._gradients(shown), seed
         )
         if record.end == learner.segment.units and not math.isclose(float(again.outputs[0]), record.loss, rel_tol=LOSS):
-            raise FalseWork(f"a loss of {record.loss}, which is {float(again.outputs[0])}", peer=self.peer)
+            raise FalseWork(f"a loss of {record.loss}, but {float(again.outputs[0])} is computed here", peer=self.peer)
         judgements = self._judgements(shown, again, calibration)
         return max(judgements, key=lambda judgement: (judgement.false, judgement.worst), default=None)
 
@@ -220,7 +228,8 @@ class Examination:
     def _judgements(
         self, shown: ShownMicrobatch, again: Recomputation, calibration: Calibration
     ) -> Iterator[Judgement]:
-        """Of what was sent on, of what was returned, and of what was added to the parameters' gradients."""
+        """Yield the judgements of the outputs, the returned gradients, and the additions to the parameters' gradients. Raises
+        FalseWork if the sketch has another shape than ours."""
         record, units = shown.record, shown.record.end - shown.record.start
         number_format = "bfloat16" if self.learner.run.autocast else "float32"
         outputs = () if record.end == self.learner.segment.units else again.outputs
@@ -231,7 +240,7 @@ class Examination:
         ):
             codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
             if codec == Codec.TOPK and self.learner.run.compression.feedback:
-                continue  # it holds what was left out of others, too
+                continue  # it contains the residuals of other microbatches
             ours = sketches(as_sent(values, crossing.values), self._seed)
             pairs = zip(ours, theirs, strict=True)
             apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
@@ -241,7 +250,7 @@ class Examination:
                 calibration.note(self.peer, number_format, codec, apart, units=units)
             yield judgement
         if shown.parameters_S.shape != again.sketch_S.shape:
-            raise FalseWork("a sketch of other parameters", peer=self.peer)
+            raise FalseWork("the sketch is of other parameters", peer=self.peer)
         apart = deviations(in_rows(shown.parameters_S), in_rows(again.sketch_S), least=LEAST)
         tolerance = calibration.tolerance(number_format, Codec.NONE, units=units, deviations=apart)
         yield judge_states(apart, replace(tolerance, deviation=SUMS_ROUND * tolerance.deviation))
@@ -250,8 +259,11 @@ class Examination:
 def judge_contribution(
     watched: ContributionSketch, sums: Mapping[int, Tensor], codec: Codec = Codec.NONE
 ) -> Judgement | None:
-    """Judge what a stage contributed, in this codec, by the sketches of all that it committed to; None if no tile of it came whole
-    that the codec can tell from nothing. They are sums of the same numbers: nothing honest lies between but rounding."""
+    """Judge a stage's contribution, in this codec, by the sketches of all microbatches that it committed to.
+
+    Returns None if no tile arrived whole that the codec can tell from zero. Both are sums of the same numbers: an honest
+    stage's differ by rounding only.
+    """
     tolerated = CONTRIBUTED[codec]
     least = SMALLEST.get(codec, 0.0) * math.sqrt(SKETCH_VALUES * LARGEST_TILE)
     apart = watched.deviations(sums, longer_than=least / tolerated)
@@ -259,22 +271,21 @@ def judge_contribution(
 
 
 def as_sent(values: Sequence[Tensor], infos: Sequence[TensorInfo]) -> list[Tensor]:
-    """Return our float values as another stage's would have arrived. Raises ProtocolError if they are not alike in number and
-    shape."""
+    """Return our float values as another stage's would have arrived. Raises ProtocolError if their number or shapes differ."""
     if [tuple(value.shape) for value in values] != [info.shape for info in infos]:
-        raise ProtocolError("what was sent has other shapes than what is computed from it")
+        raise ProtocolError("the sent values have other shapes than the computed ones")
     pairs = zip(values, infos, strict=True)
     return [_as_decoded(value, info) for value, info in pairs if value.is_floating_point()]
 
 
 def _as_decoded(value: Tensor, info: TensorInfo) -> Tensor:
-    if info.codec == Codec.TOPK:  # whose encoder goes by a sample, and would take a few more or less the second time
+    if info.codec == Codec.TOPK:  # its encoder takes a sample, and could keep a few more or less the second time
         return keep_largest(value.reshape(-1), info.param).view(value.shape)
     return decode(*encode(value, Codec(info.codec)))
 
 
 def shapes_of(values: Sequence[TensorInfo]) -> Shapes:
-    """However they travel."""
+    """Return the shapes, whatever the codec."""
     return tuple((info.dtype, info.shape) for info in values)
 
 

@@ -1,9 +1,9 @@
-"""Spot checks: microbatches of replicas that a stage computes once more, and the accusations that it hears.
+"""Spot checks: a stage recomputes microbatches of its replicas, and handles accusations.
 
-When a step's gradients are about to be summed everything is counted, and everybody still has the step's parameters: then a stage
-may draw one of its replicas, and one of the microbatches that it has committed to. Who is false is named from now on whenever
-gradients are summed with it (`coordinator/all_reduce_attempt.py` goes by most of the others), and the others hear whom to look at:
-nobody takes somebody else's word for it.
+When a step's gradients are about to be summed, all microbatches are counted, and all stages still have the step's
+parameters. At this moment a stage may draw one of its replicas and a microbatch that it has committed to. A stage found
+false is named in every later summation with it (`coordinator/all_reduce_attempt.py` follows the majority of the others).
+The other stages hear an accusation and check for themselves: none trusts another's word.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from swarmnode.training.worker.label_queue import ReceivedLabels
 
 log = logging.getLogger(__name__)
 
-RECOMPUTED = 4 / 3  # passes: forward twice, back once
+RECOMPUTED = 4 / 3  # passes: forward twice, backward once
 CHECK_S = 20.0
-WITHIN = 0.5  # of the time for an all-reduce, at most: who takes longer is not waited for
+WITHIN = 0.5  # largest share of the time for an all-reduce: slower peers are not waited for
 TELL_S = 5.0
 RESULTS = ("passed", "false", "void")
-WITHOUT_RESULT = (  # what a peer shows may be unlike anything that torch was made for
+WITHOUT_RESULT = (  # data of a peer may be unlike anything that torch expects
     *(SwarmnodeError, asyncio.TimeoutError),
     *(ValueError, RuntimeError, LookupError, TypeError, ArithmeticError),
 )
-LOOKS = 3  # that have to pass before an accusation is taken for false: who lies now and then is not seen by each
+LOOKS = 3  # that must pass before an accusation counts as false: a peer that lies only sometimes is not caught by each
 MAX_SUSPICIONS = 64
 
 
 class Suspicions:
-    """One of each author at a time, so that nobody turns all looks away from somebody else."""
+    """Pending accusations, one per author, so that no author diverts all checks from another peer."""
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
-        self._by_author: dict[PeerId, tuple[PeerId, list[str]]] = {}  # the accused, and what looks at it came to
+        self._by_author: dict[PeerId, tuple[PeerId, list[str]]] = {}  # accused peer, and the results of checks of it
 
     def __repr__(self) -> str:
         return f"<Suspicions of {len(self._by_author)} authors>"
@@ -68,18 +68,20 @@ class Suspicions:
         return len(self._by_author)
 
     def hear(self, author: PeerId, accused: PeerId) -> None:
-        """An accusation; nothing, where its author has accused in vain before, or another one is being looked into."""
+        """Record an accusation. Ignores it if its author has accused in vain before, is shunned, accuses itself or has one pending,
+        or if there are MAX_SUSPICIONS already."""
         doubtful = author == accused or author in self._standing.shunned | self._standing.doubted
         if not doubtful and author not in self._by_author and len(self._by_author) < MAX_SUSPICIONS:
             self._by_author[author] = (accused, [])
 
     def next(self, peers: Collection[PeerId]) -> PeerId | None:
-        """Whom to look at: one of these peers that another one of them accuses."""
+        """Return the peer to check: one of `peers` that another one of them accuses; None if there is none."""
         told = ((author, accused) for author, (accused, _) in self._by_author.items())
         return next((accused for author, accused in told if author in peers and accused in peers), None)
 
     def looked(self, accused: PeerId, result: str) -> None:
-        """What a look at a peer came to, for whatever reason it was looked at."""
+        """Record the result of a check of a peer, whatever the reason for the check. Ends accusations that are confirmed or
+        checked LOOKS times."""
         for author, (told, results) in list(self._by_author.items()):
             if told != accused:
                 continue
@@ -105,12 +107,12 @@ class SpotChecks:
 
     def __post_init__(self) -> None:
         self.records = StepRecords(self.peer.link_config.ledger)
-        self.found: set[PeerId] = set()  # false, by what was computed here
+        self.found: set[PeerId] = set()  # peers found false by computation here
         self.counts: Counter[str] = Counter()
         self._calibration = Calibration()
         self._suspicions = Suspicions(self.standing)
-        self._checked = (b"", -1)  # the last run and step
-        self._drawn: PeerId | None = None  # in that step, and not looked at yet
+        self._checked = (b"", -1)  # the run and step of the last draw
+        self._drawn: PeerId | None = None  # in that step, and not checked yet
         self._watched: ContributionSketch | None = None
         self._board = board_of(self.peer, SPOT_CHECK_PROTOCOL)
         self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
@@ -123,16 +125,16 @@ class SpotChecks:
         return f"<SpotChecks {self.budget!r}, {dict(self.counts)}, {self.records!r}>"
 
     def readings(self) -> Readings:
-        """What came of the checks so far."""
+        """Yield the counts of the checks by result."""
         for result in RESULTS:
             yield Reading(table.SPOT_CHECKS, self.counts[result], (result,))
 
     async def start(self) -> None:
-        """Answer from now on."""
+        """Start answering replicas."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Forget what was kept."""
+        """Stop, and forget the kept microbatches."""
         await self._telling.close()
         await self._server.close()
         await self._board.close()
@@ -141,7 +143,7 @@ class SpotChecks:
     def remember(
         self, learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
     ) -> KeptMicrobatch | None:
-        """What to keep of a microbatch that is about to be computed; nothing, where it is one that was counted before."""
+        """Return a record of a microbatch that is about to be computed; None if it was counted before or there is no room."""
         hop = body.route[body.hop]
         again = learner.has_counted(body.number, hop.start, hop.end)
         return None if again else self.records.open(body, payload, labels)
@@ -149,8 +151,11 @@ class SpotChecks:
     # -- checking
 
     def watch(self, reduce: Reduce, learner: DeviceLearners) -> ContributionSketch | None:
-        """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, where
-        nothing of them is left for the next step."""
+        """Perhaps draw a replica to check, once in a step, before gradients are summed.
+
+        Returns the sketch that takes in the replica's contributions; None if no replica is drawn or its contributions
+        cannot be compared: they contain residuals of other steps, or blocks that are not here.
+        """
         self._members = frozenset(member.peer for group in reduce.groups for member in group.members)
         if (learner.run.id, learner.step) != self._checked:
             self._drawn = self._draw(reduce, learner)
@@ -164,8 +169,8 @@ class SpotChecks:
         return self._watched
 
     async def check(self, reduce: Reduce, learner: DeviceLearners) -> PeerId:
-        """After they are: look at whom `watch` chose. Who of those that contribute was found false here, now or before; empty:
-        nobody. Never raises what a peer can bring about."""
+        """Check the drawn replica after the gradients are summed. Returns a contributor that was found false here, now or before;
+        empty if there is none. Raises nothing that a peer can cause."""
         await self._look(reduce, learner)
         return min(self.found & contributors(reduce), default="")
 
@@ -182,7 +187,7 @@ class SpotChecks:
         except (FalseWork, NotFinite) as error:
             self._find(examination, reduce, str(error))
         except WITHOUT_RESULT as error:
-            log.info("a spot check of %s came to nothing: %s", drawn, error or "no answer in time")
+            log.info("a spot check of peer %s had no result: %s", drawn, error or "no answer in time")
             self.standing.forfeit(drawn)
             self._note(drawn, "void")
         else:
@@ -190,9 +195,9 @@ class SpotChecks:
         await self.standing.keep()
 
     def _draw(self, reduce: Reduce, learner: DeviceLearners) -> PeerId | None:
-        """Whom to look at in this step: who is suspected, or, now and then, anybody."""
+        """Return the peer to check in this step: a suspect, or at random any contributor; None for most steps."""
         step = learner.run.id, learner.step
-        averages = learner.run.averaging.every > 1  # then parameters differ
+        averages = learner.run.averaging.every > 1  # parameters differ then
         others = contributors(reduce) - self.found - {self.committer.peer}
         self._checked = step
         if averages or not others or not learner.segment.is_portable:
@@ -225,7 +230,8 @@ class SpotChecks:
     async def _examine_contribution(
         self, examination: Examination, reduce: Reduce, learner: DeviceLearners
     ) -> Judgement | None:
-        """Whether what it contributed is the sum of what it committed to."""
+        """Judge whether the peer's contribution is the sum of the microbatches that it committed to. Returns None if it was
+        not watched."""
         watched = self._watched
         if watched is None or not watched.blocks:
             return None
@@ -237,7 +243,7 @@ class SpotChecks:
         if judgement is None:
             self._note(examination.peer, "void")
         elif judgement.false:
-            beyond = f"{judgement.beyond} of {judgement.compared} rows are beyond what is tolerated"
+            beyond = f"{judgement.beyond} of {judgement.compared} rows exceed the tolerance"
             self._find(examination, reduce, f"{beyond}, by up to {judgement.worst:.3g} times")
         else:
             self._note(examination.peer, "passed")
@@ -245,7 +251,7 @@ class SpotChecks:
 
     def _find(self, examination: Examination, reduce: Reduce, why: str) -> None:
         peer = examination.peer
-        log.warning("peer %s computes falsely in the training: %s", peer, why)
+        log.warning("peer %s sends false results in the training: %s", peer, why)
         self._note(peer, "false")
         self.found.add(peer)
         self.standing.shun(peer)
@@ -268,27 +274,29 @@ class SpotChecks:
         try:
             await asyncio.wait_for(told(), TELL_S)
         except (SwarmnodeError, asyncio.TimeoutError) as error:
-            log.info("peer %s does not hear of an accusation: %s", other, error or "no answer in time")
+            log.info("peer %s did not receive your accusation: %s", other, error or "no answer in time")
 
     def _hear(self, author: PeerId, accusation: Accusation) -> None:
-        """Somebody found a peer false, and shows what that peer signed: a reason to look there next."""
+        """Record an accusation if it shows a commitment that the accused signed; that peer is checked next."""
         try:
             commitment = open_commitment(accusation.commitment, self.committer.swarm, self.committer.verify)
         except ProtocolError as error:
-            log.info("an accusation without a reason: %s", error)
+            log.info("an accusation without a valid commitment: %s", error)
             return
         if (commitment.peer, commitment.run) == (accusation.peer, accusation.run):
             self._suspicions.hear(author, accusation.peer)
 
 
 def contributors(reduce: Reduce) -> set[PeerId]:
-    """Those whose gradients of the receiver's units are summed. What the ends share says nothing: they do different things."""
+    """Return the peers whose gradients of the receiver's units are summed. The shared block does not count: its ends
+    contribute different gradients."""
     groups = (group for group in reduce.groups if group.how == How.SUM and group.blocks != (SHARED,))
     return {member.peer for group in groups for member in group.members if member.count}
 
 
 def contributed_by(peer: PeerId | None, reduce: Reduce) -> dict[int, int]:
-    """By block, of how many microbatches a peer's gradients are in the receiver's sums, but for what the ends share."""
+    """Return the number of microbatches in a peer's gradients, by block of the receiver's sums, without groups with the
+    shared block."""
     groups = (group for group in reduce.groups if group.how == How.SUM and SHARED not in group.blocks)
     return {
         block: member.count

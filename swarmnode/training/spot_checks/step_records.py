@@ -1,8 +1,8 @@
-"""Step records: a stage's records of the microbatches of the step in force, its commitment to them, and the server that shows both
-to replicas.
+"""Step records: a stage's records of the microbatches of the current step, its commitment to them, and the server that
+shows both to replicas.
 
-Records are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and
-training goes on: it is the check that is given up.
+Records are payloads as they arrived and left, in host memory, counted in the ledger. If there is no room, a microbatch is
+not kept and training goes on: only the check is lost.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ MAX_KEPT_BYTES = 1 << 30  # of a step
 _PLACE = struct.Struct("<HH")
 
 Place = tuple[int, int]
-"""Number of a microbatch and first unit: a stage counts it once at each."""
+"""Number of a microbatch and first unit: a stage counts each such pair once."""
 
 
 @dataclass
 class KeptMicrobatch:
-    """What came and went of one microbatch."""
+    """The data that one microbatch brought and produced at a stage."""
 
     body: Forward
     received: Buffer
@@ -74,23 +74,23 @@ class KeptMicrobatch:
     gradients: Buffer = b""
     returned: Encoded = ((), [])
     loss: float = 0.0
-    parameters: bytes = b""  # sketch_S of what it added, float32, little-endian
-    _grown: BlockSketches = field(default_factory=BlockSketches, repr=False)  # of what it added
+    parameters: bytes = b""  # sketch_S of its additions to the gradients, float32, little-endian
+    _grown: BlockSketches = field(default_factory=BlockSketches, repr=False)  # of its additions
     _record: MicrobatchRecord | None = field(default=None, repr=False)
 
     @property
     def place(self) -> Place:
-        """Which microbatch, from which unit on."""
+        """The microbatch's number and the first unit here."""
         return self.body.number, self.body.route[self.body.hop].start
 
     @property
     def tiles(self) -> dict[int, int]:
-        """How long the sketch of what it added is, by block."""
+        """Number of tiles in the sketch of its additions, by block."""
         return {block: len(sketch_S) for block, sketch_S in self._grown.items()}
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all kept data."""
         payloads = (
             self.received,
             self.labels_payload,
@@ -102,7 +102,7 @@ class KeptMicrobatch:
         return sum(memoryview(payload).nbytes for payload in payloads)
 
     def record(self) -> MicrobatchRecord:
-        """As it is told; hashes all payloads the first time."""
+        """Return the record that replicas are shown. The first call hashes all payloads."""
         if self._record is None:
             body, answer = self.body, self.answer
             hop = body.route[body.hop]
@@ -123,25 +123,25 @@ class KeptMicrobatch:
 
     @contextmanager
     def counting(self, learner: Learner, units: Span) -> Iterator[None]:
-        """Around a pass that adds its gradients to the sums of some units; on the executor."""
+        """Sketch the gradients that a pass adds to the sums of `units`; used as a context around the pass, on the executor."""
         before = self._sketches(learner, units)
         yield
         for block, sketch_S in self._sketches(learner, units).items():
             self._grown.add(block, sketch_S - before[block])
 
     def finish(self) -> None:
-        """All units have counted it."""
+        """Join the sketches after all units have counted the microbatch."""
         self.parameters = sketch_bytes(self._grown.joined())
 
     def _sketches(self, learner: Learner, units: Span) -> dict[int, Tensor]:
-        """sketch_S of the sums, by block."""
+        """Return sketch_S of the sums, by block."""
         seed = step_seed(self.body.run, self.body.step)
         sums = learner.accumulators(units.start, units.end)
         return {block: gradient_sketch(sums_N, seed) for block, sums_N in sums.items()}
 
 
 class StepRecords:
-    """Of one stage."""
+    """The records of one stage."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
@@ -155,11 +155,11 @@ class StepRecords:
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all kept records."""
         return sum(kept.memory.size_bytes for kept in self._kept.values())
 
     def open(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
-        """A microbatch comes in; None where there is no room to keep what it was."""
+        """Open a record for an arriving microbatch; None if there is no room for its inputs."""
         told = ((), b"") if labels is None else (labels.body.values, labels.payload)
         size_bytes = len(payload) + len(told[1])
         if self.size_bytes + size_bytes > MAX_KEPT_BYTES:
@@ -170,7 +170,7 @@ class StepRecords:
             return None
 
     def close(self, kept: KeptMicrobatch) -> None:
-        """A microbatch is over: keep it, if it was counted and there is room."""
+        """Keep the record of a microbatch that is over if it was counted and there is room; else free its memory."""
         if not (kept.parameters and self._keep(kept)):
             kept.memory.release()
 
@@ -189,30 +189,30 @@ class StepRecords:
         return True
 
     def of(self, run: bytes, step: int) -> dict[Place, KeptMicrobatch]:
-        """What there is of a step, in the order of places."""
+        """Return the records of a step in the order of their places; empty if another step is kept."""
         return dict(sorted(self._kept.items())) if (run, step) == self._step else {}
 
     def clear(self) -> None:
-        """The step is over, or counted anew: nobody can check it any more."""
+        """Forget all records: the step is over, or counted again."""
         for kept in self._kept.values():
             kept.memory.release()
         self._kept.clear()
 
 
 def entries_of(records: Iterable[MicrobatchRecord]) -> bytes:
-    """As a commitment binds them."""
+    """Return the bytes that a commitment binds: place and digest of each record."""
     return b"".join(_PLACE.pack(record.number, record.start) + record.digest for record in records)
 
 
 def read_entries(entries: Buffer, count: int) -> dict[Place, bytes]:
-    """Digests by place. Raises ValueError where they are not so many, or a place is there twice."""
+    """Return the digests by place. Raises ValueError if there are not `count` entries, or a place is listed twice."""
     size = _PLACE.size + hashlib.sha256().digest_size
     data = bytes(entries)
     if len(data) != count * size:
         raise ValueError(f"{len(data)} bytes of {count} entries")
     found = {_PLACE.unpack_from(data, at): data[at + _PLACE.size : at + size] for at in range(0, len(data), size)}
     if len(found) != count:
-        raise ValueError("a microbatch that is there twice")
+        raise ValueError("a microbatch is listed twice")
     return found
 
 
@@ -225,7 +225,7 @@ def _digest(payloads: Sequence[Buffer]) -> bytes:
 
 @dataclass(frozen=True)
 class Committer:
-    """Who commits, in which swarm, and how signatures are made and checked."""
+    """The signer of commitments, its swarm, and the functions that sign and verify."""
 
     peer: PeerId
     swarm: bytes
@@ -240,7 +240,8 @@ def check_server(
     may_ask: Callable[[PeerId], bool],
     on_accusation: Callable[[PeerId, Accusation], None],
 ) -> QuestionServer:
-    """Answers from these records, which hold what a training is fed: to its stages alone."""
+    """Create the server that shows these records to replicas and takes accusations. Only peers that `may_ask` are answered:
+    records hold training data."""
 
     async def answer(asker: Claimant, question: Question) -> Answer:
         if not may_ask(asker.peer):
@@ -284,7 +285,7 @@ def _microbatch(seed: bytes, found: list[KeptMicrobatch]) -> Answer:
 
 
 def _sketches(kept: list[KeptMicrobatch]) -> Answer:
-    """Of the first ones, as many as go into one answer."""
+    """Answer with the sketches of the first records, as many as fit into one answer."""
     told: list[KeptMicrobatch] = []
     size_bytes = 0
     for one in kept[:MAX_RECORDS]:

@@ -1,5 +1,7 @@
-"""Activation compressor: the codec of a stage's values for each link and direction, the time that each link takes for them, and
-the error feedback of top-k."""
+"""Activation compressor: it chooses the codec of a stage's values for each link and direction.
+
+It also keeps the time that each link takes for them, and the error feedback of top-k.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,21 @@ log = logging.getLogger(__name__)
 UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
 
 OnChoice = Callable[[PeerId, str, Choice], None]
-"""(peer, direction, choice): what goes there travels otherwise from now on"""
+"""Callback (peer, direction, choice), called when the codec of a link changes."""
 
 
-MAX_LINKS = 64  # those used longest ago are forgotten
+MAX_LINKS = 64  # the least recently used are forgotten
 
 Link = tuple[PeerId, str]
-"""To whom, and which way through the model"""
+"""Receiver, and direction through the model."""
 
 Way = tuple[PeerId, str, bool]
-"""With whom, which way through the model, and whether it is sent or comes in"""
+"""Peer, direction through the model, and whether values are sent (else received)."""
 
 
 class LinkDurations:
-    """How long a microbatch's values take over each link of a stage as they are, in both directions; of the step in force and
-    the one before it: peers that are not met any more are forgotten."""
+    """Seconds that a microbatch's values take uncompressed over each link of a stage, in both directions. They are kept for the
+    current and the previous step, so that peers of earlier steps are forgotten."""
 
     def __init__(self) -> None:
         self._now_s: dict[Way, float] = {}
@@ -59,18 +61,19 @@ class LinkDurations:
 
     @property
     def slowest_s(self) -> float:
-        """The longest, in seconds; 0 where none is known."""
+        """The longest time of a link, in seconds; 0 if none is known."""
         return max((*self._now_s.values(), *self._before_s.values()), default=0.0)
 
     def note(self, way: Way, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
-        """Values (however they are encoded) cross a link: the seconds that they would take uncompressed, where that is known."""
+        """Record that `values`, in any encoding, cross a link. Returns the seconds that they would take uncompressed, or
+        None if the bandwidth is unknown."""
         if not bandwidth_bps:
             return None
         self._now_s[way] = found_s = encoded_bytes(values, Codec.NONE) * 8 / bandwidth_bps
         return found_s
 
     def end_step(self) -> None:
-        """Another step begins."""
+        """Begin a new step, and forget the links of the step before the last one."""
         self._before_s, self._now_s = self._now_s, {}
 
 
@@ -81,11 +84,13 @@ class _LeftOver:
 
 
 class ErrorFeedback:
-    """What top-k left out of the values of a link, which is added to the next ones (Stich et al., arXiv 1809.07599). On the
-    executor; if the ledger has no room, nothing is kept, and top-k goes on without.
+    """Error feedback: values that top-k left out on a link are added to the next values of the link (Stich et al., arXiv
+    1809.07599).
 
-    A microbatch's activations are of other samples than the next one's. What was left out of them is the same for all samples
-    where it is a bias, and noise where it is not: which of them prevails is measured in `docs/decisions/compression.md`.
+    It is used on the executor. If the ledger has no room, nothing is kept, and top-k goes on without feedback.
+
+    The activations of two microbatches come from different samples. A left-out part that is a bias is the same for all
+    samples; any other left-out part is noise. `docs/decisions/compression.md` measures which of them prevails.
     """
 
     def __init__(self, ledger: MemoryLedger) -> None:
@@ -96,7 +101,7 @@ class ErrorFeedback:
         return f"<ErrorFeedback of {len(self._left)} links>"
 
     def encode(self, values: Sequence[Tensor], link: Link, choice: Choice) -> Encoded:
-        """Descriptors and payloads of the values and what was left out before; keeps what is left out now."""
+        """Encode the values plus the part left out before, and keep the part left out now. Returns descriptors and payloads."""
         wanted = self._with_left_over(values, link)
         infos, payloads = encode_values(wanted, choice.codec, choice.keep)
         said = [decode(info, bytes(payload)) for info, payload in zip(infos, payloads, strict=True)]
@@ -127,15 +132,18 @@ class ErrorFeedback:
             left.memory.release()
 
     def clear(self) -> None:
-        """Forget it all."""
+        """Forget all left-out values."""
         for link in list(self._left):
             self._forget(link)
 
 
 class ActivationCompressor:
-    """`mode` is the node's own word, which counts where the run that it is in leaves it to the nodes: "auto" chooses among the
-    codecs that the swarm allows, one controller for each link and direction; a codec's name fixes it; "topk", "adatopk" and
-    "slowest" are rules of `plan/compression.py`."""
+    """The codecs of a stage's values. `mode` is the node's own setting, used if the run leaves the choice to the nodes.
+
+    "auto" chooses among the codecs that the swarm allows, with one controller for each link and direction. The name of a
+    codec fixes it. "topk", "adatopk" and "slowest" are rules of `plan/compression.py`. Raises UsageError if the swarm does
+    not allow `mode`.
+    """
 
     def __init__(self, mode: str, allowed: Collection[int], ledger: MemoryLedger | None = None) -> None:
         if not is_allowed(mode, allowed):
@@ -146,8 +154,8 @@ class ActivationCompressor:
         self.allowed = frozenset(allowed)  # codecs of the swarm
         self._feedback = ErrorFeedback(ledger or MemoryLedger())
         self._durations = LinkDurations()
-        self._beat_s = 0.0  # how long the slowest stage computes
-        self._slowest_s = 0.0  # how long the swarm's slowest link takes
+        self._beat_s = 0.0  # seconds that the slowest stage computes
+        self._slowest_s = 0.0  # seconds that the swarm's slowest link takes
         self._asked = self._in_force = self._own
         self._controllers: dict[Link, Controller] = {}
         self._choices: dict[Link, Choice] = {}
@@ -157,23 +165,25 @@ class ActivationCompressor:
 
     @property
     def choices(self) -> Mapping[Link, Choice]:
-        """By peer and direction."""
+        """The latest choice by peer and direction."""
         return self._choices.copy()  # at once: the executor adds links meanwhile
 
     @property
     def slowest_link_s(self) -> float:
-        """Of this stage's own links, the seconds that a microbatch's values take uncompressed; 0: not known. On the executor."""
+        """Seconds that a microbatch's values take uncompressed over the slowest of this stage's links; 0 if unknown. Must
+        run on the executor."""
         with self._lock:
             return self._durations.slowest_s
 
     def hear(self, beat_s: float, slowest_link_s: float) -> None:
-        """Another step begins, with the coordinator's word on the slowest stage and the slowest link; 0: not known."""
+        """Begin a new step, with the coordinator's seconds of the slowest stage and the slowest link (0: unknown)."""
         with self._lock:
             self._beat_s, self._slowest_s = beat_s, slowest_link_s
             self._durations.end_step()
 
     def adopt(self, asked: Compression) -> None:
-        """What the run asks for, on the executor. What the swarm does not allow is not done, whoever asks."""
+        """Follow the run's setting. If it is auto, or the swarm does not allow it, the node's own counts. Must run on the
+        executor."""
         with self._lock:
             if asked != self._asked:
                 self._adopt(asked)
@@ -182,17 +192,17 @@ class ActivationCompressor:
         self._asked = asked
         self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self.allowed) else self._own
         if asked.rule not in (AUTO, self._in_force.rule):
-            log.warning("the run asks for --compress %s, which this swarm does not allow", asked.rule)
+            log.warning("the run asks for --compress %s, which this swarm forbids; your node uses its own", asked.rule)
         self._controllers.clear()
         self._feedback.clear()
 
     def arrived(self, values: Sequence[TensorInfo], peer: PeerId, direction: str, bandwidth_bps: float | None) -> None:
-        """Values came in from a peer, whose large frames come in as fast as that; on the executor."""
+        """Record that values arrived from `peer` at `bandwidth_bps` (None: unknown). Must run on the executor."""
         with self._lock:
             self._durations.note((peer, direction, False), values, bandwidth_bps)
 
     def encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
-        """Descriptors and payloads for a peer; on the executor."""
+        """Encode values for `peer` with the codec of its link. Returns descriptors and payloads. Must run on the executor."""
         link = (peer, direction)
         with self._lock:
             choice = self._choose(describe_values(values), link, bandwidth_bps)
@@ -201,7 +211,7 @@ class ActivationCompressor:
         return encode_values(values, choice.codec, choice.keep)
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Free the memory of the error feedback."""
         self._feedback.clear()
 
     def _choose(self, infos: Sequence[TensorInfo], link: Link, bandwidth_bps: float | None) -> Choice:
@@ -224,13 +234,14 @@ class ActivationCompressor:
         return self.allowed if rule == AUTO else {codec_of(rule)}
 
     def _sparse(self, link_s: float | None) -> Choice:
-        """Against the slowest link of all, as far as the coordinator has told it; else of this stage's."""
+        """Choose top-k's ratio by comparison with the swarm's slowest link, or with this stage's slowest link if the
+        coordinator named none."""
         if link_s is None:
             return UNKNOWN
         rule = self._in_force.rule
         slowest_s = self._slowest_s or self._durations.slowest_s
         ratio = topk_ratio(rule, link_s, slowest_s, self._in_force.ratio)
         if ratio <= 1:
-            return Choice(Codec.NONE, f"{rule}: {link_s:.3g} s, where the slowest link takes {slowest_s:.3g} s")
-        told = f"{rule} keeps 1 / {ratio:.3g} of the elements: {link_s:.3g} s, where the slowest link takes {slowest_s:.3g} s"
+            return Choice(Codec.NONE, f"{rule}: {link_s:.3g} s, while the slowest link takes {slowest_s:.3g} s")
+        told = f"{rule} keeps 1 / {ratio:.3g} of the elements: {link_s:.3g} s, while the slowest link takes {slowest_s:.3g} s"
         return Choice(Codec.TOPK, told, 1 / ratio)

@@ -1,4 +1,4 @@
-"""Admission: the check of microbatches and labels against the run, the route, the seal of their lease, and the size of a
+"""Admission: the checks of a microbatch or its labels against the run, the route, the lease's seal, and the size of a
 microbatch."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarmnode.training.coordinator.seal import is_sealed
 
 
 def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, key: bytes) -> ErrorCode | None:
-    """Why what is of the term in force is not taken, or None. `key` is the term's."""
+    """Return the reason to refuse a microbatch or labels of the current term, or None to admit them. `key` is the term's."""
     if body.run != run.id:
         return ErrorCode.WRONG_RUN
     if body.number >= run.microbatches or body.route[body.hop].peer != here:
@@ -25,7 +25,7 @@ def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, k
 
 
 def is_of_its_size(values: Sequence[TensorInfo], run: Run) -> bool:
-    """Whether it has as many samples and tokens as the run says: who holds a lease decides nothing about memory. Of modules that
-    are no language models the shapes are known to the graph alone."""
+    """Return whether the values have as many samples and tokens as the run demands, so that the holder of a lease cannot exhaust
+    the memory. Always True for modules that are not language models: only the graph knows their shapes."""
     sample = (run.microbatch, run.sequence)
     return not run.sequence or (bool(values) and all(info.shape[:2] == sample for info in values))

@@ -1,4 +1,4 @@
-"""Following: whose word a stage follows, and until when. A coordinator that says nothing is gone, though its links may live."""
+"""Following: the coordinator that a stage follows. A coordinator that falls silent counts as lost, even if its link is alive."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from swarmnode.training.coordinator.worker_group import Line
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-IDLER_S, MOST_IDLER_S = 60.0, 3600.0  # for which who led and gave out no work is not followed again
+IDLER_S, MOST_IDLER_S = 60.0, 3600.0  # pause before a coordinator that gave out no work is followed again
 MAX_CLAIMS = 64
-CLAIM_S = 60.0  # for which a coordinator that is not in force may go on talking
-MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word does not use all terms up
+CLAIM_S = 60.0  # longest conversation of a coordinator that is not in force
+MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word must not use up all terms
 
 
 class Following:
-    """`on_followed` hears of each coordinator that comes into force, `on_lost` when it is gone; without an error it let go."""
+    """The stage's coordinator and term. `on_followed` is called with each coordinator that comes into force. `on_lost` is called
+    when a coordinator is gone, with the error, or with None if it ended the conversation."""
 
     def __init__(self, *, on_crash: OnCrash | None = None) -> None:
         self.term = 0
@@ -36,7 +37,7 @@ class Following:
         self.on_followed: Callable[[PeerId], None] = lambda _peer: None
         self.on_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._silent_ticks = 0
-        self._deserters = Backoff(asyncio.get_running_loop().time)  # led, and then said nothing
+        self._deserters = Backoff(asyncio.get_running_loop().time)  # coordinators that fell silent
         self._idlers = Backoff(
             asyncio.get_running_loop().time, first_s=IDLER_S, ceiling_s=MOST_IDLER_S, forget_s=2 * MOST_IDLER_S
         )
@@ -47,7 +48,11 @@ class Following:
         return f"<Following {self.coordinator or 'nobody'}, term {self.term}>"
 
     def accepts(self, line: Line, body: Lead) -> bool:
-        """Follow the sender from now on, unless one of a newer term is in force or the term is out of all reason."""
+        """Follow the sender of a LEAD and return True, or return False if it must not be followed.
+
+        It must not if its term is lower than the current one or far too high, if another coordinator has the same term, or
+        if the sender fell silent or idled lately.
+        """
         jumps = self.term > 0 and body.term - self.term > MAX_TERM_JUMP
         rivals = body.term == self.term and self.coordinator not in (None, line.peer)
         rests = any(backoff.pause_s(line.peer) for backoff in (self._deserters, self._idlers))
@@ -61,17 +66,18 @@ class Following:
         return True
 
     def heard(self) -> None:
-        """The coordinator has said something."""
+        """Note that the coordinator has sent something."""
         self._silent_ticks = 0
 
     def lost(self, line: Line, error: PeerError | None) -> None:
-        """A line was cut, or (no error) its other end let go."""
+        """Note that the line was cut, or that its other end closed it (`error` is None). Ignores lines of coordinators that
+        are not in force."""
         if self.line is line:
             peer, self.coordinator, self.line = line.peer, None, None
             self.on_lost(peer, error)
 
     def desert(self) -> None:
-        """The coordinator in force keeps talking and gives out no work: it is not followed for a while."""
+        """Leave the coordinator in force, which gives out no work, and do not follow it again for a while."""
         if self.line is not None:
             self._idlers.failed(self.line.peer)
             self._leave(self.line, f"gives out no work for {STALLED_S:.0f} s")
@@ -82,7 +88,8 @@ class Following:
         line.close()
 
     async def _watch_silence(self) -> None:
-        """Counts ticks, not seconds: while this process is suspended nothing can be heard."""
+        """Leave a coordinator that is silent for SILENCE_S. It counts ticks, not seconds, since a suspended process hears
+        nothing."""
         while True:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1
@@ -92,23 +99,24 @@ class Following:
                 self._leave(line, f"says nothing for {SILENCE_S:.0f} s")
 
     async def close(self) -> None:
-        """Follow nobody any more: whoever's line ends now has not done it."""
+        """Stop following. The coordinator whose line ends now is not blamed."""
         self.coordinator = self.line = None
         await self._tasks.close()
 
 
 class LeadClaims:
-    """Conversations in which peers claim to lead: besides the one in force one for each peer, MAX_CLAIMS in all, for a while."""
+    """Conversations of peers that claim to lead: besides that of the coordinator in force, one for each peer, for CLAIM_S. There
+    are at most MAX_CLAIMS of them."""
 
     def __init__(self, following: Following) -> None:
         self._following = following
-        self._channels: dict[Channel, None] = {}  # the oldest first
+        self._channels: dict[Channel, None] = {}  # oldest first
 
     def __repr__(self) -> str:
         return f"<LeadClaims, {len(self._channels)} open>"
 
     def add(self, channel: Channel) -> None:
-        """Keep a conversation, whose first LEAD has been answered, and close what is over the bounds."""
+        """Keep a conversation whose first LEAD has been answered, and close those beyond the limits."""
         self._channels = {kept: None for kept in self._channels if kept.open}
         idle = [kept for kept in self._channels if kept is not self._following.line]
         of_peer = [kept for kept in idle if kept.peer == channel.peer]
@@ -119,7 +127,7 @@ class LeadClaims:
         asyncio.get_running_loop().call_later(CLAIM_S, self._expire, channel)
 
     def _expire(self, channel: Channel) -> None:
-        """One in force is looked at again later: it may be displaced."""
+        """Close a claim after its time; the one in force is looked at again later, since it may have been displaced by then."""
         if channel.open and channel is self._following.line:
             asyncio.get_running_loop().call_later(CLAIM_S, self._expire, channel)
         else:

@@ -1,7 +1,6 @@
-"""Label queue: what trainers sent for the loss of microbatches that end here, until these have come the other way.
+"""Label queue: the labels of microbatches that end at this node, from their arrival until their values are here, too.
 
-Labels of a microbatch go from its trainer straight to the last hop, which need not be the later one to hear of it: either side
-waits for the other.
+A trainer sends labels directly to the last hop. They may arrive before or after the values, so each waits for the other.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from swarmnode.codec.training_messages import Labels
 from swarmnode.errors import ErrorCode, PeerLost, PeerRefused
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 
-MAX_LABELS = 64  # microbatches, those of the step to come included
-LABELS_S = 10.0  # after the values are here, and half of the lease at most
+MAX_LABELS = 64  # microbatches, those of the next step included
+LABELS_S = 10.0  # after the values are here; at most half of the lease's time
 
 
 class ReceivedLabels(NamedTuple):
-    """LABELS as they came."""
+    """LABELS as received."""
 
     body: Labels
     payload: bytes | bytearray
@@ -28,14 +27,14 @@ class ReceivedLabels(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """Labels that nobody has asked for yet."""
+    """Labels that no microbatch has taken yet."""
 
     received: ReceivedLabels
     memory: Reservation
 
 
 class LabelQueue:
-    """By lease. Who sends labels may end the conversation that brought them: then they are forgotten."""
+    """Received labels by lease. If the sender ends the conversation that brought labels, they are forgotten."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
@@ -46,7 +45,8 @@ class LabelQueue:
         return f"<LabelQueue of {len(self._waiting)} waiting, {len(self._awaited)} awaited>"
 
     def put(self, body: Labels, payload: bytes | bytearray) -> ErrorCode | None:
-        """They have come; why they are not taken, or None."""
+        """Store labels, or give them to the microbatch that waits for them. Returns None, or BUSY if there is no room or
+        the lease has some already."""
         received, awaited = ReceivedLabels(body, payload), self._awaited.pop(body.lease, None)
         if awaited is not None and not awaited.done():
             awaited.set_result(received)
@@ -61,14 +61,15 @@ class LabelQueue:
         return None
 
     def _reserve(self, size_bytes: int) -> Reservation:
-        """One microbatch is always let in, and so are its labels. Raises Full."""
+        """Reserve memory for labels. The first are always let in, like the first microbatch. Raises Full if there is no
+        room for others."""
         if self._waiting:
             return self._ledger.reserve(Account.MESSAGES, size_bytes)
         return self._ledger.count(Account.MESSAGES, size_bytes)
 
     async def take(self, lease: int, within_s: float) -> ReceivedLabels:
-        """Those of a lease, which holds `within_s` (0: nobody knows how long). Raises PeerRefused where they do not come, PeerLost
-        where the lease is over meanwhile."""
+        """Return the labels of a lease, after waiting for them if need be. The lease lasts `within_s` (0: unknown). Raises
+        PeerRefused if they do not arrive in time, PeerLost if the lease ends before."""
         waiting = self._waiting.pop(lease, None)
         if waiting is not None:
             waiting.memory.release()
@@ -85,7 +86,7 @@ class LabelQueue:
             self._awaited.pop(lease, None)
 
     def drop(self, leases: Collection[int]) -> None:
-        """They are over: nobody waits for their labels."""
+        """Forget the labels of these leases, and stop waiting for any."""
         for lease in leases:
             waiting, awaited = self._waiting.pop(lease, None), self._awaited.pop(lease, None)
             if waiting is not None:
@@ -94,9 +95,9 @@ class LabelQueue:
                 awaited.set_exception(PeerLost("the microbatch was given up"))
 
     def clear(self) -> None:
-        """All leases are over."""
+        """Forget the labels of all leases."""
         self.drop([*self._waiting, *self._awaited])
 
     def next_step(self, step: int) -> None:
-        """Those of steps before this one are over."""
+        """Forget the labels of steps before `step`."""
         self.drop([lease for lease, one in self._waiting.items() if one.received.body.step < step])

@@ -1,7 +1,7 @@
-"""Training memory: weights, gradients, the optimiser's memory and the activations of each microbatch, in the device's ledger.
+"""Training memory: weights, gradients, optimiser states and the activations of each microbatch, in the device's ledger.
 
-A microbatch is let in where there is room for what it keeps until its gradients come; else its sender hears BUSY. One at a time is
-always let in, or training would stand still: its room is kept from the start of the run.
+A microbatch is admitted if there is room for the activations that it keeps until its gradients come; else its sender
+receives BUSY. One microbatch is always admitted, or training would stand still: its room is kept from the start of the run.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from swarmnode.training.worker.pass_estimator import Estimates
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT = 4  # microbatches at once, in short pipelines
-MAX_IN_FLIGHT = 64  # whatever room there is, those of the step to come included
-# There and back, of microbatches so small that nobody else counts them.
+IN_FLIGHT = 4  # microbatches at once in short pipelines
+MAX_IN_FLIGHT = 64  # however much room there is, those of the next step included
+# Sent and received, of microbatches so small that their payloads are counted nowhere else.
 SMALL_PAYLOADS_BYTES = 2 * MAX_IN_FLIGHT * LARGE_BYTES
-CHUNKS_BYTES = 64 << 20  # of all-reduces that are here at any time, at most
+CHUNKS_BYTES = 64 << 20  # largest size of all-reduce chunks in memory at any time
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-MAPPED_BYTES = 900_000  # from here on a tensor gets pages of its own
-KEPT_BYTES = 256 << 20  # the heap of small things is not cut back
+MAPPED_BYTES = 900_000  # a tensor of this size or more gets pages of its own
+KEPT_BYTES = 256 << 20  # the heap of small objects is not trimmed below this
 
 
 def give_back_large_tensors() -> bool:
-    """For this process, for good; False where the C library is not glibc.
+    """Make glibc return freed large tensors to the system, for the rest of this process. Returns False if the C library is
+    not glibc.
 
     By default glibc puts tensors of up to 32 MB into one heap, where activations of many sizes leave holes: a stage that
-    recomputes held 1.6 times what it must, and with this 1.26 times, at 0.77 of the speed (8 layers of 512 in two stages,
-    contrib/benchmarks/training_memory.py). GPUs are not concerned.
+    recomputes held 1.6 times the memory it must, and with this 1.26 times, at 0.77 of the speed (8 layers of 512 in two
+    stages, contrib/benchmarks/training_memory.py). GPU memory is not concerned.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -52,12 +53,12 @@ def give_back_large_tensors() -> bool:
 
 
 def no_estimates(_run: Run) -> Sequence[UnitEstimate]:
-    """Of modules of which nothing is known."""
+    """Raise CheckpointError: the default for segments whose work cannot be estimated."""
     raise CheckpointError("the work of these units cannot be estimated")
 
 
 class TrainingMemory:
-    """Of one stage, from `begin` of its first run to `close`."""
+    """The memory of one stage in the ledger, from its creation to `close`."""
 
     def __init__(self, ledger: MemoryLedger, segment: Segment, estimates: Estimates = no_estimates) -> None:
         self.ledger = ledger
@@ -74,14 +75,16 @@ class TrainingMemory:
         return f"<TrainingMemory {len(self._microbatches)} microbatches of {size:.1f} MB, {self.ledger!r}>"
 
     def begin(self, run: Run) -> bool:
-        """A run is about to begin: whether the graphs of some microbatches are too large to be kept, and computed again.
+        """Reserve memory for a run. Returns whether activations must be recomputed, because the graphs of IN_FLIGHT
+        microbatches do not fit.
 
-        Then large tensors are given back to the system at once. Where the work cannot be estimated graphs are kept, uncounted.
+        In that case, freed large tensors are returned to the system at once. If the work cannot be estimated, graphs are
+        kept without being counted, and the result is False.
         """
         try:
             estimates = self._estimates(run)[slice(*self._units)]
         except CheckpointError as error:
-            log.info("%s; graphs are kept", error)
+            log.info("%s; your node keeps all activations", error)
             self._microbatch_bytes = 0
             return False
         kept_bytes = sum(unit.activation_bytes for unit in estimates)
@@ -89,38 +92,38 @@ class TrainingMemory:
         if autocast_dtype(self._segment.device, wanted=run.autocast) is torch.float16:
             blocks = (
                 self._segment.parameters().values()
-            )  # of the largest the gradients, before they are added to the sums
+            )  # of the block with the most, before they are added to the sums
             pass_bytes += max(sum(tensor.nbytes for tensor in named.values()) for named in blocks)
         learning_bytes = (1 + _remembered(run)) * self._for_good[Account.WEIGHTS].size_bytes
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
             size_mb, room_mb = IN_FLIGHT * kept_bytes / 1e6, (self._room_bytes() - learning_bytes) / 1e6
-            log.info("graphs of %.0f MB do not fit into %.0f MB: they are computed again", size_mb, room_mb)
+            log.info("activations of %.0f MB do not fit into %.0f MB: your node recomputes them", size_mb, room_mb)
             give_back_large_tensors()
             kept_bytes = sum(unit.boundary_bytes for unit in estimates)
-            pass_bytes += largest_bytes  # the graph of a unit is not among what is kept
+            pass_bytes += largest_bytes  # the graph that is recomputed is not among the kept ones
         self._microbatch_bytes = kept_bytes
-        self._for_good[Account.ACTIVATIONS].count(kept_bytes + pass_bytes)  # one microbatch, and the pass that runs
+        self._for_good[Account.ACTIVATIONS].count(kept_bytes + pass_bytes)  # one microbatch, and the pass under way
         return recompute
 
     def hold(self, learner: Learner) -> None:
-        """What a learner has besides the weights is here now, instead of an earlier one's."""
+        """Count the memory of a learner besides the weights, in place of that of an earlier learner."""
         self._for_good[Account.GRADIENTS].count(learner.gradient_bytes)
         self._for_good[Account.OPTIMIZER].count(learner.optimizer_bytes)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the learner that is here."""
+        """Bytes of the current learner's gradients."""
         return self._for_good[Account.GRADIENTS].size_bytes
 
     def average(self, run: Run, gradient_bytes: int, *, copies: int = 0) -> None:
-        """This stage has replicas: what they agree on is a vector as long as the gradients (of all devices, then with a copy of
-        them), chunks of it are on their way, and with error feedback there are the residuals of the last step and of this one."""
+        """Count the memory for averaging with replicas. There is a vector as long as the gradients, and `copies` more if several
+        devices take part. Chunks are in transit. Error feedback keeps the residuals of the last step and of this one."""
         vectors = 1 + copies + (2 if feeds_back(run.averaging) else 0)
         self._for_good[Account.AVERAGING].count(vectors * gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
 
     def admit(self, place: int) -> bool:
-        """Whether there is room for a microbatch at this place (`place_of`); it has it then, until it is `ended`."""
+        """Reserve memory for the microbatch at `place` (see `place_of`) until it is `ended`. Returns False if there is no room."""
         if place in self._microbatches:
             return True
         first = not self._microbatches
@@ -132,20 +135,20 @@ class TrainingMemory:
 
     @property
     def window(self) -> int:
-        """Microbatches that have room at once, those that are here among them; 0 where nothing is known of their size."""
+        """Number of microbatches that have room at once, present ones included; 0 if their size is unknown."""
         if not self._microbatch_bytes:
             return 0
         kept_bytes = sum(reservation.size_bytes for reservation in self._microbatches.values())
         return int(min(MAX_IN_FLIGHT, 1 + (self.ledger.free_bytes + kept_bytes) // self._microbatch_bytes))
 
     def ended(self, place: int) -> None:
-        """A microbatch keeps nothing any more. Safe to call twice."""
+        """Free the memory of the microbatch at `place`. Safe to call twice."""
         reservation = self._microbatches.pop(place, None)
         if reservation is not None:
             reservation.release()
 
     def close(self) -> None:
-        """Nothing is trained here any more."""
+        """Free all memory of the stage."""
         for reservation in (*self._for_good.values(), *self._microbatches.values()):
             reservation.release()
         self._microbatches.clear()
@@ -155,17 +158,17 @@ class TrainingMemory:
         return Span(self._segment.start, self._segment.end)
 
     def _room_bytes(self) -> float:
-        """What there is beside weights, of which a run before may hold some."""
+        """Return the bytes available beside the weights, including those that an earlier run still holds."""
         own = (Account.GRADIENTS, Account.OPTIMIZER, Account.AVERAGING, Account.ACTIVATIONS)
         return self.ledger.free_bytes + sum(self._for_good[account].size_bytes for account in own)
 
 
 def segment_bytes(segment: Segment) -> int:
-    """Of parameters and buffers, each once."""
+    """Return the bytes of the segment's parameters and buffers, each tensor counted once."""
     named = (*segment.parameters().values(), *segment.buffers().values())
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
 
 
 def _remembered(run: Run) -> float:
-    """By the optimiser and by replicas that update apart, in sizes of the parameters."""
+    """Return the memory of the optimiser, and of the outer one if replicas update apart, in multiples of the parameters' size."""
     return slots_share(run) + (2 if run.averaging.every > 1 else 0)

@@ -1,7 +1,7 @@
-"""Microbatch in flight: the life of one microbatch at one hop, and the hop's figures. Values come in, are computed, and go on;
-gradients come back, and so do ours.
+"""Microbatch in flight: the life of one microbatch at one hop, and the meter of a training stage.
 
-One conversation with the sender and one with the next hop carry it; the end of either, in whatever way, is its end.
+Values come in, pass the units, and go to the next hop; gradients come back and go to the sender. One conversation with the
+sender and one with the next hop carry them. If either ends, in whatever way, the microbatch ends.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LONGEST_S = 3600.0  # whatever a lease says
+LONGEST_S = 3600.0  # upper bound of a lease's time
 URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
 
 
 class NotFiniteInput(PeerRefused):
-    """What a peer sent holds NaN or infinity, which no honest one sends on."""
+    """NaN or infinity in the data of a peer, which an honest peer does not send."""
 
     def __init__(self, peer: PeerId) -> None:
         super().__init__(f"peer {peer} sent NaN or infinity", code=ErrorCode.NOT_FINITE, peer=peer)
 
 
 class TrainingMeter(StageMeter):
-    """A pass is of one microbatch; its tokens are samples times positions."""
+    """Meter of a training stage. Each pass is of one microbatch; tokens are samples times positions."""
 
     def __init__(self, span: Span) -> None:
         super().__init__(span, TRAIN)
@@ -75,14 +75,14 @@ class TrainingMeter(StageMeter):
         self.not_finite = 0
 
     def readings(self) -> Readings:
-        """See `StageMeter`."""
+        """Yield the metrics of the passes, the averagings and the findings of NaN."""
         yield from super().readings()
         yield Reading(table.AVERAGING_SECONDS, self.averaging, (self.label,))
         yield Reading(table.NOT_FINITE, self.not_finite, (self.label,))
 
 
 class MicrobatchStage(Protocol):
-    """What a microbatch needs of the stage that it is at (`stage.py`)."""
+    """The members of a `TrainingStage` that a microbatch uses (`stage.py`)."""
 
     switchboard: Switchboard
     compressor: ActivationCompressor
@@ -94,27 +94,27 @@ class MicrobatchStage(Protocol):
     spot_checks: SpotChecks
 
     def lost_counts(self) -> None:
-        """A pass back broke off, and with it went what its device had counted."""
+        """Handle a broken backward pass: all that its device had counted is lost."""
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """A unit met NaN in a microbatch, or another peer sent it."""
+        """Report that a unit met NaN in a microbatch, or that a peer sent it."""
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
-        """It is over, in whatever way."""
+        """Free the resources of a microbatch that has ended, in whatever way."""
 
 
 def place_of(body: Forward) -> int:
-    """A number for a lease at one hop: a peer may be in a route more than once."""
+    """Return a number for a lease at one hop, unique since a peer may be on a route more than once."""
     return body.lease * MAX_ROUTE_HOPS + body.hop
 
 
 def patience_s(body: Forward) -> float:
-    """For how long a hop keeps a microbatch, at most."""
+    """Return the longest time in seconds that a hop keeps a microbatch."""
     return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
 
 
 class MicrobatchInFlight:
-    """`run` lives its whole life; `cancel` ends it early. `body` says what and where."""
+    """Microbatch at one hop. `run` handles it from start to end; `end` stops it early. `body` has its numbers and route."""
 
     def __init__(self, stage: MicrobatchStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         self.body = body
@@ -123,13 +123,13 @@ class MicrobatchInFlight:
         self._channel = channel
         self._payload: bytes | bytearray = payload
         self._labels: ReceivedLabels | None = None  # at the last hop
-        self._returned: Encoded = ((), [])  # what goes back to the sender, of its values those that are `_present`
+        self._returned: Encoded = ((), [])  # the gradients for the sender, only those that are `_present`
         self._present: tuple[bool, ...] = ()
-        self._turned = False  # gradients are on their way back
-        self.kept: KeptMicrobatch | None = None  # for replicas that check
+        self._turned = False  # the backward pass has begun
+        self.kept: KeptMicrobatch | None = None  # for replicas that check this node
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
-        self.ended = False  # whether nothing is expected of it any more
+        self.ended = False  # whether it is over
         self._timer = asyncio.get_running_loop().call_later(patience_s(body), self._give_up)
         channel.on_frame = self._hear_sender
         channel.on_lost = lambda _error: self.end()
@@ -142,16 +142,17 @@ class MicrobatchInFlight:
 
     @property
     def parts(self) -> list[TrainingPart]:
-        """Of the devices that it passes."""
+        """The parts that the microbatch passes."""
         return [part for part, _ in self._passed]
 
     @property
     def held_bytes(self) -> int:
-        """Of what came in and is not computed yet."""
+        """Bytes of the payload that is not computed yet."""
         return len(self._payload)
 
     async def run(self) -> None:
-        """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
+        """Compute forward, wait for the gradients, compute backward, and answer the sender; any failure is reported to the
+        sender."""
         try:
             loss = await self._there_and_back()
             if not self.ended:
@@ -167,13 +168,13 @@ class MicrobatchInFlight:
         except Exception as error:
             log.exception("%r failed", self)
             self._fail(ProtocolError("a microbatch failed here", code=ErrorCode.INTERNAL))
-            if self._turned and isinstance(error, RuntimeError):  # out of memory, for one
+            if self._turned and isinstance(error, RuntimeError):  # such as out of memory
                 self._stage.lost_counts()
         finally:
             self.end()
 
     def end(self) -> None:
-        """Forget it all; whoever computes for it stops. Safe to call twice."""
+        """End the microbatch: close its conversations and stop its computing. Safe to call twice."""
         if self.ended:
             return
         self.ended = True
@@ -186,18 +187,18 @@ class MicrobatchInFlight:
         self._stage.ended(self)
 
     def _give_up(self) -> None:
-        """Long after the lease's deadline: whoever gave it out has not called it back."""
+        """End a microbatch whose lease expired long ago without being called back."""
         self._fail(PeerLost("the microbatch took too long", peer=self.body.route[-1].peer))
         self.end()
 
     async def _there_and_back(self) -> float:
-        """Over the devices one after another, and back in reverse; the loss."""
+        """Compute on the devices one after another, and back in reverse. Returns the loss."""
         *before, (last, span) = self._passed
         is_end = self.body.hop + 1 == len(self.body.route)
         if is_end and not self.ended:
             self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
         if self._passed[0][0].executor is not last.executor or last.executor is not self._stage.parts.bench:
-            await self._stage.state.updated()  # which is made on the first device's thread
+            await self._stage.state.updated()  # the update runs on the first device's thread
         values: Values | None = None
         for part, units in before:
             values = await self._compute(FORWARD, part, partial(self._outputs, part, units, values))
@@ -216,7 +217,8 @@ class MicrobatchInFlight:
         return loss
 
     async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
-        """Wait for a device, and have it done there. At the last hop's last device the way forward leads back as well."""
+        """Run `function` on the part's device and return its result. On the last device of the last hop a forward call does the
+        backward pass, too. Raises PeerLost if the microbatch has ended meanwhile."""
         executor, run = part.executor, self._stage.state.run
         came_s, size = executor.clock(), 0 if run is None else run.positions
 
@@ -231,10 +233,10 @@ class MicrobatchInFlight:
         self._stage.meter.note_hop(phase, executor.clock() - came_s)
         return result
 
-    # -- compute, on the thread of the part's device
+    # computing, on the thread of the part's device
 
     def _forward(self, part: TrainingPart, units: Span, values: Values | None) -> Encoded:
-        """What goes to the next hop."""
+        """Compute and encode the values for the next hop."""
         outputs = self._outputs(part, units, values)
         peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
@@ -244,7 +246,7 @@ class MicrobatchInFlight:
         return encoded
 
     def _end(self, part: TrainingPart, units: Span, values: Values | None) -> tuple[float, Gradients]:
-        """At the end of the model the loss's gradient is at hand."""
+        """Compute the loss and, from it, the gradients: the part is at the end of the model."""
         (loss,) = self._outputs(part, units, values)
         gradients = self._backward(part, units, ())
         self._stage.state.losses[self.body.number] = float(loss)
@@ -253,7 +255,7 @@ class MicrobatchInFlight:
         return float(loss), gradients
 
     def _turn(self, part: TrainingPart, units: Span, answer: Backward, payload: bytes | bytearray) -> Gradients:
-        """With the gradients that the next hop returned."""
+        """Compute the backward pass from the gradients that the next hop returned. Raises NotFiniteInput if they are not finite."""
         peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
         if next_hop is not None:
             self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
@@ -264,10 +266,11 @@ class MicrobatchInFlight:
         return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
-        """What a part's units make of what another part made, or of what came in, which is let go."""
+        """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
+        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a unit produced it."""
         body, device = self.body, part.segment.device
         if values is None:
-            if body.hop:  # what a trainer feeds is its own affair
+            if body.hop:  # the trainer's link is not measured
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = decode_values(body.values, self._payload, device)
@@ -283,18 +286,18 @@ class MicrobatchInFlight:
         except NotFinite:
             fed = (*labels, *(values if units.start == 0 else ()))
             if any(value.is_floating_point() and bool(value.isnan().any()) for value in fed):
-                raise NotFiniteInput(body.feeder) from None  # of infinities some are meant: masks
+                raise NotFiniteInput(body.feeder) from None  # infinities may be intended, such as masks
             raise
 
     def _labels_on(self, part: TrainingPart) -> Values:
-        """What the loss needs, which is let go; none but at the last device of the last hop."""
+        """Return the labels for the loss, and free their payload; empty except on the last device of the last hop."""
         if self._labels is None or part is not self._passed[-1][0]:
             return ()
         came, self._labels = self._labels, None
         return decode_values(came.body.values, came.payload, part.segment.device)
 
     def _backward(self, part: TrainingPart, units: Span, gradients: Gradients) -> Gradients:
-        """The gradients of what came into a part; those of what came in here are encoded."""
+        """Compute the gradients of a part's inputs; those of the first part's inputs are encoded for the sender."""
         learner, kept, self._turned = part.learner, self.kept, True
         counting = nullcontext() if kept is None else kept.counting(learner, units)
         with self._passing(BACKWARD, part, units), counting:
@@ -304,7 +307,8 @@ class MicrobatchInFlight:
         return inputs
 
     def _return(self, inputs: Gradients) -> None:
-        """To the sender; the trainer has no use for them."""
+        """Encode the gradients for the sender; a trainer gets none, since it has no use for them. Raises NotFinite if they
+        are not finite."""
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)
         self._present = tuple(gradient is not None for gradient in inputs)
@@ -318,7 +322,7 @@ class MicrobatchInFlight:
             self.kept.finish()
 
     def _passing(self, phase: str, part: TrainingPart, units: Span) -> AbstractContextManager[None]:
-        """Around the pass itself. A microbatch that other devices had before is counted already."""
+        """Return a context that times a pass and meters it. Only the first part counts the microbatch."""
         stage, came = self._stage, part is self._passed[0][0]
         assert stage.state.run is not None
         tokens = stage.state.run.positions
@@ -395,7 +399,7 @@ class MicrobatchInFlight:
             self._channel.close()
 
     def _fail(self, error: SwarmnodeError) -> None:
-        """Tell the sender which hop of the route could not, and why."""
+        """Report the failed hop of the route and the reason to the sender."""
         log.info("%r: %s", self, error)
         self._stage.meter.faults[error.code] += 1
         route = self.body.route

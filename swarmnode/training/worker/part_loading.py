@@ -1,4 +1,4 @@
-"""Part loading: the units of a span on a node's devices, loaded, tried by a dummy run, estimated, and measured."""
+"""Part loading: it loads the units of a span on a node's devices, and measures and estimates their speed."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ from swarmnode.training.worker.pass_estimator import PassEstimator
 from swarmnode.training.worker.training_parts import LoadUnits, TrainingPart
 
 LoadedSegments = Sequence[Sequence[tuple[int, Segment]]]
-"""Of each replica its parts: the number of the device, and the units that are ready to be trained there"""
+"""Parts of each replica: the number of the device, and the segment that is ready to be trained there."""
 
-BUDGET_S = 1.0  # for all passes, where that is enough for the fewest
+BUDGET_S = 1.0  # for all passes, if it suffices for FEWEST_PASSES
 FEWEST_PASSES, MOST_PASSES = 2, 5
-LEASE = -1  # no coordinator's
-SMALL = 1e-3  # gradients that overflow nowhere
+LEASE = -1  # the lease of no coordinator
+SMALL = 1e-3  # gradients too small to overflow
 
 
 def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], float]) -> float:
-    """Seconds for a microbatch of the learner's run through units [start, end): the median of some passes; the first one warms up.
-    For a learner that has counted nothing yet.
+    """Time a microbatch of the learner's run through units [start, end). Returns the median seconds of some passes after a warm-up.
 
-    Raises CheckpointError where nobody but the data knows what comes into the units, ProtocolError and NotFinite where they cannot
-    work with what is made up.
+    The learner must not have counted anything yet. Raises CheckpointError if inputs of the units cannot be made up, ProtocolError
+    or NotFinite if the units cannot work with made-up inputs.
     """
     segment, run = learner.segment, learner.run
     values, labels = segment.dummies(start, run.microbatch, run.sequence)
@@ -63,23 +62,23 @@ def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], floa
 def _there_and_back(learner: Learner, start: int, end: int, values: Values, labels: Values) -> None:
     try:
         outputs = learner.forward(LEASE, 0, start, end, values, labels)
-        received = outputs if end < learner.segment.units else ()  # of a loss no gradient comes
+        received = outputs if end < learner.segment.units else ()  # a loss has no incoming gradient
         grads = tuple(torch.full_like(one, SMALL) if one.is_floating_point() else None for one in received)
         learner.backward(LEASE, grads)
     finally:
-        learner.discard()  # else the next pass would go through what is counted
+        learner.discard()  # else the next pass would continue from these counts
 
 
 def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
-    """Of all units for a microbatch. Raises CheckpointError where the work cannot be estimated."""
+    """Estimate the work of a microbatch in each unit. Raises CheckpointError if it cannot be estimated."""
     if isinstance(checkpoint, GraphCheckpoint):
         return estimate_units(checkpoint.graph, run.microbatch)
     return estimate_span(checkpoint, run.microbatch, run.sequence)
 
 
 def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) -> Speeds:
-    """Before anything is trained, as a device is lent. What a graph's inputs are is known to its data alone: its first real work
-    tells."""
+    """Measure a segment's training speed on its device, as the device is lent. Returns empty speeds for a graph. A graph's inputs
+    are known to its data alone, so its first microbatches tell its speed."""
     if not isinstance(segment, SpanSegment):
         return Speeds()
     position_s = 1 / measure_training(segment, clock=clock).training_units_per_s
@@ -87,28 +86,31 @@ def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) ->
 
 
 async def load_units(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
-    """Units that are ready to be trained, and the number of their device. Raises CheckpointError, LocalError."""
+    """Load the units of `part` for training. Returns the number of their device and the segment. Raises CheckpointError,
+    LocalError."""
     load = _loading(checkpoint, str(hardware.lent[part.device].device.torch_device))
     return part.device, await asyncio.to_thread(load, *part.span)
 
 
 def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
-    """Of units as the swarm was founded with them."""
+    """Return a function that loads units with the founder's weights."""
     if isinstance(checkpoint, GraphCheckpoint):
         return functools.partial(load_graph_segment, checkpoint.path, device=device)
     return functools.partial(load_segment, checkpoint, device=device)
 
 
 async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
-    """What is served of a part, as the training makes it."""
+    """Load the serving twin of a segment, which shares its weights with the training."""
     assert isinstance(segment, SpanSegment)
     return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
 
 
 def make_part(place: Workplace, checkpoint: Checkpoint, device: int, segment: Segment) -> TrainingPart:
-    """A device's part of a replica, which estimates its passes and counts its memory."""
+    """Create a device's part of a replica, with its estimator and its memory."""
     lent, clock = place.hardware.lent[device], place.host.clock.compute
-    estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))  # asked twice as a run begins
+    estimated = functools.lru_cache(maxsize=1)(
+        functools.partial(estimates, checkpoint)
+    )  # called twice when a run begins
     estimator = PassEstimator(
         segment.device,
         estimated,
@@ -128,7 +130,8 @@ def make_part(place: Workplace, checkpoint: Checkpoint, device: int, segment: Se
 
 
 async def measure_part(place: Workplace, part: TrainingPart, lent: LentDevice) -> Capability:
-    """On the part's own thread, unless this device is known with any span: what work has shown last says more than a trial."""
+    """Return the capability of a part's device: known from earlier work with any span, else measured on the part's thread. The
+    speed in earlier work says more than a trial."""
     host, cache = place.host, place.speed_cache
     conditions = place.hardware.training_conditions(host.swarm.id, part.span.units, lent)
     known, clock = cache.newest(conditions), host.clock.monotonic

@@ -1,7 +1,7 @@
-"""Pass estimator and unit time: the seconds of a microbatch on one device, estimated before any was computed, and timed afterwards.
+"""Pass estimator and unit time: the seconds of a microbatch on one device, estimated before the first one, and timed afterwards.
 
-The work of its passes at measured rates says which units are alike, and how long all take. A dummy run says how long they really
-do: rates know nothing of what caches, allocators and calls make of a whole pass.
+The work of the passes at measured rates tells which units are alike, and their time relative to each other. A dummy run tells the
+real time: rates do not include the effect of caches, allocators and calls on a whole pass.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from swarmnode.swarm.records.run import Run
 log = logging.getLogger(__name__)
 
 NEWEST = 0.1  # weight of the newest measurement, once there are enough
-LONG_S = 2.0  # estimated: longer microbatches are not tried as a whole, which takes two of them
+LONG_S = 2.0  # estimated seconds: longer microbatches are not tried as a whole, which takes two passes
 
 Estimates = Callable[[Run], Sequence[UnitEstimate]]
-"""Of all units of the model, for a microbatch of a run. Raises CheckpointError where the work cannot be estimated."""
+"""Function that estimates a microbatch of a run in each unit of the model. Raises CheckpointError if the work cannot be
+estimated."""
 
 MeasureRates = Callable[[torch.device, "torch.dtype | None"], Rates]
-"""(device, dtype of autocast)"""
+"""Function (device, dtype of autocast) that measures rates."""
 
 DummyRun = Callable[[Learner, int, int], float]
-"""Seconds for a microbatch through units [start, end). Raises CheckpointError, ProtocolError, NotFinite where none can be made
-up."""
+"""Function that returns the seconds for a microbatch through units [start, end). Raises CheckpointError, ProtocolError or
+NotFinite if no inputs can be made up."""
 
 
 class UnitTime:
-    """Seconds that a microbatch takes for one unit, forward and back. Until a pass was timed they are the estimate, as far off
-    as the last run's was; then the mean of what was timed, of which the newest counts most."""
+    """Seconds of a microbatch in one unit, forward and backward. Until passes have been timed it is the estimate, corrected by the
+    error of the last run's. Then it is a weighted mean of the timed passes; newer ones count more."""
 
     def __init__(self) -> None:
         self._estimated_s = 0.0
-        self._corrected = 1.0  # the estimate in force
+        self._corrected = 1.0  # correction of the current estimate
         self._one_way_s = 0.0
         self._passes = 0
 
@@ -53,38 +54,39 @@ class UnitTime:
 
     @property
     def unit_s(self) -> float:
-        """0 before anything was timed or estimated."""
+        """The timed seconds, else the expected ones; 0 before either is known."""
         return self.timed_s or self.expected_s
 
     @property
     def timed_s(self) -> float:
-        """0 before anything was timed: of a pass there, and one back."""
+        """Timed seconds of a forward and a backward pass; 0 before two passes have been timed."""
         return 2 * self._one_way_s if self._passes > 1 else 0.0
 
     @property
     def expected_s(self) -> float:
-        """When the run began; 0 where nothing could be estimated."""
+        """Seconds expected when the run began; 0 if nothing could be estimated."""
         return self._estimated_s * self._corrected
 
     @property
     def correction(self) -> float:
-        """How many times as long as estimated it takes, as far as that is known."""
+        """Ratio of the timed to the estimated time; the last known one, or 1, before passes have been timed."""
         return self.timed_s / self._estimated_s if self.timed_s and self._estimated_s else self._corrected
 
     def begin(self, estimated_s: float) -> None:
-        """A run begins, whose microbatches are estimated to take a unit so long: what was timed is of other ones."""
+        """Begin a run whose microbatches are estimated to take `estimated_s` for a unit. Earlier timings are of other
+        microbatches and dropped."""
         self._corrected = self.correction
         self._estimated_s, self._one_way_s, self._passes = estimated_s, 0.0, 0
 
     def note(self, units: int, pass_s: float) -> None:
-        """A pass through so many units, there or back, took so long: there are as many of each."""
+        """Record a pass through `units` units, forward or backward, that took `pass_s`. There are as many of each."""
         self._passes += 1
         self._one_way_s += (pass_s / units - self._one_way_s) * max(NEWEST, 1 / self._passes)
 
 
 @dataclass(eq=False)
 class PassEstimator:
-    """Estimates for one device as a `throttle` lends it. Used on its thread: rates are measured when first asked for."""
+    """Estimator for one device as `throttle` lends it. Used on the device's thread: rates are measured on first use."""
 
     device: torch.device
     estimates: Estimates
@@ -101,13 +103,13 @@ class PassEstimator:
         return f"<PassEstimator of {self.device}, {len(self._rates)} rates measured>"
 
     def unit_s(self, learner: Learner) -> float:
-        """Seconds for one of a learner's units, there and back, in its run; 0 where work cannot be estimated, or there is no memory
-        to measure in. For one that has counted nothing yet."""
+        """Return the seconds for one unit of the learner, forward and backward, in its run. The learner must not have counted
+        anything yet. Returns 0 if the work cannot be estimated or there is no memory to measure in."""
         units = Span(learner.segment.start, learner.segment.end)
         try:
             estimates_s = self._estimates_s(learner.run, units, recompute=learner.recompute)
         except (CheckpointError, Full) as error:
-            log.info("%s; how long it takes is known when it was timed", error)
+            log.info("%s; its duration is known once it has been timed", error)
             return 0.0
         try:
             passes_s = self._tried_s(learner, units, estimates_s)
@@ -118,13 +120,13 @@ class PassEstimator:
         return self.throttle.lent_s(passes_s / units.units, least_s)
 
     def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
-        """Of each unit, by its work."""
+        """Estimate the seconds of each unit from its work."""
         estimates = self.estimates(run)[slice(*units)]
         rates = self._rates_of(autocast_dtype(self.device, wanted=run.autocast))
         return [one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates]
 
     def _tried_s(self, learner: Learner, units: Span, estimates_s: Sequence[float]) -> float:
-        """Of all units. Where that takes long, one of those is tried that are estimated alike: of layers that are the same."""
+        """Time all units. If they are estimated to take long, time one unit of each estimate: equal layers have equal estimates."""
         if sum(estimates_s) <= LONG_S:
             return self.dummy_run(learner, *units)
         one_of = dict(zip(estimates_s, range(*units), strict=True))

@@ -1,7 +1,7 @@
-"""Restoration: a stage whose units nobody else holds any more brings their last state back from where it was kept.
+"""Restoration: it fetches the last state of a stage's units from disks if no other node holds them any more.
 
-It happens where the last holder of a unit is gone for good and this node came in its place. The coordinator then finds the step on
-this disk, too, and leads everybody back to it (`plan/training/recovery.py`).
+It runs after the last holder of a unit was lost for good and this node took its place. The coordinator then finds the step
+on this disk and leads all stages back to it (`plan/training/recovery.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK_S = 2.0
 
 
 class Restoration:
-    """Of one stage, as long as it has no state: in no run yet, or in one whose states nobody is there to give."""
+    """Restoration of one stage, while it has no state: it is in no run yet, or in one without a peer that could send the state."""
 
     def __init__(self, host: Host, stage: TrainingStage, checkpoint_manager: CheckpointManager, units: int) -> None:
         segment = stage.segment
@@ -43,11 +43,11 @@ class Restoration:
         return f"<Restoration of blocks {list(self._blocks)}>"
 
     def start(self) -> None:
-        """Watch whether it is needed from now on."""
+        """Start to watch whether a restoration is needed."""
         self._tasks.spawn(self._watch(), "watch")
 
     async def close(self) -> None:
-        """Needed no more."""
+        """Stop watching."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
@@ -61,19 +61,20 @@ class Restoration:
 
     @property
     def is_last(self) -> bool:
-        """Whether no other node has learnt some unit of this stage. To one that has none says so alone: it has averaged with it."""
+        """Whether some unit of this stage has been learnt by no other node. Once the stage is ready, only peers that have
+        averaged with it count."""
         held, announced = range(self._stage.segment.start, self._stage.segment.end), self._host.directory.peers()
         met = self._stage.state.replicas if self._stage.state.condition == Condition.READY else None
         return bool(learnt_alone(announced.values(), self._host.peer_id, held, self._units, met))
 
     @property
     def is_gap(self) -> bool:
-        """Whether some unit of the model has nobody at all, so that nothing can be trained."""
+        """Whether some unit of the model has no holder, so that training stands still."""
         holding = [peer for peer in self._host.directory.peers().values() if peer.life in HOLDING]
         return any(not any(peer.holds(unit) for peer in holding) for unit in range(self._units))
 
     def _is_needed(self) -> bool:
-        """Whether something is trained already, and some unit of this stage has no holder but this one."""
+        """Return whether the swarm has trained already and only this node holds some unit of the stage."""
         announced = self._host.directory.peers()
         ready = (announced[peer] for peer in self._others() if announced[peer].life is State.READY)
         return (self._stage.state.step > 0 or any(peer.training_step > 0 for peer in ready)) and self.is_last
@@ -84,11 +85,11 @@ class Restoration:
                 self._others, self._blocks, self._units, lambda: Electorate(self._host.directory.peers())
             )
         except (PeerError, NetworkDown) as error:
-            log.info("the state of units %s is not to be had: %s", list(self._blocks), error)
+            log.info("your node cannot fetch the state of units %s: %s", list(self._blocks), error)
             return
         except SwarmnodeError as error:
             log.warning("%s", error)
             return
         if step is not None:
-            log.warning("step %d of units %s was brought back from where it was kept", step, list(self._blocks))
+            log.warning("your node has restored step %d of units %s from stored states", step, list(self._blocks))
             self._stage.tell_status()

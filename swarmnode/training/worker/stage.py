@@ -1,7 +1,7 @@
-"""TrainingStage: the units that a node trains. It computes microbatches for whoever sends them, and follows the coordinator.
+"""Training stage: the units that a node trains. It computes microbatches for other peers, and follows the coordinator.
 
-Shared state changes on the loop without an await in between; tensors live on the bench's thread. `state.step` is what the next
-FORWARD must be of; one of the step after it waits for the COMMIT that may still be on its way.
+Shared state changes on the event loop without an await in between; tensors live on the bench's thread. The next FORWARD
+must be of `state.step`; a FORWARD of the step after it waits for the COMMIT, which may still be on its way.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ log = logging.getLogger(__name__)
 
 TRAIN_PROTOCOL = "/swarmnode/train/1"
 RETRY_S = 0.5
-WAITED_FOR_S = 60.0  # nobody who wants to move stays longer than that for the others' averaging
+WAITED_FOR_S = 60.0  # longest time that a node which wants to move waits for an averaging
 
 
 @dataclass(eq=False)
 class TrainingStage:
-    """Stage of a training. `may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
+    """The stage of a training node. `may_lead` returns whether the stage follows a peer. `on_work` is called for trainers
+    that offer work."""
 
     peer: LocalPeer
     parts: TrainingParts
@@ -102,12 +103,12 @@ class TrainingStage:
         return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
 
     async def start(self) -> None:
-        """Answer from now on."""
+        """Start to answer peers."""
         await self.switchboard.start()
         await self.spot_checks.start()
 
     async def close(self) -> None:
-        """Keep the step that is reached, and leave."""
+        """Save the step that the stage has learnt, if it is ready, and close everything."""
         await self._in_flight.close()
         await self._tasks.close()
         await self.following.close()
@@ -117,7 +118,7 @@ class TrainingStage:
             try:
                 await asyncio.wait_for(self.state.save(), SAVE_S)
             except asyncio.TimeoutError:
-                log.warning("step %d could not be kept within %.0f s", self.state.step, SAVE_S)
+                log.warning("your node could not save step %d within %.0f s", self.state.step, SAVE_S)
         self.parts.close()
         self.compressor.close()
 
@@ -176,7 +177,7 @@ class TrainingStage:
         return None
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
-        """A microbatch is over, in whatever way: what it kept goes."""
+        """Free the resources of a microbatch that has ended."""
         self._admission_queue.ended(microbatch)
         if microbatch.kept is not None:
             self.spot_checks.records.close(microbatch.kept)
@@ -186,7 +187,7 @@ class TrainingStage:
             self.tell_status()
 
     def lost_counts(self) -> None:
-        """See `MicrobatchStage`. Other devices may hold a part of it: all begins anew, as if the coordinator had asked for that."""
+        """Discard all counts after a broken backward pass, as after a DISCARD: other devices may hold a part of the microbatch."""
         self._discard()
         if self.following.line is not None:
             self._answer(self.following.line, FrameKind.DISCARD)
@@ -198,17 +199,17 @@ class TrainingStage:
         self._tasks.spawn(_settle(discarding), "discard")
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Let the coordinator know which unit met NaN in a microbatch, or which peer sent it."""
+        """Report the unit that met NaN in a microbatch, or the peer that sent it, to the coordinator."""
         self.meter.not_finite += 1
         line = self.following.line
         if line is not None and line.open:
             peer, unit = (error.peer or "", -1) if isinstance(error, NotFiniteInput) else ("", error.unit)
             line.send(Failed(lease, peer, ErrorCode.NOT_FINITE, unit, self.state.run_id))
 
-    # -- the coordinator's word
+    # commands of the coordinator
 
     def follow(self, line: Line, first: Lead | None = None) -> None:
-        """Hear a coordinator's commands on this line, of which `first` may have come already."""
+        """Accept commands of a coordinator on `line`; `first` is a LEAD that has already arrived."""
         line.on_frame = lambda _frame, body: self.obey(line, body)
         line.on_lost = lambda error: self.following.lost(line, error)
         if first is not None:
@@ -219,7 +220,7 @@ class TrainingStage:
         self._claims.add(channel)
 
     def obey(self, line: Line, body: Body) -> None:
-        """Do what a command says; one of a coordinator that is not in force any more is answered STALE."""
+        """Execute a command. The line of a coordinator that is not in force is closed with STALE."""
         if isinstance(body, Lead):
             self._lead(line, body)
         elif isinstance(body, End):
@@ -248,19 +249,20 @@ class TrainingStage:
         self._move = self._instead_of(self._move, self._moving(line, body))
 
     def _lead(self, line: Line, body: Lead) -> None:
-        """Let go of what is in flight and follow the sender, or tell it which term is in force."""
+        """Follow the sender and drop all microbatches in flight, unless it must not be followed; answer with a STATUS,
+        which has the term in force."""
         if self.following.accepts(line, body):
             self._admission_queue.new_term()
         self._answer(line, FrameKind.LEAD)
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a command that takes its time; the earlier one of its kind is given up."""
+        """Start a command that takes time, and cancel the previous one of its kind."""
         if earlier is not None:
             earlier.cancel()
         return self._tasks.spawn(work, "command")
 
     def _answer(self, line: Line, kind: FrameKind) -> None:
-        """STATUS as of when everything that came before is done."""
+        """Send a STATUS after everything begun before is done."""
         self._tasks.spawn(self._tell(line, kind), "status")
 
     async def _tell(self, line: Line, kind: int = 0) -> None:
@@ -272,12 +274,12 @@ class TrainingStage:
             line.send(status)
 
     def tell_status(self) -> None:
-        """Let the coordinator know what it was not told, or what is not so any more."""
+        """Send the coordinator a STATUS that it did not ask for."""
         if self.following.line is not None:
             self._tasks.spawn(self._tell(self.following.line, 0), "status")
 
     async def _moving(self, line: Line, body: Begin | Sync | Restore) -> None:
-        """Go to another run or step, and say where that led; what goes wrong leaves the stage where it can be asked again."""
+        """Go to another run or step, then send a STATUS. After an error the stage stays where it can be commanded again."""
         try:
             run = decode_run(body.run)
             if isinstance(body, Begin):
@@ -303,10 +305,10 @@ class TrainingStage:
         answer: Body
         try:
             if body.run != self.state.run_id:
-                raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
+                raise ProtocolError("the REDUCE is of another run", code=ErrorCode.WRONG_RUN)
             if await state.counts_less(body, self._peer_id):
-                await self._tell(line, FrameKind.DISCARD)  # first, or the same would be asked for again
-                raise ProtocolError("a REDUCE counts on microbatches that are not counted here", code=ErrorCode.STALE)
+                await self._tell(line, FrameKind.DISCARD)  # first, or the coordinator would ask for the same again
+                raise ProtocolError("the REDUCE expects microbatches that are not counted here", code=ErrorCode.STALE)
             with self.meter.averaging.timing():
                 term, learner = self.following.term, state.learner
                 watched = None if self._checking is None else self._checking.watch(body, learner)
@@ -332,14 +334,14 @@ class TrainingStage:
             line.send(answer)
 
     async def settled(self) -> None:
-        """Wait, for a while at most, until what replicas are agreeing on, or have agreed on, is committed: else it may be lost with
-        this stage, and all begin the step anew."""
+        """Wait, at most WAITED_FOR_S, until the update that replicas agree on is committed; otherwise it may be lost with
+        this stage, and all would have to repeat the step."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._settled.wait(), WAITED_FOR_S)
 
     @property
     def _checking(self) -> SpotChecks | None:
-        """Who has the step's parameters may look at others."""
+        """The spot checks; None while this stage lacks the step's parameters."""
         return self.spot_checks if self.state.condition == Condition.READY else None
 
     def _commit(self, line: Line, body: Commit) -> None:
@@ -357,7 +359,7 @@ class TrainingStage:
             self._forward(*arrival)
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
-        await asyncio.shield(done)  # the update is made, whatever becomes of us
+        await asyncio.shield(done)  # the update must not be cancelled with this task
         if self.state.is_due:
             await self.state.save()
         await self._tell(line)
@@ -370,7 +372,7 @@ OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]
     Lead: TrainingStage._hear_lead,
     Work: lambda stage, channel, body, _payload: stage.on_work(channel, body),
 }
-"""What a conversation may begin with (`docs/training-step.md`)"""
+"""Handlers of the messages that may begin a conversation (`docs/training-step.md`)."""
 
 COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
     Begin: TrainingStage._begin_moving,
@@ -380,9 +382,9 @@ COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
     Discard: TrainingStage._discard_for,
     Reduce: TrainingStage._begin_reducing,
     Commit: TrainingStage._commit,
-    ProgressReport: lambda _stage, _line, _body: None,  # the coordinator lives, which was noted
+    ProgressReport: lambda _stage, _line, _body: None,  # shows that the coordinator lives, which `obey` notes
 }
-"""What the coordinator in force may say, besides LEAD, which makes it that"""
+"""Handlers of the coordinator's commands; LEAD, which puts a coordinator in force, is handled before."""
 
 
 async def _settle(future: asyncio.Future[Any]) -> None:

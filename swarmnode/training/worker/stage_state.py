@@ -1,6 +1,6 @@
-"""Stage state: run and step of a stage, the ways in which it gets to another step, and the steps that a listener has missed.
+"""Stage state: run and step of a stage, its ways to another step, and the steps that a listener has missed.
 
-Shared state changes on the loop without an await in between; the learner's tensors live on the executor.
+Shared state changes on the event loop without an await in between; the learner's tensors live on the executor.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from swarmnode.training.worker.training_parts import TrainingParts
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DEPARTURE = 1.25  # factor between the speed that was told and the one that is measured
-MAX_MISSED = 16  # steps that a listener makes up for
-MEET_S = 5.0  # for a step that replicas are to write down together to come
+DEPARTURE = 1.25  # factor between the reported and the measured speed
+MAX_MISSED = 16  # steps that a listener catches up with
+MEET_S = 5.0  # wait for a step that replicas are to write down together
 
 
 def check_positions(segment: Segment, run: Run) -> None:
-    """Raises ProtocolError where a run's samples are longer than the model's positions."""
+    """Raise ProtocolError if the run's samples are longer than the model's positions."""
     if segment.positions is not None and run.sequence > segment.positions:
         raise ProtocolError(f"samples of {run.sequence} tokens, but the model has {segment.positions} positions")
 
 
 @dataclass(frozen=True)
 class MissedStep:
-    """The update that ends `step`; `norm` is the gradient's, of the whole model."""
+    """The update that ends `step`; `norm` is the gradient norm of the whole model."""
 
     step: int
     agreed: Agreed
@@ -52,16 +52,16 @@ class MissedStep:
 
 
 class MissedSteps:
-    """What replicas agreed on while a listener fetches its state, until it can make up for it; the oldest first.
+    """The updates that replicas agreed on while a listener fetches its state, oldest first.
 
-    Each is as long as the gradients: they are in the ledger, and few. If there is no room for one more the oldest go: a state that
-    was fetched after them is a beginning too, and one from before them is fetched anew.
+    Each is as long as the gradients, so they are counted in the ledger, and few. If there is no room for another one, the
+    oldest are forgotten: a state that is fetched after them is still a beginning, and an older one must be fetched again.
     """
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
         self._steps: deque[MissedStep] = deque()
-        self._forgotten_until = 0  # steps before this one went by, and are not here
+        self._forgotten_until = 0  # earlier steps have passed and are not here
 
     def __repr__(self) -> str:
         return f"<MissedSteps {[missed.step for missed in self._steps]}>"
@@ -70,13 +70,13 @@ class MissedSteps:
         return len(self._steps)
 
     def clear(self) -> None:
-        """Listen anew."""
+        """Forget all updates, to listen anew."""
         while self._steps:
             self._steps.popleft().memory.release()
         self._forgotten_until = 0
 
     def keep(self, step: int, agreed: Agreed, norm: float) -> None:
-        """One more step went by."""
+        """Add the update of one more step. Forgets the oldest ones, or this one, if there is no room."""
         while len(self._steps) >= MAX_MISSED:
             self._forget_oldest()
         while True:
@@ -91,12 +91,12 @@ class MissedSteps:
         self._steps.append(MissedStep(step, agreed, norm, memory))
 
     def take(self, step: int) -> MissedStep | None:
-        """The update that ends `step`, where it went by; its memory is the caller's to give back. Raises LocalError where it was
-        forgotten."""
+        """Remove and return the update that ends `step`; None if it has not arrived. The caller must release its memory. Raises
+        LocalError if it was forgotten."""
         while self._steps and self._steps[0].step < step:
             self._steps.popleft().memory.release()
         if step < self._forgotten_until or (self._steps and self._steps[0].step > step):
-            raise LocalError(f"there was no room for what was agreed on at step {step}: a later state is to be fetched")
+            raise LocalError(f"there was no room for the update of step {step}; fetch a later state")
         return self._steps.popleft() if self._steps else None
 
     def _forget_oldest(self) -> None:
@@ -106,8 +106,8 @@ class MissedSteps:
 
 
 class StageState:
-    """`agreed` is what the replicas agreed on at `step`, if they have; `replicas` who has taken part in that in this run, by
-    block; `last` the norm and loss of the step before."""
+    """Run and step of a stage. `agreed` is the replicas' agreement at `step`, if there is one; `replicas` the peers that
+    took part in agreements of this run, by block; `last` the norm and loss of the previous step."""
 
     def __init__(self, parts: TrainingParts, checkpoint_manager: CheckpointManager) -> None:
         self.step = 0
@@ -115,12 +115,12 @@ class StageState:
         self.run: Run | None = None
         self.agreed: Agreed | None = None
         self.replicas: dict[int, set[PeerId]] = {}
-        self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
+        self.losses: dict[int, float] = {}  # of the counted microbatches, if this stage has the model's last unit
         self.last = (0.0, 0.0)
-        self._is_founding = True  # parameters are those that the swarm was founded with
-        self._founded = False  # the run was begun with these
+        self._is_founding = True  # the parameters are the founder's
+        self._founded = False  # the run was begun with the founder's parameters
         self._told_unit_s = 0.0
-        self._update: asyncio.Future[None] | None = None  # the last one, which may be under way
+        self._update: asyncio.Future[None] | None = None  # the last one, perhaps under way
         self._parts = parts
         self._checkpoint_manager = checkpoint_manager
         self._executor = parts.bench
@@ -132,7 +132,7 @@ class StageState:
         return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
 
     def agree(self, agreed: Agreed, groups: Iterable[Group]) -> None:
-        """The replicas of each group have agreed."""
+        """Record the agreement of the replicas of each group."""
         self.agreed = agreed
         for group in groups:
             if group.how != How.APART:
@@ -141,33 +141,33 @@ class StageState:
 
     @property
     def run_id(self) -> bytes:
-        """Empty before a run has begun."""
+        """Id of the run; empty before a run has begun."""
         return b"" if self.run is None else self.run.id
 
     @property
     def learnt_step(self) -> int:
-        """The step of which the state is here; 0 where nothing was learnt yet, or what was is still being fetched."""
+        """The step whose state is here; 0 if nothing is learnt yet or the state is still being fetched."""
         return self.step if self.condition == Condition.READY else 0
 
     @property
     def is_as_founded(self) -> bool:
-        """Whether there is nothing here that whoever comes has not, too: step 0 of the first run."""
+        """Whether the state is step 0 of the first run, which every newcomer has too."""
         return self.step == 0 and self._is_founding
 
     @property
     def learner(self) -> DeviceLearners:
-        """Raises LocalError before a run has begun."""
+        """The learner of the run. Raises LocalError before a run has begun."""
         if self._learner is None:
             raise LocalError("no training has begun here")
         return self._learner
 
     @property
     def masks(self) -> dict[int, int]:
-        """What is counted, by unit; on the executor."""
+        """Masks of the counted microbatches, by unit. Must run on the executor."""
         return {} if self._learner is None else dict(self._learner.counted)
 
     def status(self, term: int, kind: int, slowest_link_s: float) -> Status:
-        """What answers a command of this kind; on the executor, where the masks are."""
+        """Return the STATUS that answers a command of this kind. Must run on the executor, which has the masks."""
         kept, masks, segment = self._checkpoint_manager, self.masks, self._parts.segment
         last = masks.get(segment.units - 1, 0)
         losses = tuple(self.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
@@ -195,7 +195,7 @@ class StageState:
         )
 
     def has_new_speed(self) -> bool:
-        """Whether the coordinator was told of one that is not so any more, as where it was estimated; once."""
+        """Return whether the speed differs from the reported one by more than DEPARTURE, and take it as reported."""
         unit_s, told_s = self._parts.unit_s, self._told_unit_s
         if not unit_s or 1 / DEPARTURE <= told_s / unit_s <= DEPARTURE:
             return False
@@ -203,12 +203,12 @@ class StageState:
         return True
 
     async def counts_less(self, body: Reduce, peer: PeerId) -> bool:
-        """Whether a REDUCE has this peer contribute more microbatches than are counted here: word that they are lost came to the
-        coordinator before a trainer's that they are done. Raises LocalError before a run has begun."""
+        """Return whether a REDUCE expects more microbatches of this peer than it has counted. That happens if the coordinator hears
+        that they are lost before it hears from a trainer that they are done. Raises LocalError before a run has begun."""
         learner = self.learner
 
         def is_less(group: Group, count: int) -> bool:
-            least = int(group.how == How.AVERAGE)  # who counted nothing still says how far it came
+            least = int(group.how == How.AVERAGE)  # a member that counted nothing still reports its parameters
             held = (block for block in group.blocks if block in learner.blocks)
             return any(max(least, learner.count_of(block)) < count for block in held)
 
@@ -218,15 +218,15 @@ class StageState:
     # -- ways to a step
 
     async def begin(self, run: Run) -> None:
-        """Step 0 of a run, with the parameters as they are."""
+        """Begin a run at step 0, with the current parameters."""
         await self._take_up(run, 0)
         self._founded = self._is_founding
         if not self._founded:
-            await self.save()  # a joiner must find step 0 here
+            await self.save()  # newcomers must find step 0 here
         self.condition = Condition.READY
 
     async def restore(self, run: Run, step: int) -> None:
-        """A step on the disk; step 0 of a first run is what the swarm was founded with. Raises CheckpointError, LocalError."""
+        """Load a step from the disk; step 0 of a first run has the founder's parameters. Raises CheckpointError, LocalError."""
         self._checkpoint_manager.open(run)
         if step == 0 and step not in self._checkpoint_manager.kept():
             await self._begin_anew(run)
@@ -243,7 +243,7 @@ class StageState:
         await self.begin(run)
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
-        """Fetch a state of `step` or later while the all-reduces are heard, then catch up. Raises PeerRefused, LocalError."""
+        """Fetch a state of `step` or later while listening to the all-reduces, then catch up. Raises PeerRefused, LocalError."""
         self._missed.clear()
         learner = await self._take_up(run, step)
         self.condition = Condition.LISTENING
@@ -261,7 +261,7 @@ class StageState:
         await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, step))
 
     async def _take_up(self, run: Run, step: int) -> DeviceLearners:
-        """A new learner, which is not ready yet. Raises ProtocolError where the model has no such positions."""
+        """Create the learner of a run; the stage is not ready yet. Raises ProtocolError if the model has too few positions."""
         check_positions(self._parts.segment, run)
         self.condition = Condition.BLANK
         self._checkpoint_manager.open(run)
@@ -274,7 +274,8 @@ class StageState:
     # -- the end of a step
 
     def misses(self, body: Commit) -> bool:
-        """Whether a step ends that a listener makes up for when it has its state."""
+        """Return whether a COMMIT ends a step that this stage, as a listener, catches up with later; keep the step's update
+        in that case."""
         if self.condition != Condition.LISTENING or self.agreed is None or body.run != self.run_id:
             return False
         agreed, self.agreed = self.agreed, None
@@ -282,7 +283,8 @@ class StageState:
         return True
 
     def commit(self, body: Commit) -> asyncio.Future[None] | None:
-        """Go to the next step by what was agreed on: the update under way. None where that is not what is to be done here."""
+        """Start the update that was agreed on and go to the next step. Returns the update under way, or None if the COMMIT
+        does not fit the state."""
         agreed, self.agreed = self.agreed, None
         if agreed is None or body.step != self.step or body.run != self.run_id:
             return None
@@ -296,19 +298,19 @@ class StageState:
         return done
 
     async def updated(self) -> None:
-        """Wait for the update that ends the step before, if one is under way; what becomes of it others look at."""
+        """Wait for the update under way, if there is one. Ignores its errors, which are handled elsewhere."""
         if self._update is not None:
             await asyncio.wait([self._update])
 
-    # -- what is written down
+    # writing to the disk
 
     @property
     def is_due(self) -> bool:
-        """Whether all peers write this step down."""
+        """Whether the current step is one that all stages write to their disks."""
         return self.run is not None and (self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps)
 
     async def save(self) -> None:
-        """Write the step down. A full disk costs the step, not the training: earlier ones stay."""
+        """Write the step to the disk. If the disk is full, the step is not kept, but earlier ones are, and training goes on."""
         learner = self.learner
         try:
             await self._checkpoint_manager.save(learner, self._executor)
@@ -316,16 +318,16 @@ class StageState:
             log.warning("%s", error)
 
     async def _fresh(self, at_least: int) -> int:
-        """Write down the step that this stage is at, for who asks; the one that is asked for where that comes soon: so replicas
-        that go on meanwhile all write the same one. Raises LocalError."""
+        """Write the current step to the disk for a peer and return it. Waits at most MEET_S for the step `at_least`, so that all
+        replicas write the same one. Raises LocalError if the stage is not ready or has learnt nothing."""
         if self.condition != Condition.READY:
-            raise LocalError("this stage is behind itself")
+            raise LocalError("this stage is still catching up")
         if self.step < at_least:
             meeting = self._meetings.setdefault(at_least, asyncio.get_running_loop().create_future())
             await asyncio.wait([meeting], timeout=MEET_S)
             self._meetings.pop(at_least, None)
         if self.is_as_founded:
-            raise LocalError("nothing is learnt here yet that others would not have")
+            raise LocalError("this stage has learnt nothing yet")
         return await self._checkpoint_manager.save(self.learner, self._executor)
 
     def _call(self, kind: str, function: Callable[[], T]) -> asyncio.Future[T]:

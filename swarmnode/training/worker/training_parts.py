@@ -1,7 +1,7 @@
-"""Training parts: the devices over which a node's units are laid, one behind another, or all units on each of several devices.
+"""Training parts: the parts of a node's units on its devices, one behind another, or all units on each of several devices.
 
-A microbatch goes through the parts of one replica, which computes for other microbatches at other devices meanwhile (GPipe, arXiv
-1811.06965). Which one is decided once for each index of a step: replicas that both count it would count it twice.
+A microbatch passes the parts of one replica, whose devices work on other microbatches meanwhile (GPipe, arXiv 1811.06965).
+The replica is chosen once for each index of a step: two replicas that both count it would count it twice.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from swarmnode.training.worker.pass_estimator import PassEstimator, UnitTime
 
 T = TypeVar("T")
 LoadUnits = Callable[[int, int], Segment]
-"""(start, end): these units as the swarm was founded with them. Raises CheckpointError, LocalError."""
+"""Function (start, end) that loads these units with the founder's weights. Raises CheckpointError, LocalError."""
 
 
 @dataclass(eq=False)
 class TrainingPart:
-    """Part of a node's units on one device: its thread, its memory, and the learner of the run in force. Used
-    on the loop, but for the learner."""
+    """The part of a node's units on one device: its thread, its memory, and the learner of the current run. Used on the
+    event loop, except for the learner."""
 
     segment: Segment
     executor: Executor
@@ -52,23 +52,23 @@ class TrainingPart:
 
     @property
     def span(self) -> Span:
-        """Its units."""
+        """The units of the part."""
         return Span(self.segment.start, self.segment.end)
 
     @property
     def blocks(self) -> set[int]:
-        """Numbers of the blocks that it holds."""
+        """Numbers of the blocks of the part."""
         return {*self.segment.parameters(), *range(self.segment.start, self.segment.end)}
 
     @property
     def learner(self) -> Learner:
-        """Raises LocalError before a run has begun."""
+        """The learner of the run. Raises LocalError before a run has begun."""
         if self._learner is None:
             raise LocalError("no training has begun here")
         return self._learner
 
     async def begin(self, run: Run, step: int, *, follows: Collection[int], alone: bool) -> Learner:
-        """A new learner for a run, which is not ready yet; see `Learner`."""
+        """Create the learner of a run, and estimate its microbatches. `follows` and `alone`: see `Learner`."""
 
         def make() -> Learner:
             recompute = self.memory.begin(run)
@@ -81,13 +81,14 @@ class TrainingPart:
         return learner
 
     def refound(self) -> asyncio.Future[None]:
-        """The parameters that the swarm was founded with, on the part's thread. Raises CheckpointError, LocalError."""
+        """Load the founder's parameters on the part's thread. The result raises CheckpointError or LocalError."""
         return self.call("load what the swarm was founded with", self._refound)
 
     def _refound(self) -> None:
-        """One unit after another: there may be no room for a second copy of all."""
+        """Load one unit after another: there may be no room for a second copy of all. Raises LocalError if the part has no
+        loader."""
         if self.load is None:
-            raise LocalError("nothing is known here of what the swarm was founded with")
+            raise LocalError("this part cannot load the founder's weights")
         held = self.segment.parameters()
         for unit in range(self.segment.start, self.segment.end):
             tensors = (tensor for block in (unit, SHARED) for tensor in held.get(block, {}).values())
@@ -98,11 +99,11 @@ class TrainingPart:
         self.unit_time.begin(0.0 if self.estimator is None else self.estimator.unit_s(learner))
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
-        """Something between passes, on its thread."""
+        """Run a function on the part's thread, between passes. Returns the future result."""
         return self.executor.call(Urgency.CONTROL, function, kind=kind, owner=owner)
 
     def drop(self, place: int) -> asyncio.Future[None]:
-        """Forget a microbatch that will not come back, behind what the device computes for it still."""
+        """Forget a microbatch that will not come back, after the device's pending work for it."""
 
         def drop() -> None:
             if self._learner is not None:
@@ -112,15 +113,15 @@ class TrainingPart:
 
 
 class TrainingParts:
-    """By replica, in order. Used on the loop."""
+    """The training parts of a node, by replica, in order. Used on the event loop."""
 
     def __init__(self, replicas: Sequence[Sequence[TrainingPart]]) -> None:
         self.replicas = tuple(tuple(replica) for replica in replicas)
         segments = [part.segment for part in self.replicas[0]]
         self.segment: Segment = segments[0] if len(segments) == 1 else SplitSegment(segments)
-        self._step = (b"", -1)  # run and step, of which are
-        self._replica_of: dict[int, int] = {}  # by a microbatch's index
-        self._in_flight: dict[int, int] = {}  # replicas, by place
+        self._step = (b"", -1)  # run and step of `_replica_of`
+        self._replica_of: dict[int, int] = {}  # by microbatch index
+        self._in_flight: dict[int, int] = {}  # replica by place
 
     def __repr__(self) -> str:
         return f"<TrainingParts {[list(replica) for replica in self.replicas]}>"
@@ -133,35 +134,35 @@ class TrainingParts:
 
     @property
     def span(self) -> Span:
-        """All units."""
+        """All units of the node."""
         return Span(self.segment.start, self.segment.end)
 
     @property
     def bench(self) -> Executor:
-        """Where what concerns them all is done."""
+        """The thread for work that concerns all parts: that of the first device."""
         return self.replicas[0][0].executor
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Of the first device, on which replicas among the peers are averaged."""
+        """Ledger of the first device, which averages with other peers' replicas."""
         return self.replicas[0][0].memory.ledger
 
     @property
     def unit_s(self) -> float:
-        """Seconds for a microbatch through one unit, there and back, where microbatches follow one another: the slowest device
-        decides, and replicas add up. 0 before anything was timed."""
+        """Seconds for a microbatch through one unit, forward and backward, while microbatches follow one another. The
+        slowest device of a replica decides, and replicas work side by side. 0 if unknown."""
         slowest_s = [max(part.span.units * part.unit_time.unit_s for part in replica) for replica in self.replicas]
         timed = [pass_s for pass_s in slowest_s if pass_s]
         return 1 / (self.span.units * sum(1 / pass_s for pass_s in timed)) if timed else 0.0
 
     @property
     def window(self) -> int:
-        """Microbatches that have room at once; 0 where nothing is known of their size."""
+        """Number of microbatches that have room at once; 0 if their size is unknown."""
         windows = [min(part.memory.window for part in replica) for replica in self.replicas]
         return min(MAX_IN_FLIGHT, sum(windows)) if all(windows) else 0
 
     async def begin(self, run: Run, step: int) -> DeviceLearners:
-        """New learners for a run, which are not ready yet."""
+        """Create the learners of a run."""
         held: set[int] = set()
         learners = []
         for part in self:
@@ -170,14 +171,14 @@ class TrainingParts:
         return DeviceLearners(learners, self.segment)
 
     async def refound(self) -> None:
-        """Everything as the swarm was founded with it. Raises CheckpointError, LocalError."""
+        """Load the founder's parameters of all parts. Raises CheckpointError, LocalError."""
         for part in self:
             await part.refound()
 
     # -- microbatches
 
     def admit(self, body: Forward, place: int) -> bool:
-        """Whether there is room for a microbatch, on all devices that it passes; it has it then, until it is `ended`."""
+        """Reserve memory for a microbatch on all devices that it passes, until it is `ended`. Returns False if there is no room."""
         replica = self._choose(body)
         admitted: list[TrainingPart] = []
         for part in self.replicas[replica]:
@@ -191,20 +192,20 @@ class TrainingParts:
         return True
 
     def passed(self, body: Forward, place: int) -> list[tuple[TrainingPart, Span]]:
-        """The parts that an admitted microbatch passes, in order, and the units of each."""
+        """Return the parts that an admitted microbatch passes, in order, and the units in each."""
         hop = body.route[body.hop]
         parts = self.replicas[self._in_flight[place]]
         spans = [Span(max(hop.start, part.span.start), min(hop.end, part.span.end)) for part in parts]
         return [(part, span) for part, span in zip(parts, spans, strict=True) if span.units > 0]
 
     def ended(self, place: int) -> None:
-        """A microbatch keeps nothing any more. Safe to call twice."""
+        """Free the memory of a microbatch. Safe to call twice."""
         replica = self._in_flight.pop(place, None)
         for part in () if replica is None else self.replicas[replica]:
             part.memory.ended(place)
 
     def _choose(self, body: Forward) -> int:
-        """The replica that has had this index in this step, else the one that has least in flight for its speed."""
+        """Return the replica that had this index in this step, else the one with the least load for its speed."""
         step = body.run, body.step
         if step != self._step:
             self._step, self._replica_of = step, {}
@@ -218,13 +219,13 @@ class TrainingParts:
     # -- memory
 
     def average(self, run: Run) -> None:
-        """This node has replicas among the peers: what they agree on is computed on the first device."""
+        """Count the memory for averaging with other peers' replicas; it takes place on the first device."""
         first, *others = self.replicas[0]
         gradient_bytes = sum(part.memory.gradient_bytes for part in (first, *others))
         copies = any(part.segment.device != first.segment.device for part in others)
         first.memory.average(run, gradient_bytes, copies=int(copies))
 
     def close(self) -> None:
-        """Nothing is trained here any more."""
+        """Free all memory."""
         for part in self:
             part.memory.close()

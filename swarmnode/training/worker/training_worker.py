@@ -1,5 +1,5 @@
-"""Training worker: a volunteer's stage in a training swarm, and the mean time of its steps. The worker trains its units, leads
-when it is its turn, and serves what is trained."""
+"""Training worker: a volunteer's stage in a training swarm. It trains its units, leads if it is its turn, and serves the
+learnt model."""
 
 from __future__ import annotations
 
@@ -47,35 +47,36 @@ log = logging.getLogger(__name__)
 
 
 class StepTime:
-    """Mean seconds of a step, since the first look at which one was done."""
+    """Mean seconds of a training step, since the first step that was seen."""
 
     def __init__(self) -> None:
-        self._first = self._last = (0, 0.0)  # step, and when
+        self._first = self._last = (0, 0.0)  # step, and its time
 
     def __repr__(self) -> str:
         return f"<StepTime {self.step_s:.3f} s, at step {self._last[0]}>"
 
     @property
     def step_s(self) -> float:
-        """Infinite before two were seen."""
+        """Mean seconds of a step; infinite before two steps have been seen."""
         (first, since_s), (last, until_s) = self._first, self._last
         return (until_s - since_s) / (last - first) if last > first else math.inf
 
     def note(self, step: int, now_s: float) -> None:
-        """The run is at this step now; one before the last means that it was led back, or is another run."""
+        """Note that the run is at `step`. A lower step than before means that the run was led back or is another one."""
         if not self._first[0] or step < self._last[0]:
             self._first = step, now_s
         if step != self._last[0]:
             self._last = step, now_s
 
     def rest_s(self, steps: int) -> float:
-        """Until so many are done."""
+        """Return the seconds until `steps` steps are done."""
         return max(0, steps - self._last[0]) * self.step_s if steps > self._last[0] else 0.0
 
 
 @dataclass(eq=False)
 class TrainingWorker(Stage):
-    """Training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
+    """The training counterpart of `ServingStage`: made by `load`, ended by `close`. Modules that are not language models
+    are not served."""
 
     host: Host
     hardware: Hardware
@@ -116,7 +117,7 @@ class TrainingWorker(Stage):
         states: SharedStates,
         awaits_others: Callable[[], bool],
     ) -> TrainingWorker:
-        """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
+        """Load units whose weights are on this machine, and start to train them. Raises CheckpointError, LocalError."""
         host, hardware = place.host, place.hardware
         layout = hardware.lay_out(units, place.speed_cache, host.swarm.id)
         loaded = [[await load_units(checkpoint, part, hardware) for part in replica] for replica in layout]
@@ -139,21 +140,24 @@ class TrainingWorker(Stage):
 
     @property
     def bound(self) -> bool:
-        """Whether something was learnt of these units that no other node has. While others have nobody that counts for little: this
-        node may take them beside its own, of which the last kept state is on its disk (`plan/training/placement.py`)."""
+        """Whether the stage has learnt a unit that no other node has. False while a unit of the model has no holder.
+
+        In that case this node may take the uncovered units beside its own, whose last saved state is on its disk
+        (`plan/training/placement.py`).
+        """
         return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
 
     async def settled(self) -> None:
-        """Wait for a moment in which nobody waits for this stage."""
+        """Wait until an averaging under way is committed, as `TrainingStage.settled`."""
         await self.training.settled()
 
     def rest_s(self) -> float:
-        """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
+        """Return the seconds until the end of the run at its mean speed; infinite if unknown."""
         run = self.training.state.run
         return math.inf if run is None else self._step_time.rest_s(run.steps)
 
     def sections(self) -> tuple[Section, ...]:
-        """What the announcement says of this stage."""
+        """Return the stage's sections of the announcement."""
         self._compare_with_real_work()
         self._step_time.note(self.training.state.step, self.host.clock.monotonic())
         step = self.training.state.learnt_step
@@ -166,7 +170,7 @@ class TrainingWorker(Stage):
         return StepLoad() if run is None else step_load_of(run, self._width)
 
     def _compare_with_real_work(self) -> None:
-        """What the run in force shows: until it has timed microbatches, the estimate of one, which is tried as the run begins."""
+        """Correct the capabilities by the current run: by timed microbatches, or before by the estimate of one."""
         if (run := self.training.state.run) is None:
             return
         for part, capability in self._capabilities.items():
@@ -178,13 +182,13 @@ class TrainingWorker(Stage):
                 capability.correct("training_units_per_s", run.positions / unit_time.expected_s)
 
     def _note_estimate(self, part: TrainingPart) -> None:
-        """How good it was, of the run in force."""
+        """Log a decision on the accuracy of the current run's estimate."""
         units, unit_time = part.span.units, part.unit_time
         if not unit_time.expected_s:
             return
         off = unit_time.timed_s / unit_time.expected_s - 1
         facts = (
-            f"it takes {units * unit_time.timed_s:.3g} s, {off:+.0%} off the {units * unit_time.expected_s:.3g} s of its estimate",
+            f"it takes {units * unit_time.timed_s:.3g} s, {off:+.0%} off the {units * unit_time.expected_s:.3g} s estimated",
             f"the next run's estimate is multiplied by {unit_time.correction:.2f}",
         )
         self.host.decisions.note(
@@ -192,14 +196,14 @@ class TrainingWorker(Stage):
         )
 
     def _speeds(self) -> WorkSpeeds:
-        """Of all devices at once: microbatches follow one another."""
+        """Return the speeds of all devices together, since microbatches follow one another."""
         replicas = self.training.parts.replicas
         return speeds_section(
             at_once([(part.span.units, self._capabilities[part].speeds) for part in replica] for replica in replicas)
         )
 
     def readings(self) -> Readings:
-        """What Prometheus may know of this stage."""
+        """Yield the metrics of this stage."""
         training, span = self.training, self.training.meter.label
         norm, loss = training.state.last
         yield Reading(table.TRAINING_STEP, training.state.step, (span,))
@@ -216,7 +220,7 @@ class TrainingWorker(Stage):
             yield from self.serving.readings()
 
     def _sends(self) -> dict[bytes, int]:
-        """The strongest codec to each peer."""
+        """Return the strongest codec in use for each peer, by digest."""
         sends: dict[bytes, int] = {}
         for (peer, _), choice in self.training.compressor.choices.items():
             if choice.codec:
@@ -225,7 +229,7 @@ class TrainingWorker(Stage):
         return dict(list(sends.items())[-MAX_RTTS:])
 
     def listen(self, tell: Callable[..., None]) -> None:
-        """Let a node say what links travel as, whenever that changes."""
+        """Call `tell` with an event whenever the codec of a link changes."""
         loop = asyncio.get_running_loop()
 
         def on_choice(peer: PeerId, direction: str, choice: Choice) -> None:  # on the bench
@@ -237,19 +241,19 @@ class TrainingWorker(Stage):
         self.training.compressor.on_choice = on_choice
 
     async def drain(self, timeout_s: float) -> None:
-        """Hand the coordinator's role on, and let the sessions move to other peers."""
+        """Stop leading, and let the serving sessions move to other peers."""
         await self._election.close()
         if self.serving is not None:
             await self.serving.drain(timeout_s)
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Keep the step that is reached, here and where nobody else has it at another peer's, and free everything."""
+        """Save the current step, send states that no other peer has to another disk, and free everything."""
         await self._restoration.close()
         await self._election.close()
         await self.training.close()
         left = await self._backups.hand_over()
         if left:
-            log.warning("the newest state of units %s is on this disk alone: nobody took it", list(left))
+            log.warning("the newest state of units %s is on this disk only: no other peer took it", list(left))
         await self._backups.close()
         await self.checkpoint_manager.close()
         if self.serving is not None:
@@ -257,7 +261,7 @@ class TrainingWorker(Stage):
 
 
 async def _serve(place: Workplace, checkpoint: Checkpoint, loaded: LoadedSegments) -> ServingStage | None:
-    """What is trained, as it is learnt; nobody serves modules."""
+    """Start serving the weights as they are trained. Returns None for a graph, which is not served."""
     if isinstance(checkpoint, GraphCheckpoint):
         return None
     twins = [[await load_served(checkpoint, *one) for one in replica] for replica in loaded]

@@ -85,7 +85,10 @@ def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_ga
     told(groups)
     assert clusters(groups) == {name: int(name in "efgh") for name in NAMES}
     (decision, *_) = decisions.about("0")
-    assert decision.what == "has replicas of units 0-1 average over 2 clusters" and "all with all" in decision.facts[0]
+    assert (
+        decision.what == "lets the replicas of units 0-1 average over 2 clusters"
+        and "in a single cluster" in decision.facts[0]
+    )
 
 
 def test_before_the_first_averaging_what_both_ends_announce_counts() -> None:
