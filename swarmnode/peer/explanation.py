@@ -1,4 +1,4 @@
-"""What a peer knows of itself, of another peer, of a unit or of a session: facts as they are now, and the decisions about it."""
+"""Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from swarmnode.peer.host import Host, state_name
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
 
-MOST = 24  # decisions that are told
+MOST = 24  # decisions in one explanation
 
 
 def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> dict[str, Any]:
-    """Facts and decisions, the latest first, of whatever `about` names: a peer by its name, its id or the end of it, a unit by its
-    number, a session by the beginning of its trace id; this peer itself where it names nothing. `decisions` are further ones of its
-    own."""
+    """Return the facts and the latest decisions that concern `about`, as a dict with "facts" and "decisions" (latest first).
+
+    `about` is the name of a peer, its id or the end of it, the number of a unit, or the beginning of a session's trace id; empty
+    for this peer. `decisions` are further ones of this peer. Facts are given for peers and units only.
+    """
     peer = _peer(host, about)
     found = {decision for name in {about, peer or about} for decision in host.decisions.about(name)}
     found |= set(decisions) if peer == host.peer_id else set()
@@ -27,8 +29,8 @@ def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> 
 
 
 def _peer(host: Host, about: str) -> PeerId | None:
-    """The peer that is meant, if one is."""
-    if names_unit(about) or (not about and host.directory.own is None):  # who only asks says nothing of itself
+    """Return the peer that `about` names; None if it names none, or if it is empty and this peer announces nothing."""
+    if names_unit(about) or (not about and host.directory.own is None):  # a client announces nothing
         return None
     if not about:
         return host.peer_id
@@ -80,7 +82,7 @@ def _announced(peer: Announcement) -> Iterator[str]:
 
 
 def _known(host: Host, peer: PeerId) -> Iterator[str]:
-    """What was found out here, whatever it says."""
+    """Yield this peer's own findings about `peer`, whatever that peer announces."""
     unit_s, rtt_s = host.observed_latency.unit_s(peer), host.paths.link_statistics.rtts_s().get(peer)
     yield (
         "nobody here has used it lately"
