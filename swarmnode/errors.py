@@ -101,7 +101,7 @@ class ContextTooLong(UsageError):
 
 
 class LocalError(SwarmnodeError):
-    """This machine cannot do it: disk full, port in use, no such device, not enough memory."""
+    """Failure of this machine: disk full, port in use, no such device, not enough memory."""
 
     remedy = "Free what is missing on this machine (disk, port, memory), or lend less: --memory, --disk, --device."
 
@@ -143,7 +143,7 @@ class StepFailed(SwarmnodeError):
 
 
 class NetworkDown(SwarmnodeError):
-    """This machine cannot reach the swarm: no bootstrap peer answers, or the local p2pd has ended."""
+    """The swarm cannot be reached from this machine: no bootstrap peer answers, or the local p2pd has ended."""
 
     remedy = (
         "Check that this machine is online and that the bootstrap peer of the invite runs: `swarmnode doctor SWARM`."
@@ -169,7 +169,7 @@ class NoRoute(SwarmnodeError):
 
 
 class PeerError(SwarmnodeError):
-    """Another peer is at fault. `peer` is its id, if known."""
+    """Fault of another peer. `peer` is its id, if known."""
 
     remedy = "Try again: swarmnode asks other peers."
 

@@ -89,8 +89,7 @@ class NodeProcess:
     def wait_until(
         self, holds: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = START_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Return the first event for which `holds` is true, printed already or within `timeout_s` seconds; `what` names it in
-        errors.
+        """Return the first event that `holds`, printed already or within `timeout_s` seconds; `what` names it in errors.
 
         Raises LocalError if the member ends first or the time runs out.
         """

@@ -46,7 +46,7 @@ def disk(folder: Path) -> Readings:
 
 
 class Card:
-    """One NVIDIA card. Figures that its driver does not give (power, on many laptops) are left out."""
+    """NVIDIA card. Figures that its driver does not give (power, on many laptops) are left out."""
 
     def __init__(self, nvml: Any, handle: Any, index: int) -> None:
         self._nvml = nvml

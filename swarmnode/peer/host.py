@@ -63,7 +63,7 @@ def pause_s(failures: int, crowd: float) -> float:
 
 
 def unconnected(bootstraps: Sequence[str], connected: Collection[PeerId]) -> list[str]:
-    """Return the bootstrap peers (multiaddrs with /p2p/) that are not among the `connected` peers."""
+    """Return the bootstrap peers (multiaddrs with /p2p/) that are not connected."""
     return [bootstrap for bootstrap in bootstraps if peer_of(bootstrap) not in connected]
 
 

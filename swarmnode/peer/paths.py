@@ -91,7 +91,7 @@ class Paths:
 
     @property
     def coordinate(self) -> Coordinate:
-        """This peer's network coordinate."""
+        """Network coordinate of this peer."""
         return self._surveyor.coordinate
 
     def _measured(self, peer: PeerId, rtt_s: float) -> None:

@@ -100,8 +100,8 @@ async def ask(
 ) -> AsyncIterator[tuple[Frame, Body]]:
     """Yield the answers (frame, body) of `peer` to a question until it ends the conversation.
 
-    Raises PeerLost if the peer is silent for `silence_s` seconds or its link is lost, PeerRefused if it answers with an error code,
-    ProtocolError if it breaks the protocol, NetworkDown if there is no network.
+    Raises PeerLost if the peer is silent for `silence_s` seconds or its link is lost, PeerRefused if it answers with an error code.
+    Raises ProtocolError if it breaks the protocol, NetworkDown if there is no network.
     """
     answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
 
