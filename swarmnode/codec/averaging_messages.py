@@ -1,4 +1,4 @@
-"""Bodies of an all-reduce (`protocol/training.md`); `docs/training-step.md` says which peer sends them to which, and when."""
+"""Bodies of an all-reduce (`protocol/training.md`); `docs/training-step.md` says when each is sent, and between which peers."""
 
 from __future__ import annotations
 

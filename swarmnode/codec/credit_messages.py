@@ -30,7 +30,7 @@ class SignedReceipt(Body, frozen=True):
 
 
 class CreditClaim(Body, frozen=True):
-    """Voucher by which a node lends a client the credit of its receipts."""
+    """Voucher of a node that lends a client the credit of its receipts, with these receipts."""
 
     voucher: SignedBytes
     receipts: Annotated[tuple[SignedBytes, ...], Meta(min_length=1, max_length=MAX_CLAIMED)]

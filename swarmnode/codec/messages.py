@@ -151,7 +151,7 @@ class Open(Body, frozen=True):
     frames.
 
     It travels from hop to hop along `route`; `index` is the receiver's place in it. `max_length` is the number of positions that
-    the hop reserves cache for. `padding` is the number of left-padding positions of each row. The payload is the text so far, for
+    the hop reserves cache for. `padding` is the number of left-padding positions of each row. The payload is the earlier text, for
     the penalties of `sampling`: ids_T (int32), of the length of its `text_length`.
 
     States between hops travel as `codec`, except as `codecs` says. If `adapts`, each hop chooses the codec for later positions.
@@ -172,7 +172,7 @@ class Open(Body, frozen=True):
     codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
     adapts: bool = False
     adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name of an adapter of the swarm, or empty
-    branch: Branch | None = None  # another session with the same beginning, for hops to which this one is new
+    branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)

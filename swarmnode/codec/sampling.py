@@ -1,4 +1,4 @@
-"""Settings for sampling at the last hop in RING mode, and the encodings of logprobs and of the text so far."""
+"""Settings for sampling at the last hop in RING mode, and the encodings of logprobs and of the earlier text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 16384  # the bound of its bytes, too
-ID_BYTES = 4  # of a token in the text so far
+ID_BYTES = 4  # of a token in the earlier text
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]

@@ -1,9 +1,9 @@
 """Bodies of `/swarmnode/spot-check/1`: a stage's work in the step in force, for its replicas to check (`protocol/training.md`).
 
-GET_COMMITMENT, COMMITMENT      the stage's signed list of its work, before it knows what will be checked
-GET_MICROBATCH, MICROBATCH      one microbatch of the list
-GET_SKETCHES, SKETCHES          all its additions to the gradients, which are its contribution to their sum
-ACCUSATION, END                 a peer found false: the receiver does not believe it, but checks that peer next
+GET_COMMITMENT, COMMITMENT      the stage's signed list of its work, before it knows what will be checked.
+GET_MICROBATCH, MICROBATCH      one microbatch of the list.
+GET_SKETCHES, SKETCHES          all its additions to the gradients, which are its contribution to their sum.
+ACCUSATION, END                 a peer found false: the receiver does not believe it, but checks that peer next.
 """
 
 from __future__ import annotations

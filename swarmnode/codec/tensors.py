@@ -137,7 +137,7 @@ def topk_index_bytes(count: int, kept: int) -> int:
 
 
 def codec_named(compression: str) -> Codec:
-    """Return the codec of a name of COMPRESSIONS; for "auto" NONE, with which hops begin."""
+    """Return the codec of a name of COMPRESSIONS; for "auto" NONE, the codec that hops begin with."""
     return Codec.NONE if compression == AUTO else Codec[compression.upper()]
 
 

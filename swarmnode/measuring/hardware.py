@@ -120,7 +120,7 @@ class Hardware:
         hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path, _width(checkpoint))
         if hardware.capacity_units == 0:
             raise LocalError(
-                f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
+                f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one layer of this model "
                 + ("with its gradients and optimiser" if trains else f"with a cache of {config.cache_tokens} tokens")
                 + "; lend more with --memory"
             )

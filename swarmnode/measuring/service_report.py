@@ -15,11 +15,11 @@ from swarmnode.net.addressing.reachability import Reachability
 
 GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 REACHED = {
-    Reachability.UNKNOWN: "not known yet how others get here",
-    Reachability.PUBLIC: "others get here directly",
-    Reachability.MAPPED: "others get here through the router's mapped port",
-    Reachability.PUNCHED: "others get here through holes in the router",
-    Reachability.RELAYED: "others get here over a relay only",
+    Reachability.UNKNOWN: "still checking whether others can reach this machine",
+    Reachability.PUBLIC: "others reach this machine directly",
+    Reachability.MAPPED: "others reach this machine through a mapped port of the router",
+    Reachability.PUNCHED: "others reach this machine through holes punched in the router",
+    Reachability.RELAYED: "others reach this machine over a relay only",
 }
 
 

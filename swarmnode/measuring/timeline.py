@@ -160,7 +160,7 @@ class Timeline:
         return next((us for us in (*at_last, *at_first) if us is not None), None)
 
     def _late(self) -> dict[int, Late]:
-        """Return for each position the link that kept it longest beyond what is usual on that link."""
+        """Return for each position the link that delayed it most beyond the link's median."""
         latest: dict[int, Late] = {}
         for source, target, lag in self._links():
             delays = {

@@ -1,7 +1,7 @@
 """Timing of peers while they work: in a session every peer is timed by the one before it.
 
 A hop sends RAN when a step has left it. The sender of that step then knows its duration: the time between sending and RAN, less the
-link's round trip. RAN also carries the hop's own measurements of the hops after it, so after a few tokens the client knows the
+link's round trip. RAN also carries the hop's own measurements of the hops after it. So after a few tokens the client knows the
 speed of every peer of its route, as measured by that peer's neighbour. In a ring the last hop times the first.
 """
 

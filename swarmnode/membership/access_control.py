@@ -1,10 +1,10 @@
 """Access control: checks every link and every call of the table against the swarm's membership, and spreads the owner's
 revocations.
 
-a link opens          both sides show certificates; a peer without one gets REFUSED and nothing else
-a table is called     the caller must have passed our gate before, over a link of the membership protocol
-the owner revokes     the list goes over every live link and into the table; links of peers on the list are cut
-a membership expires  the links of that peer are cut
+a link opens          both sides show certificates; a peer without one gets REFUSED and nothing else.
+a table is called     the caller must have passed this gate before, over a link of the membership protocol.
+the owner revokes     the list goes over every live link and into the table; links of peers on the list are cut.
+a membership expires  the links of that peer are cut.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class AccessControl(Gate):
         self.guards_table = self.membership.private
         self.on_look: Callable[[], None] = lambda: None
         self.turned_away: PeerRefused | None = None  # the refusal of the last peer called, if it refused
-        self._links: dict[GuardedLink, None] = {}  # in the order in which they were opened
+        self._links: dict[GuardedLink, None] = {}  # the oldest first
         self._introductions: dict[PeerId, asyncio.Task[None]] = {}
         self._network: Network | None = None
         self._hello: Hello | None = None

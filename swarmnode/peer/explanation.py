@@ -51,7 +51,7 @@ def _of_unit(host: Host, unit: int) -> Iterator[str]:
     yield (
         f"unit {unit} is held by {counted(len(holders), 'peer')}, or about to be"
         if holders
-        else f"nobody holds unit {unit}"
+        else f"no peer holds unit {unit}"
     )
     for holder in holders:
         doing = f"{state_name(holder.life)}, units {Span(*holder.span)}, {counted(holder.sessions, 'session')}"
@@ -62,9 +62,9 @@ def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
     announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
     suspect = host.directory.suspects().get(peer)
     if suspect is not None:
-        yield f"it is left out since it failed: {host.directory.why_suspected(peer)}"
+        yield f"it is left out after a failure: {host.directory.why_suspected(peer)}"
     if announced is None and suspect is None:
-        yield "it announces nothing: it only asks, has gone, or nobody here has heard of it yet"
+        yield "it announces nothing: it is a client, has gone, or is not known here yet"
         return
     yield from _announced(announced or suspect)  # type: ignore[arg-type]  # one of the two is there
     if peer != host.peer_id:
@@ -85,13 +85,13 @@ def _known(host: Host, peer: PeerId) -> Iterator[str]:
     """Yield this peer's own findings about `peer`, whatever that peer announces."""
     unit_s, rtt_s = host.observed_latency.unit_s(peer), host.paths.link_statistics.rtts_s().get(peer)
     yield (
-        "nobody here has used it lately"
+        "this peer has not used it lately"
         if unit_s is None
-        else f"it did {1 / unit_s:.4g} units/s when it was used from here"
+        else f"it computed {1 / unit_s:.4g} units/s when this peer used it"
     )
-    yield "the way to it was not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
+    yield "the path to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
     if peer in host.standing.shunned:
-        yield "it was found to compute falsely, and takes no part in what this peer does"
+        yield "audits found that it computes wrong results, so this peer does not use it"
     elif peer in host.standing.doubted:
-        yield "it contradicted somebody in an audit, and one of the two is wrong"
+        yield "it contradicted another peer in an audit, and one of the two is wrong"
     yield f"its standing after audits is {host.standing.trust(peer):.2f} of 1"

@@ -52,7 +52,7 @@ NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # in a private swa
 FIRST_S = 2.0
 MAX_PAUSE_S = 16.0
 CALM = 2  # at most this many doublings of the pause while all bootstrap peers are connected
-CALLERS = 64  # swarm size up to which peers call at this pace
+CALLERS = 64  # largest swarm whose peers call at this pace
 
 
 def pause_s(failures: int, crowd: float) -> float:
@@ -276,7 +276,7 @@ class Host:
                     evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
                     reached = f"others reach it: {self.paths.reachability.name.lower()}"
                     self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
-                    self.directory.announce(self._introduction(addresses))  # a relay may have taken us in
+                    self.directory.announce(self._introduction(addresses))  # a relay may have accepted this peer
                 self.directory.announce(self.paths.section(), self.observed_latency.section())
 
     def _others(self) -> list[PeerId]:

@@ -17,7 +17,7 @@ from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.swarm.records.announcement import MAX_PATHS, MAX_RTTS, MAX_UNIT_TIMES, Announcement, peer_digest
 from swarmnode.swarm.records.sections import Hearsay, PathNews
 
-MOST_KBPS = (1 << 32) - 1  # that an announcement can say
+MOST_KBPS = (1 << 32) - 1  # largest rate in an announcement
 
 PEERS_KEPT = 256
 FRESH_S = 600.0  # older measurements say little; the peer's announced speed counts again

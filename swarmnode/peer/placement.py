@@ -239,12 +239,12 @@ class Placement:
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
         reason = (
-            f"every unit has somebody, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
+            f"every unit has a holder, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
         )
         if not own.span[1]:
             reason = "every unit has two holders, and a step would not be shorter with this node"
         if fixed:
-            reason = "these units were fixed with --span or --plan, are trained by nobody else, or are being finished"
+            reason = "these units were fixed with --span or --plan, have no other trainer, or are being finished"
         self._note(view, f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
@@ -281,6 +281,6 @@ class Placement:
 
 def _reasons(move: Move) -> tuple[str, str]:
     gain = (
-        "it gives units a holder that have none" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
+        "it gives a holder to units without one" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
     )
-    return gain, f"such a wish must stand for {move.delay_s:.1f} s before it is this node's turn"
+    return gain, f"the reason must last for {move.delay_s:.1f} s before it is this node's turn"

@@ -19,8 +19,10 @@ MAX_ANSWER_BYTES = 2048
 
 
 def seen_at(port: socket.socket, server: tuple[str, int], timeout_s: float) -> tuple[str, int] | None:
-    """Return the address and port from which the STUN server sees requests of the socket `port`; None without a valid answer within
-    `timeout_s` seconds."""
+    """Return the address and port that the STUN server sees as the sender of a request from the socket `port`.
+
+    None without a valid answer within `timeout_s` seconds.
+    """
     transaction = secrets.token_bytes(12)
     port.settimeout(timeout_s)
     try:

@@ -17,7 +17,7 @@ from swarmnode.net.addressing.addresses import host_of, is_public, is_relayed
 
 
 class Reachability(IntEnum):
-    """Way in which others reach a peer (`protocol/records.md`). A reader treats an unknown value as UNKNOWN."""
+    """Kind of access that others have to a peer (`protocol/records.md`). A reader treats an unknown value as UNKNOWN."""
 
     UNKNOWN = 0
     PUBLIC = 1  # at an address of its own
@@ -65,7 +65,7 @@ class Evidence:
             f"libp2p gives {len(self.addresses)} addresses: {len(self.direct)} of the internet, {len(self.relayed)} over a relay",
             f"{len(self.own)} of those of the internet are this machine's own, the others its router's",
             f"its owner announces {', '.join(self.promised) or 'none besides'}",
-            f"{len(self.came_in)} peers came in from the internet that nobody here has dialled",
+            f"{len(self.came_in)} peers connected from the internet without being dialled from here",
         )
 
 
@@ -79,7 +79,7 @@ def conclude(evidence: Evidence) -> Reachability:
         return Reachability.PUNCHED if evidence.came_in else Reachability.RELAYED
     if (
         evidence.direct
-    ):  # the router's address: libp2p tells it once the router mapped a port, or several peers saw us there
+    ):  # the router's address: libp2p reports it once the router mapped a port, or several peers saw this one there
         return Reachability.MAPPED
     return Reachability.UNKNOWN
 
@@ -95,10 +95,10 @@ def is_hidden(listening: Sequence[str], interfaces: Collection[str]) -> bool:
 
 
 def _hosts(listening: Sequence[str], interfaces: Collection[str]) -> Iterator[str]:
-    """The IP addresses behind what is listened on."""
+    """Yield the IP addresses in the listening addresses; for a wildcard, those of the interfaces."""
     for address in listening:
         host = host_of(address)
-        if host == "0.0.0.0":  # nosec B104  # compared with
+        if host == "0.0.0.0":  # nosec B104  # only compared
             yield from (each for each in interfaces if ":" not in each)
         elif host == "::":
             yield from interfaces  # Linux takes IPv4 there, too
@@ -107,7 +107,7 @@ def _hosts(listening: Sequence[str], interfaces: Collection[str]) -> Iterator[st
 
 
 def own_interfaces() -> set[str]:
-    """The IP addresses of this machine."""
+    """Return the IP addresses of this machine."""
     entries = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
     families = (socket.AF_INET, socket.AF_INET6)
     return {entry.address.partition("%")[0] for entry in entries if entry.family in families}

@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = "/swarmnode/direct/1"
 REQUEST = struct.Struct(f"<{PUBLIC_KEY_BYTES}sB")  # the opener's key, and the length of the protocol id that follows
-OFFER = struct.Struct(f"<{PUBLIC_KEY_BYTES}sH")  # the acceptor's key and its port; 0: not by a direct connection
+OFFER = struct.Struct(f"<{PUBLIC_KEY_BYTES}sH")  # the acceptor's key and its port; 0: no direct connection
 LOWEST_PORT = 1024
 MAX_HOSTS = 2
 
 ANSWERING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # an offer needs no computing: a peer without one hangs
-DIALLING = Deadline(floor_s=1.0, ceiling_s=2.0, slack=6.0)  # a router or firewall may drop it without a word
+DIALLING = Deadline(floor_s=1.0, ceiling_s=2.0, slack=6.0)  # a router or firewall may drop the connection silently
 ASK_TIMEOUT_S = 2.0
 OFFER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0  # before a peer that cannot be reached directly is tried again
@@ -236,7 +236,7 @@ class DirectConnections:
             asking = await introducer.open(peer, PROTOCOL, timeout_s=timeout_s)
         except PeerLost:
             return None
-        rtt_s = loop.time() - began_s  # at least one
+        rtt_s = loop.time() - began_s  # at least one round trip
         try:
             wait_s = min(end_s - loop.time(), ANSWERING.wait_s(rtt_s=rtt_s))
             offer = await self._ask(asking, Occasion(self._peer_id, peer, protocol), wait_s)

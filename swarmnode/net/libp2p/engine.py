@@ -235,7 +235,7 @@ class Engine(Network):
             self._limits.leave(stream)
             stream.abort()
 
-    # -- where we are, and who else is there
+    # -- own addresses, and other peers
 
     async def addresses(self) -> list[str]:
         _, addresses = await self._running().identify()

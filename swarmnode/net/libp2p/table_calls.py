@@ -155,7 +155,7 @@ class TableCalls:
         lasted_s = min(MAX_FAILED_S, 2 * lasted_s)
         self._failed[peer] = (time.monotonic() + lasted_s, lasted_s)
 
-    # -- who is there
+    # -- known peers
 
     async def _heard(self, peer: PeerId) -> None:
         """Note a call or answer of a peer of the table: enter it into the routing table, and give a newcomer the records that it

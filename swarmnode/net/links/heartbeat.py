@@ -1,7 +1,7 @@
 """Heartbeat of a link: when to ask whether the peer lives, when to show that this side lives, and how much silence is too much.
 
 Progress counts, not the amount sent: a peer that receives a large frame shows it at every beat. So a slow uplink and a hanging peer
-can be told apart within seconds, whatever the path. Pure: the link brings the time and acts.
+differ within seconds, whatever the path. Pure: the link brings the time and acts.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ class RateLimitedStream(Stream):
         return f"<RateLimitedStream to {self.peer} with {self._waiting_bytes} bytes waiting, {self._rate_limiter!r}>"
 
     def write(self, buffers: Sequence[Buffer]) -> None:
-        """See `Stream`."""
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         self._waiting.extend(views)
         self._waiting_bytes += sum(map(len, views))
@@ -91,12 +90,10 @@ class RateLimitedStream(Stream):
 
     @property
     def unsent_bytes(self) -> int:
-        """See `Stream`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
     @property
     def receive_bytes(self) -> int:
-        """See `Stream`."""
         return self._stream.receive_bytes
 
     async def drain(self) -> None:
@@ -106,7 +103,6 @@ class RateLimitedStream(Stream):
         await self._stream.drain()
 
     async def read_into(self, buffer: memoryview) -> int:
-        """See `Stream`."""
         return await self._stream.read_into(buffer)
 
     async def close(self) -> None:

@@ -150,7 +150,7 @@ class Switchboard:
         self._outgoing: dict[PeerId, _Line] = {}
         self._incoming: dict[_Line, None] = {}  # the oldest first
         self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
-        self.peer_id = network.peer_id  # our own
+        self.peer_id = network.peer_id
         self._tasks = Tasks(f"links of {protocol}", on_crash=config.supervisor.ends_conversation)
         self._closed = False
 
