@@ -49,7 +49,8 @@ class ClientConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Settings of one stage: what the volunteer lends to it. A field that is None is determined by measuring the machine."""
+    """Settings of one stage: what the volunteer lends to it. If `memory_bytes` or `threads` is None, the node chooses it for the
+    machine."""
 
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
@@ -69,8 +70,7 @@ class StageConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> StageConfig:
-        """Return these settings unchanged. Raises UsageError, before anything is joined, if an option has a value that does not
-        exist."""
+        """Return these settings unchanged. Raises UsageError if the value of an option is not valid."""
         if not DEVICES.fullmatch(self.device):
             several = "several of one kind as in cuda:0,cuda:1"
             raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps, all, or {several}")

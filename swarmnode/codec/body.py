@@ -60,7 +60,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     """Base of all bodies."""
 
     def check(self) -> None:
-        """Raises ProtocolError if the fields, each valid alone, contradict one another."""
+        """Raise ProtocolError if the fields, each valid alone, contradict one another."""
 
 
 class HopSpec(Body, frozen=True):

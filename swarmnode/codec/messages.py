@@ -124,7 +124,7 @@ class Revocations(Body, frozen=True):
 
 
 class Mode(IntEnum):
-    """Place at which the next token is chosen."""
+    """Party that chooses the next token."""
 
     RING = 0  # the last hop samples, and feeds the first hop at once
     DRIVEN = 1  # the client drives every step

@@ -142,7 +142,7 @@ def codec_named(compression: str) -> Codec:
 
 
 def check_compression(compression: str, allowed: Collection[int]) -> None:
-    """Raises UsageError if the swarm does not allow this compression, or it does not exist."""
+    """Raise UsageError if the swarm does not allow this compression, or it does not exist."""
     known = [name for name in COMPRESSIONS if name == AUTO or codec_named(name) in allowed]
     if compression not in known:
         raise UsageError(f"this swarm does not compress as {compression}: choose {', '.join(known)}")

@@ -56,7 +56,7 @@ Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
 
 
 def check_values(values: tuple[TensorInfo, ...]) -> None:
-    """Raises ProtocolError if a descriptor is not valid, or the tensors are too large together."""
+    """Raise ProtocolError if a descriptor is not valid, or the tensors are too large together."""
     elements = 0
     for info in values:
         check_tensor(info)
@@ -68,13 +68,13 @@ def check_values(values: tuple[TensorInfo, ...]) -> None:
 
 
 def check_rules(frame: str, rules: Mapping[str, bool]) -> None:
-    """Raises ProtocolError for the first rule that is not kept; `frame` names the frame in its text."""
+    """Raise ProtocolError for the first rule that is not kept; `frame` names the frame in its text."""
     if (broken := first_broken(rules)) is not None:
         raise ProtocolError(f"{'an' if frame[0] in 'AEIO' else 'a'} {frame} needs {broken}")
 
 
 def check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:
-    """Raises ProtocolError if the spans of `route` are empty or do not follow one another, or `hop` is not a place in it."""
+    """Raise ProtocolError if the spans of `route` are empty or do not follow one another, or `hop` is not a place in it."""
     rules = {
         "a place inside the route": hop < len(route),
         "spans that are not empty": all(hop.start < hop.end for hop in route),

@@ -189,7 +189,8 @@ class Begin(Body, frozen=True):
 
 
 class Release(Body, frozen=True):
-    """Command to forget these leases, and to answer STATUS: after it, no further microbatch of theirs will be counted."""
+    """Command to forget these leases, and to answer STATUS: what they have counted stays counted, and they will count nothing
+    more."""
 
     leases: Annotated[tuple[LeaseNumber, ...], Meta(max_length=MAX_LEASES)]
     run: RunId

@@ -55,7 +55,7 @@ class StageMeter:
         self.hops[phase].observe(seconds)
 
     def note_tensors(self, codec: Codec, direction: str, *, raw_bytes: int, encoded_bytes: int) -> None:
-        """Count tensors encoded for another stage."""
+        """Count the bytes of tensors encoded for another stage, before and after encoding."""
         self._raw_bytes[codec, direction] += raw_bytes
         self._encoded_bytes[codec, direction] += encoded_bytes
 

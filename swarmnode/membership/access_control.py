@@ -65,7 +65,7 @@ class AccessControl(Gate):
     """Gate of a swarm that has an owner. It exists before the network, since it guards the network's table; `start` hands the
     network over.
 
-    `on_look` is called after links of former members were cut.
+    `on_look` is called after each look at the links, when the links of former members have been cut.
     """
 
     membership: Membership
@@ -153,7 +153,7 @@ class AccessControl(Gate):
         return "" if member is None else member.group
 
     def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True) -> None:
-        """Raises NotAdmitted if the swarm does not admit this peer, or not for the role `needs`.
+        """Raise NotAdmitted if the swarm does not admit this peer, or not for the role `needs`.
 
         `own` is this peer's id and `name` the swarm's name. A refusal by the last peer called counts only if this peer is `alone`,
         that is, if no other peer speaks with it.

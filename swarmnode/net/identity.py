@@ -32,7 +32,7 @@ Key = TypeVar("Key", bound="SigningKey")
 
 
 def check_home(home: Path) -> None:
-    """Raises LocalError if a node cannot keep its state in `home`. Creates nothing."""
+    """Raise LocalError if a node cannot keep its state in `home`. Creates nothing."""
     place = existing(home)
     if not place.is_dir() or not may_write(place):
         raise LocalError(f"cannot keep state in {home}: {place} is no writable folder; choose another --home")

@@ -148,7 +148,7 @@ class Supervisor:
             self.ends_peer(error)
 
     def check(self) -> None:
-        """Raises LocalError if the peer is broken."""
+        """Raise LocalError if the peer is broken."""
         if self.failure is not None:
             raise self.failure
 

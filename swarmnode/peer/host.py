@@ -157,8 +157,9 @@ class Host:
         Args:
             swarm: The swarm; its manifest may still be missing.
             config: Settings of this peer's presence.
-            role: The folder name of the identity in the home folder. "client" and "bootstrap" need that role in a private swarm,
-                others that of a volunteer.
+            role: Name of the identity's file in the home folder. In a private swarm "client" and "bootstrap" need an invite for
+                that
+                role, all others need one for a volunteer.
             identity: The peer's identity. Default: the one kept under `role`; a client of a public swarm gets a new one each time.
             platform: Network, clock and executors.
 
@@ -309,7 +310,7 @@ class Host:
         return self.access_control is not None and self.access_control.turned_away is not None
 
     def check_welcome(self, needs: Role = Role.CLIENT) -> None:
-        """Raises NotAdmitted if the swarm does not admit this peer, or not for the role `needs`. Does nothing otherwise."""
+        """Raise NotAdmitted if the swarm does not admit this peer, or not for the role `needs`. Does nothing otherwise."""
         if self.access_control is not None:
             alone = not self.joined.is_set() or not self._others()
             self.access_control.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)

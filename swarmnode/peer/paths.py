@@ -35,8 +35,8 @@ class _Seen:
 
 
 class ObservedLatency:
-    """Seconds for one position through one unit, by peer: moving averages of this node's measurements, for a bounded number of
-    peers."""
+    """Seconds for one position through one unit, by peer: moving averages of measurements by this node and by the peers'
+    neighbours. Bounded."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -177,7 +177,7 @@ def with_ports(configured: Sequence[str], listening: Sequence[str]) -> tuple[str
 
 
 def check_port_free(address: str) -> None:
-    """Raises LocalError if a program listens on the address already: p2pd would silently share the port. Does nothing if the port
+    """Raise LocalError if a program listens on the address already: p2pd would silently share the port. Does nothing if the port
     is 0."""
     endpoint = tcp_endpoint(address)
     if endpoint is None or endpoint[1] == 0:
@@ -189,7 +189,7 @@ def check_port_free(address: str) -> None:
 
 
 def check_can_listen(option: str, host: str, port: int) -> None:
-    """Raises LocalError if `host`, an address or name given for `option`, is not this machine's, or its port is taken."""
+    """Raise LocalError if `host`, an address or name given for `option`, is not this machine's, or its port is taken."""
     try:
         if not host:
             raise ValueError("it is empty; 0.0.0.0 listens on all interfaces")

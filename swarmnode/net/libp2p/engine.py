@@ -129,8 +129,10 @@ class Engine(Network):
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
-        """Join the network. Raises LocalError if a port is in use or p2pd does not start, UsageError if an address is no multiaddr.
-        Succeeds if no other peer is reachable."""
+        """Join the network; other peers need not be reachable.
+
+        Raises LocalError if a port is in use or p2pd does not start, UsageError if an address is no multiaddr.
+        """
         for address in (*config.host_maddrs, *config.announce_maddrs, *config.relays):
             check(address)
         for address in config.host_maddrs:

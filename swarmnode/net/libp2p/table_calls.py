@@ -41,8 +41,7 @@ _decoder = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, float]])
 
 
 class TableCalls:
-    """Calls to other peers of the table, and answers to theirs; a client only calls. Made anew with each p2pd; the store and the
-    routing table stay."""
+    """Calls to other peers of the table, and answers to theirs; a client only calls. Made anew with each p2pd."""
 
     def __init__(
         self,

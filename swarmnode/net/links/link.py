@@ -38,7 +38,7 @@ def read_greeting(frame: Frame, peer: PeerId) -> Hello:
 
 
 def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
-    """Raises ProtocolError if the peer and this one have no protocol version in common, or the peer is of another swarm."""
+    """Raise ProtocolError if the peer and this one have no protocol version in common, or the peer is of another swarm."""
     (oldest, newest), (our_oldest, our_newest) = theirs.spoken, ours.spoken
     if newest < our_oldest or our_newest < oldest:
         spoken = newest if newest < our_oldest else oldest

@@ -100,7 +100,7 @@ class PathMeasurement:
 
 
 class LinkStatistics:
-    """Measurements of the paths to peers, shared by all links of a node. The peer measured least recently is forgotten first.
+    """Measurements of the paths to peers, shared by all links of a node. The peer updated least recently is forgotten first.
 
     `on_rtt` is called with the peer and its median round trip after each measurement. `guess` estimates unmeasured round trips.
     `at_home` returns whether a peer is in this node's own home network, so that the path says nothing about the line out of it.
