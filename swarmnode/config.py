@@ -18,58 +18,59 @@ LEAST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The serving role."""
+    """Settings of the serving role."""
 
     orphan_grace_s: float = 10.0  # how long a session without upstream keeps its cache
-    idle_s: float = 5.0  # a session without input for so long makes room for peers that have less
-    forgotten_s: float = 600.0  # one without input for so long is ended
-    retry_s: float = 2.0  # what a BUSY answer tells the client
+    idle_s: float = 5.0  # silence after which a session makes room for peers that have less
+    forgotten_s: float = 600.0  # silence after which a session is ended
+    retry_s: float = 2.0  # waiting time in a BUSY answer
     drain_s: float = 20.0  # how long a leaving node waits for its sessions to move
     max_early_attaches: int = 256  # sessions whose subscriptions came before their OPEN
     max_early_per_session: int = 4
     max_early_per_peer: int = 64
-    max_compiling: int = 16  # grammars that wait
-    compile_s: float = 20.0  # how long a session waits for its grammar, and the first one for the tokenizer
-    adapter_s: float = 1.5  # how long a session waits for its adapter: less than its client does for READY
-    longest_chunk_tokens: int = 1024  # of a prompt in one pass, where positions cost next to nothing
+    max_compiling: int = 16  # grammars waiting to be compiled
+    compile_s: float = 20.0  # how long a session waits for its grammar, and the first session for the tokenizer
+    adapter_s: float = 1.5  # how long a session waits for its adapter: shorter than its client waits for READY
+    longest_chunk_tokens: int = (
+        1024  # prompt tokens in one pass, on devices where further positions cost next to nothing
+    )
 
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """A client's sessions."""
+    """Settings of a client's sessions."""
 
     prompt_chunk_tokens: int = 128  # prompts travel in chunks, so that hops work on them at once
     patience_s: float = 60.0  # how long to look for a route before giving up
-    progress_s: float = 30.0  # silence of a session, all links being alive, after which it is opened anew
-    avoid_s: float = 1.0  # how long a peer that failed is not asked again; doubles each time
-    audit_share: float = (
-        0.03  # of the throughput, for having some sessions computed once more; docs/decisions/audits.md
-    )
+    progress_s: float = 30.0  # silence of a session after which it is opened anew although all its links are alive
+    avoid_s: float = 1.0  # how long a peer is avoided after a failure; doubles with each further one
+    audit_share: float = 0.03  # share of the throughput spent on recomputing sessions; docs/decisions/audits.md
 
 
 @dataclass(frozen=True)
 class StageConfig:
-    """What a volunteer lends to one stage. None means: find out."""
+    """Settings of one stage: what the volunteer lends to it. If `memory_bytes` or `threads` is None, the node chooses it for the
+    machine."""
 
-    device: str = "auto"  # or several, as in "cuda:0,cuda:1"
+    device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    memory_bytes: int | None = None  # of each card, or of the machine where CPUs compute
+    memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
     max_cache_tokens: int = 262_144
     compress: str = (
-        "auto"  # what travels between stages in training: auto, a codec, or a rule of top-k; a run may say otherwise
+        "auto"  # codec of tensors between stages in training: auto, a codec, or a top-k rule; a run may override it
     )
     throttle_units_per_s: float | None = None  # compute no faster than this, to have unequal peers on one machine
-    capture: str = "auto"  # decode steps as CUDA graphs, where the device and the family can
-    min_holders: int = 2  # states of units that fewer nodes train are kept on other peers' disks, too; below 2 none are
-    share: float = 1.0  # of the time the device may be busy with serving
-    audit_share: float = 0.03  # of what it trains, for computing some of its replicas' microbatches once more
+    capture: str = "auto"  # decode steps as CUDA graphs if the device and the model family can
+    min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
+    share: float = 1.0  # largest share of the time that serving may keep the device busy
+    audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> StageConfig:
-        """The same, where every word of it can be meant: before anything is joined. Raises UsageError."""
+        """Return these settings unchanged. Raises UsageError if the value of an option is not valid."""
         if not DEVICES.fullmatch(self.device):
             several = "several of one kind as in cuda:0,cuda:1"
             raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps, all, or {several}")

@@ -1,15 +1,15 @@
-"""Numbers of things, as people read them."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """0 machines, 1 machine, 2,000 machines."""
+    """Return `number` with its noun, in the plural unless it is 1: "0 machines", "1 machine", "2,000 machines"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes(count: float) -> str:
-    """As in 5.1 GB; powers of 1000."""
+    """Return `count` bytes with a unit of a power of 1000: "5.1 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     index = 0
     while count >= 1000 and index < len(units) - 1:

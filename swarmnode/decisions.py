@@ -1,6 +1,6 @@
-"""Why a peer does what it does: the latest decisions of each kind, with what they were decided on.
+"""The latest decisions of a peer, by topic, each with the facts behind it; `swarmnode why` shows them.
 
-Whoever decides writes it down at once, for a moment later the facts may be others. `swarmnode why` reads it.
+Code that decides notes the decision at once, since the facts may have changed a moment later.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-KEPT = 16  # of each topic, so that what strangers ask for drives out no decision of another kind
+KEPT = 16  # decisions of each topic, so that strangers' requests drive out no decision of another topic
 MAX_UNIT_DIGITS = 6
-MAX_CHARS = 240  # of a sentence: some of it is of strangers
+MAX_CHARS = 240  # of a sentence: parts of it come from other peers
 
 
 def names_unit(subject: str) -> bool:
-    """Whether somebody who says this means a unit; ids of peers and sessions are longer."""
+    """Return whether `subject` is the number of a unit; ids of peers and sessions are longer."""
     return subject.isdecimal() and len(subject) <= MAX_UNIT_DIGITS
 
 
 class Topic(str, Enum):
-    """What a decision is about."""
+    """Subject area of a decision."""
 
     PLACEMENT = "placement"
     ROUTING = "routing"
@@ -36,8 +36,11 @@ class Topic(str, Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """`what` was decided, and the `facts` it was decided on, in sentences. `about`: the peers and sessions concerned, whoever asked
-    first; `units`: from the first to before the last. `at` is unix time of the latest of `times` equal ones."""
+    """A decision, `what`, and the `facts` behind it, in sentences.
+
+    `about` holds the ids of the peers and sessions concerned, the asking peer first. `units` is the range from the first to before
+    the last. Equal decisions are counted in `times`; `at` is the unix time of the latest.
+    """
 
     topic: Topic
     at: float
@@ -48,18 +51,20 @@ class Decision:
     times: int = 1
 
     def concerns(self, subject: str) -> bool:
-        """Whether it is about a peer or session of this id, or the end of one, or a unit of this number; all are about nothing."""
+        """Return whether the decision is about `subject`: the number of a unit, or the beginning or end of the id of a peer or
+        session. Always true if `subject` is empty."""
         if names_unit(subject):
             return self.units[0] <= int(subject) < self.units[1]
         return any(each.endswith(subject) or each.startswith(subject) for each in self.about) or not subject
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the decision as a dict that JSON can hold."""
         return {**asdict(self), "topic": self.topic.value}
 
 
 class DecisionLog:
-    """A ring for each topic. Of decisions that say the same about the same one the latest is kept, and how many there were."""
+    """A bounded list of the latest decisions of each topic. Decisions with the same text and the same first id are kept once, with
+    their number."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -77,7 +82,7 @@ class DecisionLog:
         about: tuple[str, ...] = (),
         units: tuple[int, int] = (0, 0),
     ) -> None:
-        """Write down a decision that was just taken."""
+        """Record a decision just taken. The oldest of its topic goes if there are more than KEPT."""
         ring, key = self._rings[topic], (what, *about[:1])
         decision = Decision(
             topic, self._now(), what[:MAX_CHARS], tuple(fact[:MAX_CHARS] for fact in facts), about, units
@@ -88,6 +93,6 @@ class DecisionLog:
             ring.popitem(last=False)
 
     def about(self, subject: str = "") -> list[Decision]:
-        """What concerns it, the latest first."""
+        """Return the decisions that concern `subject` (all if it is empty), the latest first."""
         found = [one for ring in self._rings.values() for one in ring.values() if one.concerns(subject)]
         return sorted(found, key=lambda decision: -decision.at)

@@ -1,7 +1,7 @@
-"""The error tree, by whose fault it is. The message is the user's text: what happened, then what to do.
+"""The error tree, by the party at fault. The message is the user's text: what happened, then what to do.
 
-Every error that may cross the wire has a `code` (`protocol/errors.md`); only the code and its fixed text travel,
-never an exception's string.
+Every error that may cross the wire has a `code` (`protocol/errors.md`). Only the code and its fixed text travel, never the message
+of an exception.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from enum import IntEnum
 
 
 class ErrorCode(IntEnum):
-    """Codes of `protocol/errors.md`. A reader treats a code that it does not know as INTERNAL."""
+    """Code of an error on the wire (`protocol/errors.md`). A reader treats an unknown code as INTERNAL."""
 
-    INTERNAL = 1  # the peer failed for a reason of its own
+    INTERNAL = 1  # the peer failed for an internal reason
     VERSION = 2  # no common protocol version
     WRONG_SWARM = 3  # the peer serves another swarm
     REFUSED = 4  # membership or policy refuses this peer
     MALFORMED = 5  # a frame, body or tensor breaks the rules
     TOO_LARGE = 6  # a length is over its bound
-    BUSY = 7  # no capacity now; the error carries a retry time
+    BUSY = 7  # no capacity now; the error carries the seconds until a retry is worth it
     DRAINING = 8  # the peer is leaving and takes nothing new
     NO_SESSION = 9  # the session is unknown here (freed, or never opened)
     STALE = 10  # the epoch is older than the one in force
@@ -31,7 +31,7 @@ class ErrorCode(IntEnum):
     NOT_FOUND = 14  # the peer does not have the content asked for
     WRONG_RUN = 15  # the swarm is trained with other settings or other data
     ELSEWHERE = 16  # another peer does that at the moment
-    INVALID_REQUEST = 17  # what the user asks for cannot be: token ids or positions that the model does not have
+    INVALID_REQUEST = 17  # the request cannot be computed: the model has no such token ids or positions
 
 
 ERROR_TEXT = {
@@ -53,33 +53,33 @@ ERROR_TEXT = {
     ErrorCode.ELSEWHERE: "another peer does that at the moment",
     ErrorCode.INVALID_REQUEST: "the swarm has no such token ids, positions or codec, or cannot follow the grammar",
 }
-"""What a code from a peer is shown as: never a word that the peer chose."""
+"""Text shown for a code from a peer: never words that the peer chose."""
 
 
 REMEDY = {
-    ErrorCode.INTERNAL: "Other peers are asked by themselves. If it was yours, its log says why (`--verbose`).",
-    ErrorCode.VERSION: "Upgrade swarmnode here, or ask the other peer's owner to.",
-    ErrorCode.WRONG_SWARM: "The peer moved to another swarm. If it was named with `--peer`, ask for a new address.",
-    ErrorCode.REFUSED: "Ask the swarm's owner for an invite for what you want to do (`swarmnode invite --role`).",
+    ErrorCode.INTERNAL: "Try again: swarmnode asks other peers. If the peer is yours, its log says why (`--verbose`).",
+    ErrorCode.VERSION: "Upgrade swarmnode here, or ask the owner of the other peer to upgrade.",
+    ErrorCode.WRONG_SWARM: "The peer moved to another swarm. If you named it with `--peer`, ask for a new address.",
+    ErrorCode.REFUSED: "Ask the swarm's owner for an invite with the role that you need (`swarmnode invite --role`).",
     ErrorCode.MALFORMED: "One of the two programs has a bug: upgrade both, and report it if it stays.",
     ErrorCode.TOO_LARGE: "Ask for less at a time: a shorter prompt, fewer new tokens, smaller batches.",
-    ErrorCode.BUSY: "Wait, or lend more: the error says after how long it is worth another try.",
-    ErrorCode.DRAINING: "Nothing: sessions move to other peers by themselves.",
-    ErrorCode.NO_SESSION: "Nothing: the session is opened again by itself.",
-    ErrorCode.STALE: "Nothing: it is told to who follows an older route.",
-    ErrorCode.WRONG_SPAN: "Nothing: the peer has moved, and another route is taken by itself.",
-    ErrorCode.NOT_FINITE: "Another peer is asked by itself. If every peer answers so, the model overflows in this precision.",
-    ErrorCode.PEER_LOST: "Nothing: another route is taken by itself. If it happens often: `swarmnode trace`.",
-    ErrorCode.NOT_FOUND: "Another peer is asked by itself. If nobody has it, let a peer with the whole checkpoint run.",
-    ErrorCode.WRONG_RUN: "Give the settings and the data that the training began with, or another `--seed` for another run.",
-    ErrorCode.ELSEWHERE: "Nothing: the peer that does it is asked by itself.",
+    ErrorCode.BUSY: "Wait and try again, or lend more of your own machines.",
+    ErrorCode.DRAINING: "Try again: sessions move to other peers.",
+    ErrorCode.NO_SESSION: "Try again: swarmnode opens a new session.",
+    ErrorCode.STALE: "Try again: a newer route of the session has replaced this one.",
+    ErrorCode.WRONG_SPAN: "Try again: the peer has moved, and swarmnode takes another route.",
+    ErrorCode.NOT_FINITE: "Try again with other peers. If every peer answers this, the model overflows in this precision.",
+    ErrorCode.PEER_LOST: "Try again: swarmnode takes another route. If it happens often, run `swarmnode trace`.",
+    ErrorCode.NOT_FOUND: "Try again with other peers. If no peer has it, run a peer with the whole checkpoint.",
+    ErrorCode.WRONG_RUN: "Use the settings and the data that the training began with, or another `--seed` for a new run.",
+    ErrorCode.ELSEWHERE: "Try again: swarmnode asks the peer that does it.",
     ErrorCode.INVALID_REQUEST: "Shorten the prompt, ask for fewer tokens, or use the tokenizer that belongs to the model.",
 }
-"""What the user can do about a code."""
+"""Advice to the user for a code from a peer."""
 
 
 class SwarmnodeError(Exception):
-    """Base of everything that swarmnode raises on purpose."""
+    """Base of all errors that swarmnode raises on purpose."""
 
     exit_code = 1
     code = ErrorCode.INTERNAL
@@ -87,7 +87,7 @@ class SwarmnodeError(Exception):
 
 
 class UsageError(SwarmnodeError):
-    """The user asked for something that cannot be: a wrong option, a file that is not what it should be. Exit code 2."""
+    """The user asked for something impossible: a wrong option, or a file with the wrong contents. Exit code 2."""
 
     remedy = "Correct the command; `--help` shows what each option takes."
 
@@ -101,21 +101,21 @@ class ContextTooLong(UsageError):
 
 
 class LocalError(SwarmnodeError):
-    """This machine cannot: disk full, port in use, no such device, not enough memory."""
+    """Failure of this machine: disk full, port in use, no such device, not enough memory."""
 
     remedy = "Free what is missing on this machine (disk, port, memory), or lend less: --memory, --disk, --device."
 
 
 class ExecutorDied(LocalError):
-    """The thread that computes has ended, as after a fault of the device: this process cannot go on computing."""
+    """The compute thread has ended, after a fault of the device, for example: this process cannot go on computing."""
 
     remedy = "Start the node again. If the device fails again, `swarmnode doctor` and the driver's log say more."
 
 
 class PrecisionError(LocalError):
-    """What this device computed with the weights is NaN or infinite: in the precision that it takes, numbers are too large."""
+    """The device computed NaN or infinity from the weights: numbers are too large for its precision."""
 
-    remedy = "Say --dtype float32, and lend more memory where that does not fit."
+    remedy = "Use --dtype float32, and lend more memory if that does not fit."
 
 
 class CheckpointError(LocalError):
@@ -125,7 +125,7 @@ class CheckpointError(LocalError):
 
 
 class NotFinite(SwarmnodeError):
-    """Training met NaN or infinity. `unit` is where; the step is not committed, so the last good one stands."""
+    """Training met NaN or infinity at `unit`. The step is not committed, so the last good one stands."""
 
     remedy = "Lower the learning rate (--lr), or clip gradients (--clip); the last good step stands."
 
@@ -143,13 +143,15 @@ class StepFailed(SwarmnodeError):
 
 
 class NetworkDown(SwarmnodeError):
-    """The swarm cannot be reached from here: no bootstrap answers, or the local p2pd is gone."""
+    """The swarm cannot be reached from this machine: no bootstrap peer answers, or the local p2pd has ended."""
 
-    remedy = "See that this machine is online and that the bootstrap peer of the invite runs: `swarmnode doctor SWARM`."
+    remedy = (
+        "Check that this machine is online and that the bootstrap peer of the invite runs: `swarmnode doctor SWARM`."
+    )
 
 
 class NotAdmitted(SwarmnodeError):
-    """The swarm does not take this peer: its invite has expired, was revoked, is used up, or is for something else.
+    """The swarm does not admit this peer: its invite has expired, was revoked, is used up, or is for something else.
 
     Exit code 2, as for any wrong invite: a service that starts again cannot mend it.
     """
@@ -163,13 +165,13 @@ class NotAdmitted(SwarmnodeError):
 class NoRoute(SwarmnodeError):
     """The live peers do not cover the model."""
 
-    remedy = "Wait for volunteers, or lend units that nobody holds: `swarmnode status` lists them."
+    remedy = "Wait for volunteers, or lend the missing layers yourself: `swarmnode status` lists them."
 
 
 class PeerError(SwarmnodeError):
-    """Another peer is at fault. `peer` is its id where it is known."""
+    """Fault of another peer. `peer` is its id, if known."""
 
-    remedy = "Nothing: other peers are asked by themselves."
+    remedy = "Try again: swarmnode asks other peers."
 
     def __init__(self, message: str, *, peer: str | None = None) -> None:
         super().__init__(message)
@@ -177,32 +179,37 @@ class PeerError(SwarmnodeError):
 
 
 class PeerLost(PeerError):
-    """The peer died, hangs or closed the stream in the middle of something."""
+    """The peer died, hangs, or closed the stream before the end."""
 
     code = ErrorCode.PEER_LOST
 
 
 class ProtocolError(PeerError):
-    """The peer broke the protocol. `code` says how; it is what is sent back before the link closes."""
+    """The peer broke the protocol. `code` is the kind of the fault; the peer gets it before the link closes."""
 
     def __init__(self, message: str, *, code: ErrorCode = ErrorCode.MALFORMED, peer: str | None = None) -> None:
         super().__init__(message, peer=peer)
         self.code = code
 
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.peer is None or self.peer in text else f"peer {self.peer}: {text}"
+
 
 class PeerRefused(PeerError):
-    """The peer answered with an error code instead of doing what was asked."""
+    """The peer answered with an error code."""
 
     def __init__(self, message: str, *, code: ErrorCode, retry_s: float | None = None, peer: str | None = None) -> None:
         super().__init__(message, peer=peer)
         self.code = code
+        self.remedy = REMEDY[code]
         self.retry_s = retry_s
 
 
 class Busy(SwarmnodeError):
     """No capacity now. `retry_s` says after how many seconds asking again is worth it."""
 
-    remedy = "Wait as long as the error says, or lend more."
+    remedy = "Wait and try again, or lend more."
 
     code = ErrorCode.BUSY
 
@@ -212,10 +219,18 @@ class Busy(SwarmnodeError):
 
 
 def refusal(code: int, *, retry_s: float = 0.0, peer: str | None = None) -> PeerRefused:
-    """The error for a code that `peer` sent in ERROR or FAULT; an unknown code counts as INTERNAL."""
+    """Return the error for `code` that `peer` sent in ERROR or FAULT; an unknown code counts as INTERNAL."""
     known = ErrorCode(code) if code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
     text = f"peer {peer or 'unknown'} answered {known.name}: {ERROR_TEXT[known]}"
     return PeerRefused(text, code=known, retry_s=retry_s or None, peer=peer)
+
+
+def with_remedy(error: SwarmnodeError) -> str:
+    """Return the text of `error` and its remedy; the text alone if that kind of text already says what to do."""
+    text = str(error)
+    if isinstance(error, (UsageError, LocalError, NotFinite, NotAdmitted)):
+        return text
+    return f"{text}{'' if text.endswith(('.', '?')) else '.'} {error.remedy}"
 
 
 OPEN_FILES = "allow more open files (ulimit -n)"
@@ -224,18 +239,18 @@ ADVICE = {
     errno.ENFILE: OPEN_FILES,
     errno.ENOMEM: "free memory",
     errno.ENOSPC: "free disk space",
-    errno.EDQUOT: "free disk space, of which your quota is used up",
+    errno.EDQUOT: "free disk space, since your quota is used up",
 }
-"""What helps against errors of the operating system, whatever was attempted."""
+"""Advice for errors of the operating system that does not depend on the attempted operation."""
 
 
 def with_advice(error: OSError, usual: str, others: Mapping[int, str] = {}) -> str:
-    """Return why the operating system failed, and what helps: by the reason in `others` or ADVICE, else `usual`."""
+    """Return the reason of an operating system error and advice: that of `others` or ADVICE for its number, else `usual`."""
     return f"{error.strerror or error}; {({**ADVICE, **others}).get(error.errno or 0, usual)}"
 
 
 def with_port_advice(error: OSError, usual: str) -> str:
-    """Return the reason for which no port could be opened, and what helps: `usual` where another port does."""
+    """Return the reason why no port could be opened, and advice: `usual` unless the address itself is wrong or not allowed."""
     address = "give an address of this machine"
     if isinstance(error, socket.gaierror):
         return f"{error.strerror or error}; {address}"

@@ -16,23 +16,30 @@ from swarmnode.errors import LocalError
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one around it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def may_write(path: Path) -> bool:
-    """Whether the file may be written, or files be put into the folder."""
+    """Return whether the file `path` may be written, or files may be created in the folder `path`. False if `path` does not
+    exist."""
     mode = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def lock_alone(path: Path) -> IO[bytes] | None:
-    """Hold the file until it is closed, if no other process holds it; else None. Raises OSError, LocalError on Windows."""
+    """Lock the file `path` exclusively until the returned file is closed; it is created if missing, and emptied.
+
+    Returns None if another process holds it. Raises OSError if it cannot be opened, LocalError on Windows.
+    """
     return _locked(path, alone=True)
 
 
 def lock_with_others(path: Path) -> IO[bytes]:
-    """Hold the file together with others until it is closed; waits for who holds it alone. Raises as `lock_alone`."""
+    """Lock the file `path` together with others until the returned file is closed; it is created if missing, and emptied.
+
+    Waits while a process holds it alone. Raises OSError if it cannot be opened, LocalError on Windows.
+    """
     file = _locked(path, alone=False)
     assert file is not None
     return file
@@ -56,14 +63,15 @@ def _locked(path: Path, *, alone: bool) -> IO[bytes] | None:
 
 
 def read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
-    """The content; None where there is more of it. Raises OSError, and ValueError for what is no path."""
+    """Return the content of the file `path`; None if it is longer than `max_bytes`. Raises OSError if it cannot be read, ValueError
+    if `path` cannot be a path."""
     with Path(path).open("rb") as file:
         content = file.read(max_bytes + 1)
     return content if len(content) <= max_bytes else None
 
 
 def sync(path: Path) -> None:
-    """Have a file or a folder on the disk, whatever happens to the power. Raises OSError."""
+    """Flush the file or folder `path` to the disk, so that it outlasts a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,21 +80,23 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have a folder with all that is in it on the disk. Raises OSError."""
+    """Flush the folder and all its contents to the disk. Raises OSError."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def replace_durably(new: Path, path: Path) -> None:
-    """Put a file or folder that is on the disk into the place of `path`, at once and for good. Raises OSError."""
+    """Rename `new`, already on the disk, to `path`, atomically and flushed to the disk. Raises OSError."""
     new.replace(path)
     sync(path.parent)
 
 
 def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None:
-    """Write a file of mode 0600 so that a reader sees the old content or the new one; with `make_folder` also the folder around it,
-    if there is none. Raises LocalError if that is not possible."""
+    """Write `data` to a file of mode 0600, atomically: a reader sees the old content or the new.
+
+    `make_folder` also creates its parent folder if missing, with mode 0700. Raises LocalError if the file cannot be written.
+    """
     try:
         if make_folder:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

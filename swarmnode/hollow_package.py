@@ -1,4 +1,4 @@
-"""Packages without contents: modules of a large package are imported by themselves, without all that the package brings along."""
+"""Packages without contents: modules of a large package can be imported alone, without the imports of the package's `__init__`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 
 def folders_of(package: str) -> list[str]:
-    """Where a package's modules lie. It is not imported, but those it is in are. Raises ImportError where it is not installed."""
+    """Return the folders of the package's modules without importing it; its parent packages are imported. Raises ImportError if it
+    is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError(f"{package} is not installed")
@@ -18,7 +19,8 @@ def folders_of(package: str) -> list[str]:
 
 
 def put_hollow_package(name: str, folders: Sequence[str]) -> None:
-    """From now on `import name.module` finds the modules in these folders, and runs nothing else."""
+    """Register an empty package `name`: later `import name.module` finds modules in `folders` and runs no `__init__` of the
+    package."""
     package = types.ModuleType(name)
     package.__path__ = list(folders)
     sys.modules[name] = package

@@ -1,9 +1,9 @@
-"""The memory of a device, or of the host: what is promised to whom, so that nobody takes memory that is not there.
+"""The memory ledger of a device or of the host: reservations by account, so that nothing takes memory that is not free.
 
-Pure counting: who wants memory reserves it first, keeps the `Reservation` beside what it allocates, and gives it back with
-it. Where there is no room `Full` is raised, which is answered as BUSY: what is refused is the new, never what goes on already.
-A process has one ledger for the host and one for its device; where it computes on the CPU they are the same.
-What each account holds is told in docs/decisions/memory-ledger.md.
+Pure counting: code that needs memory reserves it first, keeps the `Reservation` beside the allocation, and releases both together.
+If there is no room, `Full` is raised and answered as BUSY: new work is refused, running work never. A process has one ledger for
+the host and one for its device; if it computes on the CPU they are the same. docs/decisions/memory-ledger.md lists the contents of
+each account.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RETRY_S = 2.0
 
 
 class Account(str, Enum):
-    """What memory is for; the value is its name in metrics and `status`."""
+    """Purpose of reserved memory; the value is its name in metrics and `status`."""
 
     WEIGHTS = "weights"
     ADAPTERS = "adapters"  # small changes to the weights, which sessions ask for
     KV_CACHE = "kv_cache"
-    JOURNALS = "journals"  # what hops keep to send again
-    MESSAGES = "messages"  # of links: their buffers, payloads that somebody keeps, and what has not left yet
-    ACTIVATIONS = "activations"  # of the passes that run, and what training keeps for its way back
+    JOURNALS = "journals"  # messages that hops keep to send again
+    MESSAGES = "messages"  # of links: their buffers, payloads still in use, and messages not sent yet
+    ACTIVATIONS = "activations"  # of running passes, and those saved for the backward pass
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     TOKENIZER = "tokenizer"  # for texts that follow a grammar
@@ -36,14 +36,14 @@ class Account(str, Enum):
 
 
 class Full(Busy):
-    """The ledger has no room for what was asked. When to ask again is `retry_s`."""
+    """The ledger has no room for the reservation. `retry_s` says after how many seconds asking again is worth it."""
 
 
 class MemoryLedger:
-    """Reservations against a limit, by account. May be used from any thread.
+    """Memory reservations against a limit, by account. Usable from any thread.
 
-    `limit_bytes` None: everything is counted and nothing refused. It may be changed; below what is reserved already it refuses
-    whatever is new until enough was given back.
+    If `limit_bytes` is None everything is counted and nothing refused. The limit may change; if it falls below the reserved bytes,
+    new reservations are refused until enough has been released.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, name: str = "host", retry_s: float = RETRY_S) -> None:
@@ -55,7 +55,7 @@ class MemoryLedger:
         self._accounts = dict.fromkeys(Account, 0)
         self._lock = (
             threading.RLock()
-        )  # a reservation may be given back by the garbage collector, wherever that strikes
+        )  # the garbage collector may release a reservation at any point, also under this lock
 
     def __repr__(self) -> str:
         limit = "no limit" if self._limit_bytes is None else f"{self._limit_bytes / 1e6:.1f} MB"
@@ -64,7 +64,7 @@ class MemoryLedger:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What all accounts together may hold."""
+        """Largest sum of all accounts in bytes; None without a limit."""
         return self._limit_bytes
 
     @limit_bytes.setter
@@ -74,34 +74,35 @@ class MemoryLedger:
 
     @property
     def used_bytes(self) -> int:
-        """What is reserved."""
+        """Bytes reserved in all accounts."""
         return self._used_bytes
 
     @property
     def free_bytes(self) -> float:
-        """What may still be reserved, never below 0; infinite without a limit."""
+        """Bytes that can still be reserved, at least 0; infinite without a limit."""
         return float("inf") if self._limit_bytes is None else max(0, self._limit_bytes - self._used_bytes)
 
     def accounts(self) -> dict[Account, int]:
-        """What is reserved, by account."""
+        """Return the reserved bytes of each account."""
         with self._lock:
             return dict(self._accounts)
 
     def readings(self) -> Readings:
-        """What Prometheus may know of it."""
+        """Yield the ledger's metrics: bytes reserved by account, their peak and the limit (0 if there is none)."""
         for account, size_bytes in self.accounts().items():
             yield Reading(table.MEMORY_RESERVED, size_bytes, (self.name, account.value))
         yield Reading(table.MEMORY_PEAK, self.peak_bytes, (self.name,))
         yield Reading(table.MEMORY_LIMIT, self._limit_bytes or 0, (self.name,))
 
     def reserve(self, account: Account, size_bytes: int) -> Reservation:
-        """Promise memory. Raises Full, having changed nothing."""
+        """Reserve `size_bytes`. Raises Full if they do not fit; nothing is reserved then."""
         reservation = Reservation(self, account)
         reservation.resize(size_bytes)
         return reservation
 
     def count(self, account: Account, size_bytes: int = 0) -> Reservation:
-        """Write down what cannot be refused any more, even beyond the limit: it is then others who find no room."""
+        """Reserve `size_bytes` even beyond the limit, for memory that cannot be refused any more; later reservations find less
+        room."""
         reservation = Reservation(self, account)
         reservation.count(size_bytes)
         return reservation
@@ -120,7 +121,7 @@ class MemoryLedger:
 
 
 class Reservation:
-    """Memory promised to somebody, until `release`. As a context manager it is released at the end."""
+    """Bytes reserved in a ledger until `release`. Leaving its `with` block releases it."""
 
     __slots__ = ("_ledger", "account", "size_bytes")
 
@@ -133,11 +134,13 @@ class Reservation:
         return f"<Reservation of {self.size_bytes} bytes for {self.account.value}>"
 
     def resize(self, size_bytes: int) -> None:
-        """Have so many bytes from now on. Raises Full where that is more than there is, and keeps what it had."""
+        """Change the reservation to `size_bytes`. Raises Full, changing nothing, if it grows by more than is free; ValueError if
+        negative."""
         self._set(size_bytes, refuse=size_bytes > self.size_bytes)
 
     def count(self, size_bytes: int) -> None:
-        """Have so many bytes from now on, even beyond the limit: for what cannot be refused any more."""
+        """Change the reservation to `size_bytes` even beyond the limit, for memory that cannot be refused any more. Raises
+        ValueError if negative."""
         self._set(size_bytes, refuse=False)
 
     def _set(self, size_bytes: int, *, refuse: bool) -> None:
@@ -148,7 +151,7 @@ class Reservation:
             self.size_bytes = size_bytes
 
     def release(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Release all bytes. Calling it again changes nothing."""
         self.count(0)
 
     def __enter__(self) -> Reservation:

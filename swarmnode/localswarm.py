@@ -1,6 +1,6 @@
-"""A swarm of real processes on this machine, on loopback: for the demo, the tests and the benchmarks.
+"""A swarm of real processes on this machine's loopback, for the demo, the tests and the benchmarks.
 
-Each member is a `swarmnode` command of its own, with its own home and its own p2pd; what it prints as JSON lines is read here.
+Each member is a `swarmnode` command with its own home and its own p2pd. `NodeProcess` reads the JSON lines that it prints.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import IO, Any, Protocol
 from swarmnode.errors import LocalError
 from swarmnode.net.libp2p.parent import die_with_parent
 
-# A process that ends is noticed at once; one that is slow, on a machine that does other things, is not.
+# A process that ends is noticed at once, a slow one is not: the time covers a machine busy with other work.
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 LOG = "log.txt"  # in a member's home
-if sys.platform == "win32":  # it has neither, and no p2pd
+if sys.platform == "win32":  # it has neither signal, and no p2pd
     KILL = CONTINUE = signal.SIGTERM
 else:
     KILL, CONTINUE = signal.SIGKILL, signal.SIGCONT
 
 
 class Process(Protocol):
-    """What a member runs in, as `subprocess.Popen` has it."""
+    """Process of a member: the part of `subprocess.Popen` that `NodeProcess` uses."""
 
     pid: int
     stdout: IO[bytes] | None
@@ -45,7 +45,7 @@ class Process(Protocol):
 
 
 class NodeProcess:
-    """One running `swarmnode` command and the events that it has printed."""
+    """A running `swarmnode` command and the events that it has printed."""
 
     def __init__(self, name: str, process: Process, home: Path) -> None:
         self.name = name
@@ -62,12 +62,12 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self.process.pid
 
     @property
     def peer(self) -> str:
-        """The peer id, known once the member has joined."""
+        """Peer id of the member; waits until it has joined. Raises LocalError if it ends first or does not join in time."""
         return str(self.wait_for("joined")["peer"])
 
     def _read(self) -> None:
@@ -82,13 +82,17 @@ class NodeProcess:
         self._events.put(None)
 
     def wait_for(self, event: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-        """The first event of that name, waiting for it. Raises LocalError where the member ends or the time is over."""
+        """Return the first event named `event`, printed already or within `timeout_s` seconds. Raises LocalError if the member ends
+        first or the time runs out."""
         return self.wait_until(lambda item: item.get("event") == event, f"'{event}'", timeout_s)
 
     def wait_until(
         self, holds: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = START_TIMEOUT_S
     ) -> dict[str, Any]:
-        """The first line for which `holds`, waiting for it. Raises LocalError."""
+        """Return the first event that `holds`, printed already or within `timeout_s` seconds; `what` names it in errors.
+
+        Raises LocalError if the member ends first or the time runs out.
+        """
         for past in self.seen:
             if holds(past):
                 return past
@@ -106,20 +110,20 @@ class NodeProcess:
                 return item
 
     def finish(self, timeout_s: float) -> int:
-        """Wait for its end; the exit code."""
+        """Wait until the process ends and return its exit code. Raises subprocess.TimeoutExpired after `timeout_s` seconds."""
         return self.process.wait(timeout_s)
 
     def tail(self, characters: int = 2000) -> str:
-        """The end of what the member logged."""
+        """Return the last `characters` of the member's log; "(empty)" if there are none."""
         return self.log.read_text(errors="replace")[-characters:].strip() or "(empty)"
 
     def kill(self, number: int = KILL) -> None:
-        """Send a signal; SIGKILL by default."""
+        """Send the signal `number` (default SIGKILL) if the process still runs."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def stop(self) -> None:
-        """End it in order where possible, and in any case."""
+        """Stop the process: SIGTERM, then SIGKILL if it has not ended after STOP_TIMEOUT_S seconds."""
         self.kill(CONTINUE)
         self.kill(signal.SIGTERM)
         try:
@@ -130,14 +134,14 @@ class NodeProcess:
 
 
 class LocalSwarm:
-    """A swarm file, its bootstrap peer and its nodes, all stopped on exit: `with LocalSwarm(folder) as swarm: ...`."""
+    """A swarm file, its bootstrap peer and its nodes: `with LocalSwarm(folder) as swarm: ...` stops all of them on exit."""
 
     def __init__(self, folder: Path, *, threads_per_process: int = 1) -> None:
         self.folder = folder
         self.members: list[NodeProcess] = []
         self.file = folder / "local.swarm"
         self.environment = {
-            # A container says once where its one node serves metrics; here are several.
+            # These variables give one node its address for metrics; several nodes would collide there.
             **{name: value for name, value in os.environ.items() if not name.startswith("SWARMNODE_METRICS_")},
             "OMP_NUM_THREADS": str(threads_per_process),
             "PYTHONUNBUFFERED": "1",
@@ -154,13 +158,15 @@ class LocalSwarm:
         return f"<LocalSwarm {self.file} {self.members}>"
 
     def create(self, model: Path, *extra: str) -> str:
-        """Found a swarm on a checkpoint (`--mode train` to train it); the invite."""
+        """Create a swarm for the checkpoint `model` (`--mode train` to train it) and return its invite. Raises LocalError if that
+        fails."""
         return self.command("create", str(self.file.with_suffix("")), "--model", str(model), "--quiet", *extra).strip()
 
     def command(self, *arguments: str, timeout_s: float = START_TIMEOUT_S, inside: Sequence[str] = ()) -> str:
-        """Run a `swarmnode` command to its end; what it printed. Raises LocalError where it fails.
+        """Run a `swarmnode` command to its end and return what it printed. Raises LocalError if it fails, subprocess.TimeoutExpired
+        after `timeout_s` seconds.
 
-        `inside` goes before the command, to run it in a network namespace, say.
+        `inside` goes before the command, to run it in a network namespace, for example.
         """
         done = subprocess.run(
             [*inside, sys.executable, "-m", "swarmnode.cli.main", *arguments],
@@ -177,26 +183,26 @@ class LocalSwarm:
         return done.stdout
 
     def bootstrap(self, *extra: str, inside: Sequence[str] = (), name: str = "bootstrap") -> NodeProcess:
-        """Start the bootstrap peer, or under another name a further one, and wait until it answers."""
+        """Start a bootstrap peer and wait until it has joined. Raises LocalError if it ends first or does not join in time."""
         member = self.start(name, ["bootstrap", str(self.file), "--json", *extra], inside)
         member.wait_for("joined")
         return member
 
     def node(self, name: str, *extra: str, swarm: str | None = None, inside: Sequence[str] = ()) -> NodeProcess:
-        """Start a volunteer's node; does not wait."""
+        """Start a volunteer's node without waiting; it joins with `swarm`, by default this swarm's file."""
         arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
         return self.start(name, arguments, inside)
 
     def trainer(self, name: str, *extra: str, inside: Sequence[str] = ()) -> NodeProcess:
-        """Start a trainer, whose events are its steps; does not wait."""
+        """Start a trainer without waiting; its events are its steps."""
         return self.start(name, ["train", str(self.file), "--json", *extra], inside)
 
     def server(self, name: str, *extra: str) -> NodeProcess:
-        """Start a gateway to the swarm; does not wait."""
+        """Start a gateway to the swarm without waiting."""
         return self.start(name, ["serve", str(self.file), "--json", *extra])
 
     def start(self, name: str, arguments: Sequence[str], inside: Sequence[str] = ()) -> NodeProcess:
-        """Start any command that goes on until it is stopped, with a home of its own; does not wait."""
+        """Start a command that runs until it is stopped, with a home of its own, without waiting."""
         home = self.folder / "homes" / name
         home.mkdir(parents=True, exist_ok=True)
         process = self._launch([*arguments, "--home", str(home)], home / LOG, inside)
@@ -217,7 +223,7 @@ class LocalSwarm:
             )
 
     def stop(self) -> None:
-        """End all members, at once."""
+        """Stop all members at the same time."""
         for member in self.members:
             member.kill(CONTINUE)
             member.kill(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""What a peer stands on: a network, clocks, and what computes. Those of a machine, unless somebody gives others (virtual time)."""
+"""The platform of a peer: its network, its executors and its clock. `MACHINE` is the real one; tests and simulations give
+others."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ async def _start_engine(config: NetworkConfig) -> Network:
 
 @dataclass(frozen=True)
 class Platform:
-    """`start_network` brings a peer onto the network that it shall be on; `start_executor` is given how many threads an operation
-    of a device may use (None: as many as torch takes)."""
+    """Access of a peer to the outside: network, executors, clock.
+
+    `start_network` joins the network that a NetworkConfig describes. `start_executor` takes the number of threads of an operation
+    on a device (None: torch's default).
+    """
 
     start_network: StartNetwork = _start_engine
     start_executor: Callable[[int | None], Executor] = lambda threads: Executor(threads=threads)

@@ -1,3 +1,3 @@
-"""The version of this package, where all its parts can read it."""
+"""Version of this package, importable from every part of it."""
 
 __version__ = "0.1.0"

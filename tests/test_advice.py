@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from swarmnode.compute.device import probe_device
-from swarmnode.errors import LocalError, with_advice, with_port_advice
+from swarmnode.errors import (
+    REMEDY,
+    ErrorCode,
+    LocalError,
+    NoRoute,
+    ProtocolError,
+    refusal,
+    with_advice,
+    with_port_advice,
+    with_remedy,
+)
 from swarmnode.swarm.storage.chunk_folder import disk_error
 from swarmnode.swarm.storage.weight_cache import WeightCache
 
@@ -51,3 +61,17 @@ def test_only_devices_that_are_here_are_suggested(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(LocalError, match="no device 'cuda' on this machine: use auto or cpu") as refused:
         probe_device("cuda")
     assert "cuda:N" not in str(refused.value)
+
+
+def test_a_protocol_error_names_its_peer_once() -> None:
+    error = ProtocolError("it sent another chunk")
+    assert str(error) == "it sent another chunk"
+    error.peer = "12D3KooWx"
+    assert str(error) == "peer 12D3KooWx: it sent another chunk"
+    assert str(ProtocolError("peer 12D3KooWx lies", peer="12D3KooWx")) == "peer 12D3KooWx lies"
+
+
+def test_the_command_line_says_what_to_do() -> None:
+    assert with_remedy(NoRoute("no live peer holds unit 3")) == f"no live peer holds unit 3. {NoRoute.remedy}"
+    assert with_remedy(refusal(ErrorCode.VERSION)).endswith(f". {REMEDY[ErrorCode.VERSION]}")
+    assert with_remedy(LocalError("port 1 is in use; choose another")) == "port 1 is in use; choose another"

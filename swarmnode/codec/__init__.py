@@ -1,1 +1,1 @@
-"""Bytes to messages and back: frame header, msgpack bodies, tensor descriptors. No torch, no asyncio."""
+"""Wire format of messages: frame header, msgpack bodies, tensor descriptors. No torch, no asyncio."""

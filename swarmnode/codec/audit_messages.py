@@ -1,4 +1,4 @@
-"""Bodies of `/swarmnode/audit/1`: what a hop says it took in and sent on in a session, once it is asked (`protocol/frames.md`).
+"""Bodies of `/swarmnode/audit/1`: a hop's statement about its inputs and outputs in a session (`protocol/frames.md`).
 
 GET_STATEMENT, STATEMENT    the question and its answer; ERROR NO_SESSION from a peer that does not know the session
 """
@@ -18,9 +18,9 @@ from swarmnode.errors import ProtocolError
 
 AUDIT_PROTOCOL = "/swarmnode/audit/1"
 SKETCH_VALUES = 32
-SKETCH_BYTES = 4 * SKETCH_VALUES  # of one position: float32, little-endian
+SKETCH_BYTES = 4 * SKETCH_VALUES  # per position: float32, little-endian
 SEED_BYTES = 16
-MAX_SKETCHED = 512  # positions of one question
+MAX_SKETCHED = 512  # positions in one question
 MAX_STATEMENT_BYTES = 1024
 
 Seed = Annotated[bytes, Meta(min_length=SEED_BYTES, max_length=SEED_BYTES)]
@@ -28,7 +28,7 @@ _ENTRY = struct.Struct("<II")
 
 
 class GetStatement(Body, frozen=True):
-    """Asks a hop of a session for sketches of positions [first, first + count), by projections that follow from `seed`."""
+    """Question to a hop of a session for sketches of positions [first, first + count), by projections that follow from `seed`."""
 
     session: SessionId
     seed: Seed
@@ -41,14 +41,17 @@ class GetStatement(Body, frozen=True):
 
 
 class StatementReply(Body, frozen=True):
-    """The answer: a signed statement (`protocol/records.md`). The payload holds the sketches of what came in, unless that was
-    token ids, then of what was sent on, unless the hop is the last: of each position SKETCH_VALUES float32."""
+    """Answer to GET_STATEMENT: a signed statement (`protocol/records.md`).
+
+    The payload holds sketches of the hop's inputs (not if they are token ids), then of its outputs (not if the hop is the last):
+    SKETCH_VALUES float32 values per position.
+    """
 
     statement: Annotated[bytes, Meta(max_length=MAX_STATEMENT_BYTES)]
 
 
 def running_digest(entries: Iterable[tuple[int, int, Union[bytes, bytearray, memoryview]]]) -> bytes:
-    """The digest of what went over one edge of a session: (start, count, payload) of its INPUT frames in their order.
+    """Return the digest of the data on one edge of a session, from (start, count, payload) of its INPUT frames in order.
 
     It begins as 32 zero bytes; each frame makes it the SHA-256 of itself, start, count and the SHA-256 of the payload.
     """

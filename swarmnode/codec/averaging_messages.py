@@ -1,4 +1,4 @@
-"""Bodies of an all-reduce (`protocol/training.md`); which peer sends them to which, and when, says `docs/training-step.md`."""
+"""Bodies of an all-reduce (`protocol/training.md`); `docs/training-step.md` says when each is sent, and between which peers."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ from swarmnode.codec.training_fields import (
     check_values,
 )
 
-USUAL_SHARE, MOST_SHARE = 16, 64  # of a vector, to add up
+USUAL_SHARE, MOST_SHARE = 16, 64  # weights of a member's part of the vector to add up
 
 
 class Form(Body, frozen=True):
-    """What a contributor's values travel as: the codec, and by top-k the share of the elements that is kept."""
+    """Encoding of a contributor's values: the codec, and for top-k the share of the elements that are kept."""
 
     codec: Annotated[int, Meta(ge=0, le=255)] = Codec.NONE
     keep: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class MemberSpec(Body, frozen=True):
-    """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens. `share`: how much of the
-    vector it adds up, beside the other contributors' shares. `cluster`: those of one are summed before anything leaves it.
-    `form`: of what it contributes and of the sums that it makes, in a run that averages `by_line`."""
+    """A replica in an all-reduce.
+
+    `count` is the number of microbatches that it has counted; 0 if it only receives. `share` is the weight of the part of the
+    vector that it adds up, relative to the other contributors. Members of one `cluster` are summed before anything leaves the
+    cluster. `form` is the encoding of its contributions and of the sums that it makes, in a run that averages `by_line`.
+    """
 
     peer: Peer
     count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
@@ -55,16 +58,18 @@ class MemberSpec(Body, frozen=True):
 
 
 class How(IntEnum):
-    """What the replicas of a group do at the end of a step."""
+    """End of a step for the replicas of a group."""
 
     SUM = 0  # sum their gradients, and update alike
     APART = 1  # update by themselves, each with the mean of its own gradients
-    AVERAGE = 2  # average how far their parameters came since the last averaging, then as APART
+    AVERAGE = 2  # average the change of their parameters since the last averaging, then as APART
 
 
 class Group(Body, frozen=True):
-    """Blocks that the same replicas hold: together they have counted every microbatch of the step once. `warm_start`: all of them
-    have had the last sum of these blocks, and go on from its factors, where the run has them alternate."""
+    """Blocks that the same replicas hold; together they have counted every microbatch of the step once.
+
+    `warm_start`: all of them had the last sum of these blocks, and go on from its factors, if the run has them alternate.
+    """
 
     number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
@@ -74,13 +79,13 @@ class Group(Body, frozen=True):
 
 
 class Reduce(Body, frozen=True):
-    """Agree on the gradients of `step` with the members of each group. An earlier attempt is given up."""
+    """Command to agree on the gradients of `step` with the members of each group. An earlier attempt is given up."""
 
     step: Step
     attempt: Attempt
     groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
     run: RunId
-    within_s: Duration = 0.0  # after which the attempt is over
+    within_s: Duration = 0.0  # seconds after which the attempt is over
 
     def check(self) -> None:
         blocks = [block for group in self.groups for block in group.blocks]
@@ -103,15 +108,18 @@ class Reduce(Body, frozen=True):
 
 
 class PathRate(Body, frozen=True):
-    """How fast large frames of `peer` have come in, in bits/s."""
+    """Rate of large frames received from `peer`, in bits/s."""
 
     peer: Peer
     received_bps: Annotated[float, Meta(gt=0, le=MAX_RATE_BPS)]
 
 
 class Reduced(Body, frozen=True):
-    """The gradients are agreed; `squares` are their squared norms, one for each group. `suspect`: who seems to have contributed
-    what is not its gradient. `rates`: of the other members' paths to the sender, as far as it has measured them."""
+    """Report that the gradients are agreed.
+
+    `squares` are their squared norms, one for each group. `suspect` is a peer whose contribution seems not to be its gradient.
+    `rates` are the measured rates of the other members' paths to the sender.
+    """
 
     step: Step
     attempt: Attempt
@@ -122,8 +130,11 @@ class Reduced(Body, frozen=True):
 
 
 class Pull(Body, frozen=True):
-    """Send so many parts more of an attempt to reduce: contributions to what the receiver owns, and sums. Nothing is sent that was
-    not pulled, and neither kind takes the place of the other."""
+    """Permission to send the puller further parts of an attempt to reduce: this number of `contributions` to the parts that it adds
+    up, and of `sums`.
+
+    Only parts that were pulled are sent. The two kinds are counted apart.
+    """
 
     term: Term
     step: Step
@@ -134,7 +145,7 @@ class Pull(Body, frozen=True):
 
 
 class Part(Body, frozen=True):
-    """A part of a group's vector in one round of the attempt that was pulled: a contribution, or (`agreed`) the sum that counts."""
+    """Part of a group's vector in one round of the pulled attempt: a contribution, or (`agreed`) the final sum."""
 
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     round: Annotated[int, Meta(ge=0, le=MAX_ROUND)]
@@ -148,7 +159,7 @@ class Part(Body, frozen=True):
 
 
 class Waiting(Body, frozen=True):
-    """The sender still takes part in the attempt, and is held up by `peer` (empty: by nobody)."""
+    """Sign that the sender still takes part in the attempt, and waits for `peer` (empty: for no peer)."""
 
     run: RunId
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""

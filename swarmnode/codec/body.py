@@ -1,4 +1,4 @@
-"""Bodies of frames: their base class, the types of their fields, and the bounds that msgspec checks while decoding."""
+"""Base class of frames' bodies, the types of their fields, and the bounds that msgspec checks while decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_UNITS = 4096
 MAX_ROUTE_HOPS = 256
 MAX_ROWS = 256
 MAX_POSITIONS = 1 << 24
-MAX_WANTED_POSITIONS = 1024  # positions of one input whose outputs are all wanted
+MAX_WANTED_POSITIONS = 1024  # positions of one input that wants the outputs of all of them
 MAX_STOP_IDS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6
@@ -37,7 +37,7 @@ MAX_RUN_BYTES = 4096
 MAX_STEP = 1 << 40
 
 SHARED = -1
-"""Block of the parameters that the first and the last unit share (tied embedding and head)"""
+"""Number of the block of parameters that the first and the last unit share (tied embedding and head)."""
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -60,11 +60,11 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     """Base of all bodies."""
 
     def check(self) -> None:
-        """Raises ProtocolError where fields that are allowed one by one do not fit one another."""
+        """Raise ProtocolError if the fields, each valid alone, contradict one another."""
 
 
 class HopSpec(Body, frozen=True):
-    """One hop of a route: the peer and the units [start, end) that it computes there."""
+    """Hop of a route: the peer and the units [start, end) that it computes."""
 
     peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
     start: Unit
@@ -72,5 +72,5 @@ class HopSpec(Body, frozen=True):
 
 
 def first_broken(rules: Mapping[str, bool]) -> str | None:
-    """Return the first rule that is not kept, or None."""
+    """Return the first rule that is not kept; None if all are."""
     return next((rule for rule, kept in rules.items() if not kept), None)

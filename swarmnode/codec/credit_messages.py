@@ -1,6 +1,6 @@
-"""Bodies of `/swarmnode/credit/1`: who was served signs for what was done (`protocol/frames.md`).
+"""Bodies of `/swarmnode/credit/1`: signed receipts of clients for work done for them (`protocol/frames.md`).
 
-RECEIPT    answered with END where it is kept; ERROR REFUSED where it claims more than was done
+RECEIPT    answered with END if it is kept; ERROR REFUSED if it claims more than was done
 CLAIM      on `/swarmnode/claim/1`: receipts of a node, for a client of the same owner; answered likewise
 """
 
@@ -22,15 +22,15 @@ SignedBytes = Annotated[bytes, Meta(min_length=1, max_length=MAX_RECEIPT_BYTES)]
 
 
 class SignedReceipt(Body, frozen=True):
-    """A receipt (`protocol/records.md`), and what it covers beyond the one before: sessions and passes by their
-    ids, microbatches by the seals of their leases."""
+    """A receipt (`protocol/records.md`), and the work that it covers beyond the one before: sessions and passes by their ids,
+    microbatches by the seals of their leases."""
 
     work: Annotated[tuple[WorkId, ...], Meta(min_length=1, max_length=MAX_WORK_IDS)]
     receipt: SignedBytes
 
 
 class CreditClaim(Body, frozen=True):
-    """By its voucher a node lends a client what its receipts add up to."""
+    """Voucher of a node that lends a client the credit of its receipts, with these receipts."""
 
     voucher: SignedBytes
     receipts: Annotated[tuple[SignedBytes, ...], Meta(min_length=1, max_length=MAX_CLAIMED)]

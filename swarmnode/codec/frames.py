@@ -1,4 +1,4 @@
-"""Frames: a fixed header, a msgpack body, then payload bytes that nobody touches (`protocol/frames.md`).
+"""Frames: a fixed header, a msgpack body, then payload bytes that are passed on untouched (`protocol/frames.md`).
 
     offset  size  field
     0       1     kind
@@ -30,11 +30,11 @@ MAX_SEQ = 0xFFFFFFFF
 LARGE_BYTES = 16 * 1024  # payloads above this are read straight into a buffer of their own
 RECEIVE_BYTES = 96 * 1024  # holds the header, the longest body and the longest payload that is not large
 ALLOCATE_BYTES = 4 * 1024 * 1024  # at most this much is allocated on a header's word alone
-MAX_GREETING_BYTES = 4096  # of the first frame's body; it has no payload: nobody has been admitted yet
+MAX_GREETING_BYTES = 4096  # of the first frame, from a peer that is not admitted yet
 
 
 class FrameKind(IntEnum):
-    """Frame kinds of version 1. Even when unknown, a frame can be skipped: its header tells its length."""
+    """Kind of a frame in version 1. A frame of an unknown kind can be skipped, since its header has its length."""
 
     HELLO = 1
     PING = 2
@@ -101,7 +101,7 @@ class FrameKind(IntEnum):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One frame as read. A struct for its speed: there is one for every token and hop."""
+    """Frame as read. A msgpack struct for its speed: there is one for every token and hop."""
 
     kind: int
     channel: int
@@ -116,7 +116,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0, seq: int = 0) -> bytes:
-    """The 16 header bytes. Raises ValueError where a length or number does not fit its field."""
+    """Return the 16 header bytes. Raises ValueError if a length or number does not fit its field."""
     if body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ValueError(f"frame too large: body of {body_bytes} bytes, payload of {payload_bytes} bytes")
     try:
@@ -126,7 +126,7 @@ def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0
 
 
 class CountedBytes(bytearray):
-    """A payload, or a buffer for what comes in, that is in the ledger for as long as anybody keeps it."""
+    """Buffer or payload that counts in the memory ledger until it is garbage-collected."""
 
     def __init__(self, size_bytes: int, reservation: Reservation) -> None:
         self._reservation = reservation
@@ -137,16 +137,15 @@ class CountedBytes(bytearray):
 
 
 class FrameReader:
-    """Bytes in, frames out, in order; checks every length against the bound before it keeps a byte of it.
+    """Reader that turns bytes into frames, in order; it checks every length against its bound before it keeps a byte.
 
-    The reader's own buffer and large payloads are in the ledger until nobody keeps them any more. The first ALLOCATE_BYTES of each
-    payload are always taken, so that what is under way goes on when memory is short; `room` raises Full where there is none
-    for more.
+    The reader's own buffer and large payloads count in the ledger until they are freed. The first ALLOCATE_BYTES of each payload
+    are always taken, so that work in progress goes on when memory is short; `room` raises Full if there is no memory for more.
 
-    Bytes are best read straight into `room()` and announced by `advance`: a large payload is then never copied. After an
-    error the reader is poisoned: every further call raises the same error, since the stream has lost its place.
+    Bytes are best read straight into `room()` and announced by `advance`: a large payload is then never copied. After an error
+    every further call raises the same error, since the stream has lost its place.
 
-    `greeted` is False where the first frame is a greeting, for which MAX_GREETING_BYTES hold.
+    `greeted` is False if the first frame will be a greeting, which is bounded by MAX_GREETING_BYTES.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class FrameReader:
         self._greeted = greeted
         self._ledger = ledger or MemoryLedger()
         self._buffer = memoryview(CountedBytes(RECEIVE_BYTES, self._ledger.count(Account.MESSAGES, RECEIVE_BYTES)))
-        self._held_bytes = 0  # at the start of the buffer, of a frame that is not complete
+        self._held_bytes = 0  # bytes of an incomplete frame at the start of the buffer
         self._large: _LargeFrame | None = None
         self._fault = ""  # not the error itself, whose traceback would keep the buffer
 
@@ -165,19 +164,17 @@ class FrameReader:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of an unfinished frame. Not zero at the end of a stream means that it was cut."""
+        """Bytes of an unfinished frame. If not 0 at the end of a stream, the stream was cut."""
         return self._held_bytes + (self._large.held_bytes if self._large else 0)
 
     def room(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty. Raises Full where a payload grows and memory is short; it may be
-        asked again."""
+        """Return the buffer for the next bytes of the stream, never empty. Raises Full if a payload grows and memory is short; the
+        call may be repeated."""
         return self._buffer[self._held_bytes :] if self._large is None else self._large.room()
 
     def advance(self, count: int) -> Iterator[Frame]:
-        """`count` bytes were put into `room()`: yield the frames that they complete.
-
-        Raises ProtocolError (TOO_LARGE) on a length over its bound.
-        """
+        """Take `count` bytes put into `room()`, and yield the frames that they complete. Raises ProtocolError (TOO_LARGE) on a
+        length over its bound."""
         if self._fault:
             raise self._too_large()
         if self._large is None:
@@ -189,11 +186,11 @@ class FrameReader:
             yield frame
 
     def give_up(self) -> None:
-        """Nothing comes any more: forget what is not complete, and what it was to be read into."""
+        """Drop the incomplete frame and the buffers, as no more bytes will come."""
         self._large, self._held_bytes, self._buffer = None, 0, memoryview(b"")
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
-        """The same for bytes that are somewhere else already."""
+        """Copy `data` into the reader and yield the frames that it completes. Raises as `room` and `advance`."""
         view = memoryview(data)
         if self._fault:
             raise self._too_large()
@@ -205,7 +202,7 @@ class FrameReader:
             yield from self.advance(count)
 
     def _parse(self, end: int) -> Iterator[Frame]:
-        """Frames in the buffer's first `end` bytes; what is left over moves to its start, or begins a large frame."""
+        """Yield the frames in the buffer's first `end` bytes. The rest moves to the buffer's start, or begins a large frame."""
         position = 0  # and no variable for the buffer, which an error's traceback would keep
         while end - position >= HEADER_BYTES:
             kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(self._buffer, position)
@@ -240,7 +237,7 @@ class FrameReader:
 
 
 class _LargeFrame:
-    """A frame whose payload is being read. Memory follows what has come, so that a lying header costs little."""
+    """A frame whose payload is being read. Memory grows with the bytes received, so that a false header costs little."""
 
     def __init__(
         self,
@@ -270,7 +267,7 @@ class _LargeFrame:
 
     def room(self) -> memoryview:
         if self.filled_bytes == len(self._payload):
-            # Not resized in place: views of it may still be held by whoever filled it.
+            # Not resized in place: the caller that filled it may still hold views of it.
             size_bytes = min(self._payload_bytes, 2 * len(self._payload))
             grown = CountedBytes(size_bytes, self._ledger.reserve(Account.MESSAGES, size_bytes))
             grown[: self.filled_bytes] = self._payload

@@ -17,13 +17,13 @@ INFER_PROTOCOL = "/swarmnode/infer/1"
 
 
 class Infer(Body, frozen=True):
-    """Asks for a pass through units [start, end): the payload is the values before unit `start`, one after another."""
+    """Question for a pass through units [start, end). The payload is the values before unit `start`, one after another."""
 
     start: Unit
     end: Unit
     values: Values
-    within_s: Duration = 0.0  # after which nobody waits for it any more; 0: as long as it takes
-    # Under which it will be signed for; empty: it will not be.
+    within_s: Duration = 0.0  # seconds that the client waits for the answer; 0: without limit
+    # Id of the work in the client's receipt; empty: there will be none.
     work: Annotated[bytes, Meta(max_length=SESSION_ID_BYTES)] = b""
 
     def check(self) -> None:
@@ -32,7 +32,7 @@ class Infer(Body, frozen=True):
 
 
 class Inferred(Body, frozen=True):
-    """The values before unit `end`, or behind the last unit the graph's results. Ends the conversation."""
+    """Answer to INFER: the values before unit `end`, or after the last unit the graph's results. Ends the conversation."""
 
     values: Values
 

@@ -1,5 +1,5 @@
-"""Bodies of frames that measure: a peer's speed while it works, the bandwidth between two, and `/swarmnode/trace/1`, the steps
-of a session at one hop (`protocol/frames.md`)."""
+"""Bodies of frames that measure: a peer's speed while it works, the bandwidth between two peers, and the steps of a session at one
+hop (`/swarmnode/trace/1`, `protocol/frames.md`)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Microseconds = Annotated[int, Meta(ge=0, le=MAX_TRACE_US)]
 
 
 def trace_id(session: bytes) -> bytes:
-    """What a session is called in logs and questions. It follows from the session's id and does not lead back to it: who knows
-    that id may use the session."""
+    """Return the public name of a session, for logs and questions. It is a one-way hash: a peer that knows the id itself may use
+    the session."""
     return hashlib.sha256(TRACE_DOMAIN + session).digest()[:TRACE_ID_BYTES]
 
 
 class GetTrace(Body, frozen=True):
-    """Asks what the peer has kept of the session with this trace id."""
+    """Question for the peer's steps of the session with this trace id."""
 
     trace: TraceId
 
 
 class TraceStep(Body, frozen=True):
-    """One pass of a session at a hop: positions [end - count, end), and how long they were here.
+    """Pass of a session at a hop: positions [end - count, end), and the time that they spent there.
 
-    Durations are of the hop's own clock, and are never compared with another's. `came_us` counts from the first step of the
-    session at this hop. The time from coming in to being sent on, `stay_us`, is waiting, computing and what was left.
+    Durations are of the hop's own clock, and are never compared with another's. `came_us` counts from the session's first step at
+    this hop. `stay_us`, from arrival to sending, is waiting, computing and the rest.
     """
 
     end: Position
@@ -55,7 +55,7 @@ class TraceStep(Body, frozen=True):
 
 
 class Trace(Body, frozen=True):
-    """The answer to GET_TRACE: the hop's units, and the last steps of the session there, the oldest first."""
+    """Answer to GET_TRACE: the hop's units, and the last steps of the session there, the oldest first."""
 
     start: Unit
     end: Unit
@@ -72,18 +72,19 @@ TRACE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.GET_TRACE: GetTrace, Fram
 
 
 class Ran(Body, frozen=True):
-    """A decode step, which ended at position `seq`, has left the sender; goes to who sent it that step, which so learns how
-    long it took.
+    """Report that a decode step, which ended at position `seq`, has left the sender. It goes to the hop that sent the step, which
+    so learns how long it took.
 
-    `later_us` are the microseconds per unit of the hops after the sender, in the order of the route, each as the hop before
-    it has measured them; 0 where it has not. In a ring the first hop comes after the last.
+    `later_us` are the microseconds per unit of the hops after the sender, in the order of the route, each measured by the hop
+    before it; 0 if unmeasured. In a ring the first hop comes after the last.
     """
 
     later_us: Annotated[tuple[UnitMicroseconds, ...], Meta(max_length=MAX_ROUTE_HOPS)] = ()
 
 
 class Probe(Body, frozen=True):
-    """A test of bandwidth: the payload is filler. It is answered by PROBE with `answer_bytes` of payload, which asks for none."""
+    """Test of bandwidth; the payload is filler. The answer is a PROBE with a payload of `answer_bytes` that asks for no further
+    answer."""
 
     answer_bytes: Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)] = 0
 

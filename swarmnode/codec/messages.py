@@ -1,10 +1,9 @@
 """Bodies of links, sessions and file transfers, and the table of all kinds of frames (`protocol/frames.md`).
 
-Bodies are arrays, so that a decode step costs few bytes. Newer versions append fields: a reader ignores trailing
-elements that it does not know, and missing trailing fields take their defaults.
+Bodies are arrays, so that a decode step takes few bytes. Newer versions append fields: a reader ignores unknown trailing elements,
+and missing trailing fields take their defaults.
 
-The bound of a single field stands in its type, where msgspec checks it while decoding; what ties fields together is in
-`check`.
+The type of a field has its bound, which msgspec checks while decoding; `check` has the rules between fields.
 """
 
 from __future__ import annotations
@@ -63,15 +62,19 @@ _PLACE = struct.Struct("<II")
 
 
 class Branch(Body, frozen=True):
-    """The first `length` positions are another session's. `proof` shows which one to a hop that has it, and nothing to others."""
+    """Reference to another session with the same first `length` positions. `proof` identifies it to a hop that has it, and reveals
+    nothing to others."""
 
     proof: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
     length: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
 
 
 def branch_proof(source: bytes, truncations: int, session: bytes, length: int) -> bytes:
-    """That whoever opens `session` knows the id of its source, as that was after so many truncations: the SHA-256 of both ids and
-    both numbers. It is of use for this one session, and for no text that the source had before or has after."""
+    """Return the proof that the opener of `session` knows the id of the session `source`: the SHA-256 of both ids and both numbers.
+
+    `truncations` is the number of truncations of the source. The proof is valid for this one session, and for no earlier or later
+    text of the source.
+    """
     return hashlib.sha256(BRANCH_DOMAIN + source + session + _PLACE.pack(truncations, length)).digest()
 
 
@@ -87,48 +90,52 @@ class Hello(Body, frozen=True):
 
     @property
     def spoken(self) -> tuple[int, int]:
-        """The oldest and the newest version that the sender speaks."""
+        """Oldest and newest protocol version that the sender speaks."""
         return self.version, max(self.version, self.newest)
 
 
 class Ping(Body, frozen=True):
-    """Answered at once by PONG with the same seq; the sender measures the round trip."""
+    """Request for a PONG with the same seq, which is sent at once; the sender measures the round trip."""
 
 
 class Pong(Body, frozen=True):
-    """Answer to PING. `received_bps`: how fast the asker's large frames came in lately, bits/s; 0 where none has."""
+    """Answer to PING. `received_bps` is the rate of the asker's recent large frames in bits/s; 0 if there were none."""
 
     received_bps: Annotated[float, Meta(ge=0, le=MAX_RATE_BPS)] = 0.0
 
 
 class Error(Body, frozen=True):
-    """An error of the frame's channel (channel 0: of the whole link). Text is never sent: the code has a fixed one."""
+    """Error of the frame's channel (channel 0: of the whole link). Text is never sent: each code has a fixed text."""
 
     code: Code
     retry_s: RetrySeconds = 0.0
 
 
 class End(Body, frozen=True):
-    """The channel (or on channel 0 the link) is finished in order. A stream that ends without it was cut."""
+    """Orderly end of the channel (channel 0: of the link). A stream that ends without it was cut."""
 
 
 class Revocations(Body, frozen=True):
-    """Which of the owner's revocation lists we follow (0: none yet); with `signed` the list itself, for who has an older one."""
+    """Number of the owner's revocation list that the sender follows (0: none yet); `signed` is the list itself, for a receiver with
+    an older one."""
 
     number: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
     signed: Annotated[bytes, Meta(max_length=MAX_REVOCATIONS_BYTES)] = b""
 
 
 class Mode(IntEnum):
-    """Who decides the next token."""
+    """Party that chooses the next token."""
 
-    RING = 0  # the last hop samples and the first hop is fed at once
+    RING = 0  # the last hop samples, and feeds the first hop at once
     DRIVEN = 1  # the client drives every step
 
 
 class LinkCodec(Body, frozen=True):
-    """From position `start` of a session on, the states that enter unit `unit` travel as `codec`. A hop tells the client what it
-    has chosen, upstream; in OPEN the client tells it to whoever sends these positions again."""
+    """Codec of the states that enter unit `unit`, from position `start` of a session on.
+
+    A hop sends it upstream to the client when it has chosen; the client puts it into OPEN, for the peer that sends these positions
+    again.
+    """
 
     unit: Unit
     start: Position
@@ -140,13 +147,14 @@ class LinkCodec(Body, frozen=True):
 
 
 class Open(Body, frozen=True):
-    """Opens a session at a hop, or moves it to a newer epoch. The frame's channel carries its INPUT frames from now on.
+    """Command that opens a session at a hop, or moves it to a newer epoch. From now on the frame's channel carries its INPUT
+    frames.
 
-    Travels hop to hop along `route`; `index` is the receiver's own place in it. `max_length` is the number of positions
-    for which the hop reserves cache. `padding` holds, per row, how many of the first positions are left padding. The payload is
-    the text so far, for the penalties of `sampling`: ids_T (int32), as many as its `text_length`.
+    It travels from hop to hop along `route`; `index` is the receiver's place in it. `max_length` is the number of positions that
+    the hop reserves cache for. `padding` is the number of left-padding positions of each row. The payload is the earlier text, for
+    the penalties of `sampling`: ids_T (int32), of the length of its `text_length`.
 
-    States between hops travel as `codec`, but for what `codecs` says. Where it `adapts`, each hop chooses for what comes next.
+    States between hops travel as `codec`, except as `codecs` says. If `adapts`, each hop chooses the codec for later positions.
     """
 
     session: SessionId
@@ -159,12 +167,12 @@ class Open(Body, frozen=True):
     codec: Code = 0
     sampling: Sampling | None = None
     padding: Annotated[tuple[Position, ...], Meta(max_length=MAX_ROWS)] = ()
-    known: Position = 0  # the client has the outputs for positions below this: a replay need not produce them again
-    truncate: Truncate | None = None  # before anything else: another text begins as the session's does
+    known: Position = 0  # the client has the outputs of positions below this: a replay need not produce them again
+    truncate: Truncate | None = None  # applied first: another text begins as the session's does
     codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
     adapts: bool = False
-    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # of the swarm, which changes the model
-    branch: Branch | None = None  # as which other session this one begins, where it is new to a hop
+    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name of an adapter of the swarm, or empty
+    branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)
@@ -192,7 +200,7 @@ class Ready(Body, frozen=True):
 
 
 class Attach(Body, frozen=True):
-    """Subscribes the frame's channel to the outputs of a session at its last hop, from position `start` on."""
+    """Subscription of the frame's channel to the outputs of a session at its last hop, from position `start` on."""
 
     session: SessionId
     epoch: Epoch
@@ -200,7 +208,7 @@ class Attach(Body, frozen=True):
 
 
 class Want(IntEnum):
-    """Which outputs of an INPUT the last hop shall produce."""
+    """Outputs that the last hop shall produce for an INPUT."""
 
     NOTHING = 0
     LAST = 1  # of the last position
@@ -211,10 +219,10 @@ _INPUT_DTYPES = {2: ID_DTYPES, 3: FLOAT_DTYPES}  # by rank
 
 
 class Input(Body, frozen=True):
-    """Positions [seq, seq + T) of a session: the payload is ids_BT (int64 or int32) where the route begins with unit 0,
-    hidden_BTH everywhere else.
+    """Positions [seq, seq + T) of a session. The payload is ids_BT (int64 or int32) if the route begins with unit 0, else
+    hidden_BTH.
 
-    `reorder`, where not empty, says for each row of the cache which row it continues (beam search), before the input.
+    `reorder`, if not empty, is applied before the input: for each row of the cache, the row that it continues (beam search).
     """
 
     tensor: TensorInfo
@@ -233,24 +241,27 @@ class Input(Body, frozen=True):
 
 
 class Truncate(Body, frozen=True):
-    """Before an INPUT: the positions from `to` on are forgotten, drafts that were rejected for example. `number` counts these
-    frames over a session's life, so that one that comes again, after a fault, changes nothing."""
+    """Command before an INPUT: forget the positions from `to` on (rejected drafts, for example).
+
+    `number` counts the truncations of a session, so that one that is repeated after a fault changes nothing.
+    """
 
     number: Annotated[int, Meta(ge=1, le=MAX_SEQ)]
     to: Position
 
 
 class KeepCache(Body, frozen=True):
-    """Nothing follows for now: the session's cache stays while there is room, for a text that begins as this one does."""
+    """Note that no further input follows for now. The session's cache stays while there is room, for a text with the same
+    beginning."""
 
 
 class Output(Body, frozen=True):
-    """What the last hop made of the position before `seq`. RING: `ids` are the tokens at position `seq`, one per row.
+    """Output of the last hop for the position before `seq`.
 
-    Where `logprobs` are wanted the payload tells them (`codec/sampling.py`).
+    RING: `ids` are the tokens at position `seq`, one per row. If `logprobs` are wanted the payload has them (`codec/sampling.py`).
 
-    DRIVEN: the payload described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1.
-    `final` says that nothing follows (a stop token, or max_new_tokens reached).
+    DRIVEN: the payload is described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1. `final` says that no
+    output follows (a stop token, or max_new_tokens reached).
     """
 
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ROWS)] = ()
@@ -267,7 +278,7 @@ class Output(Body, frozen=True):
 
 
 class Fault(Body, frozen=True):
-    """Travels upstream to the client: hop `index` of the route of `epoch` cannot go on, for the reason `code`."""
+    """Report to the client, passed upstream: hop `index` of the route of `epoch` cannot go on, for the reason `code`."""
 
     epoch: Epoch
     index: HopIndex
@@ -276,15 +287,15 @@ class Fault(Body, frozen=True):
 
 
 class GetManifest(Body, frozen=True):
-    """Asks for the manifest of the swarm named in HELLO."""
+    """Question for the manifest of the swarm named in HELLO."""
 
 
 class ManifestReply(Body, frozen=True):
-    """The payload is the manifest; its SHA-256 is the swarm id."""
+    """Answer to GET_MANIFEST. The payload is the manifest; its SHA-256 is the swarm id."""
 
 
 class GetChunks(Body, frozen=True):
-    """Asks for `count` chunks of the file with this root, from number `first` on; count 0 asks for its chunk hashes."""
+    """Question for `count` chunks of the file with this root, from number `first` on; if `count` is 0, for its chunk hashes."""
 
     root: Root
     first: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
@@ -292,7 +303,7 @@ class GetChunks(Body, frozen=True):
 
 
 class Chunk(Body, frozen=True):
-    """One chunk (number `seq`); or with `hashes` true the file's whole list of chunk hashes, 32 bytes each."""
+    """Chunk number `seq` of a file; if `hashes`, the file's whole list of chunk hashes, 32 bytes each."""
 
     hashes: bool = False
 
@@ -336,12 +347,13 @@ _EMPTY: dict[int, Body] = {
 
 
 def encode_body(body: Body) -> bytes:
-    """The msgpack bytes of a body; one that needs no fields and has none set is zero bytes."""
+    """Return the msgpack bytes of a body; no bytes for an END, PING, KEEP or other body that may be empty and has only defaults."""
     return b"" if body == _EMPTY.get(KIND_OF[type(body)]) else _encoder.encode(body)
 
 
 def decode_body(kind: int, data: bytes | bytearray | memoryview) -> Body:
-    """The body of a frame of a known kind. Raises ProtocolError: MALFORMED; TOO_LARGE for a tensor over its bound."""
+    """Return the body of a frame. Raises ProtocolError: TOO_LARGE for a tensor over its bound, else MALFORMED, also for an unknown
+    kind."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise ProtocolError(f"unknown frame kind {kind}")

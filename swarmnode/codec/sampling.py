@@ -1,4 +1,4 @@
-"""Settings by which the last hop draws tokens in RING mode, and the encodings of logprobs and of the text so far."""
+"""Settings for sampling at the last hop in RING mode, and the encodings of logprobs and of the earlier text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMP
 from swarmnode.errors import ProtocolError
 
 MAX_PENALTY = 2.0  # of frequency_penalty and presence_penalty
-MAX_REPETITION_PENALTY = 100.0  # and one over it at least
+MAX_REPETITION_PENALTY = 100.0  # the least is one divided by it
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
-MAX_GRAMMAR_CHARS = 16384  # and as many bytes
-ID_BYTES = 4  # of a token in a text so far
+MAX_GRAMMAR_CHARS = 16384  # the bound of its bytes, too
+ID_BYTES = 4  # of a token in the earlier text
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -30,19 +30,19 @@ LOGPROB_BYTES = _RECORD.size
 
 
 class TokenLogprob(NamedTuple):
-    """A token's natural logarithm of its probability, as the model has it: before bias, penalties and temperature."""
+    """Token id and the natural logarithm of its probability from the model: before bias, penalties and temperature."""
 
     id: int
     logprob: float
 
 
 def pack_logprobs(logprobs: Iterable[TokenLogprob]) -> bytes:
-    """As they travel: int32 and float32, little-endian."""
+    """Return logprobs as bytes: int32 id and float32 value each, little-endian."""
     return b"".join(_RECORD.pack(*one) for one in logprobs)
 
 
 def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogprob, ...]:
-    """Raises ProtocolError where these are none."""
+    """Return the logprobs in the bytes. Raises ProtocolError if they are not valid."""
     if len(payload) % LOGPROB_BYTES:
         raise ProtocolError(f"{len(payload)} bytes are no logarithms of probabilities")
     told = tuple(TokenLogprob(*record) for record in _RECORD.iter_unpack(payload))
@@ -52,7 +52,7 @@ def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogpr
 
 
 class GrammarKind(IntEnum):
-    """How a grammar is written."""
+    """Notation of a grammar."""
 
     JSON_SCHEMA = 0
     LARK = 1
@@ -60,17 +60,18 @@ class GrammarKind(IntEnum):
 
 
 class Grammar(Body, frozen=True):
-    """What the generated text must follow, from its first token to its last."""
+    """Grammar that the whole generated text must follow."""
 
     kind: Code
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 
 
 class Sampling(Body, frozen=True):
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, penalties of 0 and a `repetition_penalty` of 1 are off.
+    """Settings of sampling. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, penalties of 0 and a `repetition_penalty`
+    of 1 are off.
 
-    The draw is a pure function of (logits, these parameters, row, position, the tokens before it), so that a replay draws the same.
-    `frequency_penalty` and `presence_penalty` count the tokens that were drawn, `repetition_penalty` the prompt's, too.
+    The draw is a pure function of the logits, these settings, the row, the position and the tokens before it, so that a replay
+    draws the same tokens. `frequency_penalty` and `presence_penalty` count drawn tokens, `repetition_penalty` the prompt's, too.
     """
 
     prompt_length: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
@@ -85,7 +86,7 @@ class Sampling(Body, frozen=True):
     presence_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=MAX_BIASES)] = ()
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # of so many tokens beside the drawn one's
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # number of alternatives to the drawn token
     grammar: Grammar | None = None
 
     @property
@@ -95,12 +96,12 @@ class Sampling(Body, frozen=True):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it needs those that were drawn before."""
+        """Whether the last hop needs the tokens drawn before."""
         penalises = self.counts_prompt or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalises or self.grammar is not None
 
     def text_length(self, known: int) -> int:
-        """How many token ids come with an OPEN of a session whose outputs for positions below `known` the client has."""
+        """Return the number of token ids in the payload of an OPEN, if the client has the outputs of positions below `known`."""
         if not self.counts_tokens:
             return 0
         return self.prompt_length * self.counts_prompt + max(0, known - self.prompt_length)
@@ -117,12 +118,12 @@ class Sampling(Body, frozen=True):
 
 
 def pack_text(ids: Sequence[int]) -> bytes:
-    """A text so far as it comes with an OPEN: int32, little-endian."""
+    """Return token ids as bytes for the payload of an OPEN: int32, little-endian."""
     return _little_endian(array.array("i", ids)).tobytes()
 
 
 def unpack_text(payload: bytes | bytearray | memoryview) -> list[int]:
-    """The token ids of a text so far, of which there are whole ones."""
+    """Return the token ids in the bytes, whose length must be a multiple of ID_BYTES."""
     return _little_endian(array.array("i", bytes(payload))).tolist()
 
 

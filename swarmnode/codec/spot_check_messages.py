@@ -1,9 +1,9 @@
-"""Bodies of `/swarmnode/spot-check/1`: what a stage did in the step in force, for its replicas (`protocol/training.md`).
+"""Bodies of `/swarmnode/spot-check/1`: a stage's work in the step in force, for its replicas to check (`protocol/training.md`).
 
-GET_COMMITMENT, COMMITMENT      what it says that it did, signed, before anybody says which of it is looked at
-GET_MICROBATCH, MICROBATCH      one microbatch of that
-GET_SKETCHES, SKETCHES          what all of them added to the gradients, which is what it has to contribute to their sum
-ACCUSATION, END                  who was found false: nobody believes it, who hears of it looks at that peer next
+GET_COMMITMENT, COMMITMENT      the stage's signed list of its work, before it knows what will be checked.
+GET_MICROBATCH, MICROBATCH      one microbatch of the list.
+GET_SKETCHES, SKETCHES          all its additions to the gradients, which are its contribution to their sum.
+ACCUSATION, END                 a peer found false: the receiver does not believe it, but checks that peer next.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ DIGEST_BYTES = 32
 MAX_COMMITMENT_BYTES = 1024
 ENTRY_BYTES = 4 + DIGEST_BYTES  # number and first unit (16 bits each, little-endian), and the record's SHA-256
 MAX_ENTRIES = 8 * MAX_MASK_BYTES
-MAX_RECORDS = 16  # of one SKETCHES
+MAX_RECORDS = 16  # in one SKETCHES
 MAX_TILES = 1 << 32
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class Crossing(Body, frozen=True):
-    """What crossed one of a stage's boundaries in one direction: its tensors, and the SHA-256 of the payload that they were."""
+    """Tensors that crossed one of a stage's boundaries in one direction: their descriptors, and the SHA-256 of their payload."""
 
     values: Values
     digest: Digest
 
 
 class MicrobatchRecord(Body, frozen=True):
-    """What a stage did with one microbatch in units [start, end). `labels`: at the model's end alone. `present`: for each value
-    that was sent on, whether a gradient came back. `parameters`: SHA-256 of the sketch of what it added to the gradients of its
-    parameters."""
+    """A stage's work on one microbatch in units [start, end).
+
+    `labels` are given at the model's end only. `present` says for each sent value whether a gradient came back. `parameters` is the
+    SHA-256 of the sketch of the microbatch's part of the parameters' gradients.
+    """
 
     number: Index
     start: Unit
@@ -67,25 +69,25 @@ class MicrobatchRecord(Body, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """That a commitment has of it."""
+        """SHA-256 of the record, as in a commitment."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
 class GetCommitment(Body, frozen=True):
-    """Asks a stage for what it has counted in a step."""
+    """Question to a stage for its commitment to the microbatches counted in a step."""
 
     run: RunId
     step: Step
 
 
 class CommitmentReply(Body, frozen=True):
-    """The answer: a signed commitment (`protocol/records.md`). The payload has an entry for each microbatch."""
+    """Answer to GET_COMMITMENT: a signed commitment (`protocol/records.md`). The payload has an entry for each microbatch."""
 
     commitment: Annotated[bytes, Meta(max_length=MAX_COMMITMENT_BYTES)]
 
 
 class GetMicrobatch(Body, frozen=True):
-    """Asks for one microbatch, and for sketches by projections that follow from `seed`."""
+    """Question for one microbatch, and for sketches by projections that follow from `seed`."""
 
     run: RunId
     step: Step
@@ -95,8 +97,11 @@ class GetMicrobatch(Body, frozen=True):
 
 
 class MicrobatchReply(Body, frozen=True):
-    """The answer. The payload: what was received, the labels, the gradients that came back, the sketch of the parameters'
-    gradients, then sketches of the floats among what was sent on and returned: of each row SKETCH_VALUES float32."""
+    """Answer to GET_MICROBATCH.
+
+    The payload: the received values, the labels, the gradients that came back, the sketch of the parameters' gradients, then
+    sketches of the floats among the sent and returned values: SKETCH_VALUES float32 values per row.
+    """
 
     record: MicrobatchRecord
 
@@ -105,7 +110,7 @@ class MicrobatchReply(Body, frozen=True):
 
 
 class GetSketches(Body, frozen=True):
-    """Asks for what the microbatches of a commitment added to the gradients, from its entry `first` on."""
+    """Question for the additions to the gradients by the microbatches of a commitment, from its entry `first` on."""
 
     run: RunId
     step: Step
@@ -113,15 +118,18 @@ class GetSketches(Body, frozen=True):
 
 
 class BlockTiles(Body, frozen=True):
-    """How long the sketch of a block's gradients is."""
+    """Length of the sketch of a block's gradients, in tiles."""
 
     block: Block
     tiles: Annotated[int, Meta(ge=1, lt=MAX_TILES)]
 
 
 class SketchesReply(Body, frozen=True):
-    """The answer: the records of that entry and of some that follow it. The payload: their sketches of the parameters' gradients,
-    one after another. `blocks`: all of which something is in there, for who does not hold them."""
+    """Answer to GET_SKETCHES: the records of entry `first` and of some that follow it.
+
+    The payload: their sketches of the parameters' gradients, one after another. `blocks` lists all blocks in the sketches, for a
+    receiver that does not hold them.
+    """
 
     records: Annotated[tuple[MicrobatchRecord, ...], Meta(min_length=1, max_length=MAX_RECORDS)]
     blocks: Annotated[tuple[BlockTiles, ...], Meta(max_length=MAX_UNITS + 1)] = ()
@@ -142,7 +150,7 @@ def _check_record(kind: str, record: MicrobatchRecord) -> None:
 
 
 class Accusation(Body, frozen=True):
-    """The sender found this peer false in a step; `commitment` is what the peer signed of it."""
+    """Report that the sender found this peer false in a step; `commitment` is the peer's signed one."""
 
     run: RunId
     peer: Peer

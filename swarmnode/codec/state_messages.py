@@ -1,10 +1,10 @@
-"""Bodies of `/swarmnode/state/1`: which training states a peer has, and of `/swarmnode/backup/1`: who keeps one for another
+"""Bodies of `/swarmnode/state/1`, the training states of a peer, and of `/swarmnode/backup/1`, backups for other peers
 (`protocol/frames.md`). The bytes travel as chunks.
 
-LIST_STATES                 asks
+LIST_STATES                 the question
 STATES, STATES, ... END     the answer, in as many frames as its entries need
 GET_CHUNKS, CHUNK           as for the files of a manifest; the root is an entry's
-BACK_UP, END                over the other protocol: keep this state of mine, and the answer once it is on the disk
+BACK_UP, END                on the other protocol: a request to keep a state, and the answer once it is on the disk
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ MAX_LISTED = 12 * MAX_ENTRIES  # in one answer
 
 
 class ListStates(Body, frozen=True):
-    """Asks which steps of these blocks (none: of all) are there, of the run with this id (empty: of the one that the peer is in).
-    Where none is as late as `at_least`, the peer first writes down the step that it is at."""
+    """Question for the stored steps of these blocks (empty: of all) of the run with this id (empty: of the peer's current run).
+
+    If no step is as late as `at_least`, the peer first stores its current step.
+    """
 
     at_least: Step = 0
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_STATE_BLOCKS)] = ()
@@ -32,8 +34,8 @@ class ListStates(Body, frozen=True):
 
 
 class StateEntry(Body, frozen=True):
-    """The state of one block at the beginning of a step: a safetensors file of `size` bytes with this root. `backup`: of another
-    peer, for which it is kept."""
+    """State of one block at the beginning of a step: a safetensors file of `size` bytes with this root. `backup`: it is kept for
+    another peer."""
 
     step: Step
     block: Block
@@ -43,14 +45,14 @@ class StateEntry(Body, frozen=True):
 
 
 class States(Body, frozen=True):
-    """A part of the answer to LIST_STATES: the run, and some of its states."""
+    """Part of the answer to LIST_STATES: the run, and some of its states."""
 
     run: RunBytes
     entries: Annotated[tuple[StateEntry, ...], Meta(max_length=MAX_ENTRIES)] = ()
 
 
 class BackUp(Body, frozen=True):
-    """Asks to keep a state of the sender's, which the receiver gets by GET_CHUNKS, no faster than `rate_bps` (0: as it goes)."""
+    """Request to keep a state of the sender. The receiver fetches it by GET_CHUNKS, at most at `rate_bps` (0: without limit)."""
 
     run: RunBytes
     state: StateEntry

@@ -1,7 +1,7 @@
-"""Tensor descriptors: what a payload is, in a few bytes of a frame's body (`protocol/tensors.md`).
+"""Tensor descriptors: the contents of a payload, in a few bytes of a frame's body (`protocol/tensors.md`).
 
-A descriptor says how the payload was made (codec), what it becomes (dtype and shape) and, for top-k, how many elements
-are kept; the layout of each codec's payload, and so its exact length, follows from these.
+A descriptor has the codec of the payload, dtype and shape of the tensor and, for top-k, the number of elements kept. The layout and
+so the exact length of the payload follow from these.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ MAX_RANK = 8
 MAX_ELEMENTS = 1 << 31
 INT8_GROUP = 64  # elements that share one scale
 INT4_TILE = 32
-SCALE_BYTES = 2  # a bfloat16 scale: the range of float32, so that neither tiny gradients nor outliers leave it
-TOPK_BLOCK = 1 << 16  # elements that 16-bit indices can tell apart
+SCALE_BYTES = 2  # a bfloat16 scale: it has the range of float32, for tiny gradients and for outliers
+TOPK_BLOCK = 1 << 16  # elements addressed by 16-bit indices
 TOPK_COUNT_BYTES = 4
 TOPK_INDEX_BYTES = 2
 TOPK_VALUE_BYTES = 2
 TOPK2_CHUNK = 4096  # elements that share two magnitudes
-TOPK2_LEVEL_BYTES = 2  # of each of them, a bfloat16
-TOPK2_BLOCK = 256  # elements that indices of a byte can tell apart
+TOPK2_LEVEL_BYTES = 2  # of each magnitude, a bfloat16
+TOPK2_BLOCK = 256  # elements addressed by indices of a byte
 
 
 class Codec(IntEnum):
-    """How a payload was made."""
+    """Encoding of a payload."""
 
     NONE = 0  # the tensor's own bytes, little-endian, row-major
     BF16 = 1
@@ -41,11 +41,11 @@ class Codec(IntEnum):
     TOPK2 = 7  # values of two bits + indices of a byte; 6 stays free: test vectors have it for an unknown one
 
 
-SPARSE_CODECS = frozenset({Codec.TOPK, Codec.TOPK2})  # those with a `param`: how many elements are kept
+SPARSE_CODECS = frozenset({Codec.TOPK, Codec.TOPK2})  # with a `param`: the number of elements kept
 
 
 class DType(IntEnum):
-    """What the decoded tensor is."""
+    """Type of a decoded tensor's elements."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -61,7 +61,7 @@ ID_DTYPES = frozenset({DType.INT64, DType.INT32})  # token ids
 
 
 class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
-    """Descriptor of one payload. `param` is the codec's own parameter (top-k: elements kept), 0 where it has none."""
+    """Descriptor of one payload. `param` is the codec's own parameter (top-k: elements kept), else 0."""
 
     codec: int
     dtype: int
@@ -70,14 +70,15 @@ class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 def element_count(shape: tuple[int, ...], max_elements: int = MAX_ELEMENTS) -> int:
-    """Elements of a tensor of this shape. Raises ProtocolError: MALFORMED on a bad shape, TOO_LARGE over the bound."""
+    """Return the number of elements of a tensor of this shape. Raises ProtocolError: MALFORMED on a bad shape, TOO_LARGE over the
+    bound."""
     if len(shape) > MAX_RANK:
         raise ProtocolError(f"a tensor has {len(shape)} dimensions; the bound is {MAX_RANK}")
     count = 1
     for size in shape:
         if size < 0:
             raise ProtocolError(f"a tensor has a negative dimension: {shape}")
-        count *= size or 1  # an empty tensor may not have sizes past what can be addressed either
+        count *= size or 1  # the other sizes of an empty tensor are bounded, too
     if count > max_elements:
         raise ProtocolError(
             f"a tensor has {count} elements; the bound here is {max_elements}", code=ErrorCode.TOO_LARGE
@@ -86,10 +87,10 @@ def element_count(shape: tuple[int, ...], max_elements: int = MAX_ELEMENTS) -> i
 
 
 def check_tensor(info: TensorInfo, max_elements: int = MAX_ELEMENTS) -> int:
-    """The payload bytes that a peer's descriptor implies, after every check that needs no payload.
+    """Return the payload bytes that a peer's descriptor implies, after every check that needs no payload.
 
-    Raises ProtocolError: MALFORMED where codec, dtype, shape or param are not in the tables or do not fit one another,
-    TOO_LARGE over `max_elements`.
+    Raises ProtocolError: MALFORMED if codec, dtype, shape or param are unknown or contradict one another, TOO_LARGE over
+    `max_elements`.
     """
     count = element_count(info.shape, max_elements)
     width = DTYPE_BYTES.get(info.dtype)  # type: ignore[call-overload]
@@ -107,12 +108,12 @@ def check_tensor(info: TensorInfo, max_elements: int = MAX_ELEMENTS) -> int:
 
 
 def payload_bytes(info: TensorInfo) -> int:
-    """The exact payload length that codec, dtype, shape and param imply. Raises ProtocolError on a bad descriptor."""
+    """Return the exact payload length that codec, dtype, shape and param imply. Raises ProtocolError on a bad descriptor."""
     return check_tensor(info)
 
 
 def encoded_bytes(codec: int, dtype: int, count: int, param: int) -> int:
-    """Payload bytes of `count` elements. The arguments must be valid; `check_tensor` is for those of a peer."""
+    """Return the payload bytes of `count` elements. The arguments must be valid; `check_tensor` is for a peer's."""
     if codec == Codec.INT8:
         return SCALE_BYTES * -(-count // INT8_GROUP) + count
     if codec == Codec.INT4:
@@ -126,22 +127,22 @@ def encoded_bytes(codec: int, dtype: int, count: int, param: int) -> int:
 
 
 def topk_mask_bytes(count: int) -> int:
-    """Bytes of a bitmask over `count` elements."""
+    """Return the bytes of a bitmask over `count` elements."""
     return -(-count // 8)
 
 
 def topk_index_bytes(count: int, kept: int) -> int:
-    """Bytes of short indices: per block of 65,536 elements how many are kept, then one 16-bit index for each."""
+    """Return the bytes of short indices: the number of kept elements per block of 65,536, then a 16-bit index for each."""
     return TOPK_COUNT_BYTES * -(-count // TOPK_BLOCK) + TOPK_INDEX_BYTES * kept
 
 
 def codec_named(compression: str) -> Codec:
-    """The codec of one of COMPRESSIONS; where hops choose, the one that they begin with."""
+    """Return the codec of a name of COMPRESSIONS; for "auto" NONE, the codec that hops begin with."""
     return Codec.NONE if compression == AUTO else Codec[compression.upper()]
 
 
 def check_compression(compression: str, allowed: Collection[int]) -> None:
-    """Raises UsageError where a swarm does not allow it, or nobody knows it."""
+    """Raise UsageError if the swarm does not allow this compression, or it does not exist."""
     known = [name for name in COMPRESSIONS if name == AUTO or codec_named(name) in allowed]
     if compression not in known:
         raise UsageError(f"this swarm does not compress as {compression}: choose {', '.join(known)}")

@@ -13,12 +13,12 @@ from swarmnode.codec.tensors import TensorInfo, check_tensor, element_count
 from swarmnode.errors import ErrorCode, ProtocolError
 
 MAX_VALUES = 256  # tensors that cross one boundary
-MAX_VALUE_ELEMENTS = 1 << 28  # of them all; top-k says many in few bytes
+MAX_VALUE_ELEMENTS = 1 << 28  # in all these tensors: a few bytes of top-k can announce very many
 MAX_MASK_BYTES = 256  # 2048 microbatches in a step: their losses and MAX_RANGES masks fit one body
 MAX_RANGES = 96
 MAX_MEMBERS = 64  # replicas that average together
-MAX_CLUSTERS = 8  # of them
-MAX_RATES = 64  # of members' paths, told at once
+MAX_CLUSTERS = 8  # of these members
+MAX_RATES = 64  # of members' paths, in one report
 MAX_PARTS = 1 << 20  # of a group's vector
 MAX_PULLED = 64  # parts of each kind that may be on the way on one conversation
 MAX_GROUPS = 64
@@ -32,8 +32,8 @@ MAX_TERM = 1 << 40
 MAX_LEASE = 1 << 62
 MAX_NORM = 1e100  # past any norm of float32 numbers, yet finite
 MAX_DURATION_S = 1e9
-MAX_LEFT_OUT = 16  # the newest ones are told
-MAX_WAITS = 16  # the longest ones are told
+MAX_LEFT_OUT = 16  # the newest ones are reported
+MAX_WAITS = 16  # the longest ones are reported
 RUN_ID_BYTES = 32
 KEY_BYTES = 32
 SEAL_BYTES = 16
@@ -56,7 +56,7 @@ Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
 
 
 def check_values(values: tuple[TensorInfo, ...]) -> None:
-    """Raises ProtocolError where one is none, or they are too large together."""
+    """Raise ProtocolError if a descriptor is not valid, or the tensors are too large together."""
     elements = 0
     for info in values:
         check_tensor(info)
@@ -68,13 +68,13 @@ def check_values(values: tuple[TensorInfo, ...]) -> None:
 
 
 def check_rules(frame: str, rules: Mapping[str, bool]) -> None:
-    """Raises ProtocolError for the first rule that is not kept."""
+    """Raise ProtocolError for the first rule that is not kept; `frame` names the frame in its text."""
     if (broken := first_broken(rules)) is not None:
         raise ProtocolError(f"{'an' if frame[0] in 'AEIO' else 'a'} {frame} needs {broken}")
 
 
 def check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:
-    """Raises ProtocolError where spans do not follow one another, or there is no such hop."""
+    """Raise ProtocolError if the spans of `route` are empty or do not follow one another, or `hop` is not a place in it."""
     rules = {
         "a place inside the route": hop < len(route),
         "spans that are not empty": all(hop.start < hop.end for hop in route),
@@ -84,5 +84,5 @@ def check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:
 
 
 def are_different(items: Sequence[object]) -> bool:
-    """Whether none of them is there twice."""
+    """Return whether no item occurs twice."""
     return len(set(items)) == len(items)

@@ -1,8 +1,8 @@
 """Bodies of the training conversations (`protocol/training.md`). The table of `docs/training-step.md` says which peer sends them to
 which, and when.
 
-One conversation carries one microbatch: FORWARD opens it and says the whole route, BACKWARD ends it. Each names its run, but LEAD,
-which asks for it. All-reduces have bodies of their own (`averaging_messages.py`).
+One conversation carries one microbatch: FORWARD opens it with the whole route, BACKWARD ends it. Each body names its run, except
+LEAD, which asks for it. All-reduces have bodies of their own (`averaging_messages.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from swarmnode.codec.training_fields import (
 
 
 class Forward(Body, frozen=True):
-    """One microbatch at the boundary before the receiver's units: the payload is the values' payloads, one after another."""
+    """Microbatch at the boundary before the receiver's units. The payload is the values' payloads, one after another."""
 
     term: Term
     lease: LeaseNumber
@@ -69,12 +69,12 @@ class Forward(Body, frozen=True):
     values: Values
     run: RunId
     feeder: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""  # the trainer that holds the lease
-    within_s: Duration = 0.0  # after which nobody waits for it any more
-    seal: Seal = b""  # the lease's own
+    within_s: Duration = 0.0  # seconds after which the microbatch is not waited for any more
+    seal: Seal = b""  # the lease's seal
 
     @property
     def sender(self) -> str:
-        """Whose it has to be."""
+        """Peer that must be the sender of this frame: the hop before the receiver, or the trainer."""
         return self.route[self.hop - 1].peer if self.hop else self.feeder
 
     def check(self) -> None:
@@ -83,8 +83,11 @@ class Forward(Body, frozen=True):
 
 
 class Labels(Body, frozen=True):
-    """What the loss of a microbatch needs besides, for the last hop of its route alone: the payload is the values' payloads, one
-    after another. The trainer ends the conversation when the microbatch is over."""
+    """Further inputs of a microbatch's loss, for the last hop of its route only. The payload is the values' payloads, one after
+    another.
+
+    The trainer ends the conversation when the microbatch is over.
+    """
 
     term: Term
     lease: LeaseNumber
@@ -99,12 +102,12 @@ class Labels(Body, frozen=True):
 
     @property
     def hop(self) -> int:
-        """The receiver's place in the route."""
+        """Place of the receiver in the route."""
         return len(self.route) - 1
 
     @property
     def sender(self) -> str:
-        """Whose it has to be."""
+        """Peer that must be the sender of this frame: the trainer."""
         return self.feeder
 
     def check(self) -> None:
@@ -113,7 +116,7 @@ class Labels(Body, frozen=True):
 
 
 class Backward(Body, frozen=True):
-    """The gradients of a FORWARD's values, in their order; `present` says which of them have one. Ends the conversation."""
+    """Gradients of a FORWARD's values, in order; `present` says which values have one. Ends the conversation."""
 
     loss: Number
     present: Annotated[tuple[bool, ...], Meta(max_length=MAX_VALUES)]
@@ -126,22 +129,22 @@ class Backward(Body, frozen=True):
 
 
 class Lead(Body, frozen=True):
-    """The sender leads from now on. A stage follows the highest term that it has heard, and answers STATUS."""
+    """Claim that the sender leads from now on. A stage follows the highest term that it knows, and answers STATUS."""
 
     term: Term
-    key: Key = b""  # of the seals of this term's leases
+    key: Key = b""  # key of the seals of this term's leases
 
 
 class Condition(IntEnum):
-    """Of a stage's units."""
+    """Condition of a stage's units."""
 
-    BLANK = 0  # as the swarm was founded: no run has begun
+    BLANK = 0  # as the swarm was created: no run has begun
     READY = 1  # at `step`, able to work
-    LISTENING = 2  # behind the others, on the way
+    LISTENING = 2  # behind the others, catching up
 
 
 class Counted(Body, frozen=True):
-    """Units [start, end) have counted the microbatches of the bits set in `mask` (little-endian)."""
+    """Microbatches that units [start, end) have counted: the bits set in `mask` (little-endian)."""
 
     start: Unit
     end: Unit
@@ -149,7 +152,7 @@ class Counted(Body, frozen=True):
 
 
 class Status(Body, frozen=True):
-    """What a stage holds. `reduced` says that the gradients of `step` are agreed, so that COMMIT is all that is missing."""
+    """State of a stage. `reduced` says that the gradients of `step` are agreed, so that only COMMIT is missing."""
 
     term: Term
     condition: Code
@@ -158,16 +161,16 @@ class Status(Body, frozen=True):
     run: RunBytes = b""
     step: Step = 0
     counted: Annotated[tuple[Counted, ...], Meta(max_length=MAX_RANGES)] = ()
-    kept: Annotated[tuple[Step, ...], Meta(max_length=MAX_KEPT_STEPS)] = ()  # on its disk
+    kept: Annotated[tuple[Step, ...], Meta(max_length=MAX_KEPT_STEPS)] = ()  # steps on its disk
     reduced: bool = False
-    losses: Annotated[tuple[Number, ...], Meta(max_length=8 * MAX_MASK_BYTES)] = ()  # of what the last unit counted
+    losses: Annotated[tuple[Number, ...], Meta(max_length=8 * MAX_MASK_BYTES)] = ()  # of the last unit's microbatches
     norm: Norm = 0.0  # of the gradient that led to `step`
     loss: Number = 0.0  # of the step before `step`
-    answers: Code = 0  # the kind of the command that this answers; 0: told unasked
-    unit_s: Duration = 0.0  # one microbatch through one unit, forward and back: measured, or until then estimated
-    window: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # microbatches that it has room for at once; 0: not known
-    slowest_link_s: Duration = 0.0  # measured: a microbatch's values, uncompressed, over the slowest of its links
-    founded: bool = False  # it began the run, with what the swarm was founded with: its step 0 can be had again
+    answers: Code = 0  # kind of the command that this answers; 0: no command
+    unit_s: Duration = 0.0  # one microbatch through one unit, forward and back: estimated until it is measured
+    window: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # microbatches that fit at once; 0: unknown
+    slowest_link_s: Duration = 0.0  # measured: a microbatch's uncompressed values over the slowest of its links
+    founded: bool = False  # it began the run from the swarm's original parameters, so step 0 can be restored
 
     def check(self) -> None:
         inside = (self.start, *(unit for run in self.counted for unit in (run.start, run.end)), self.end)
@@ -180,29 +183,31 @@ class Status(Body, frozen=True):
 
 
 class Begin(Body, frozen=True):
-    """Train this run from its step 0 on, with the parameters as they are."""
+    """Command to train this run from its step 0 on, with the current parameters."""
 
     run: EncodedRun
 
 
 class Release(Body, frozen=True):
-    """Forget these leases, and answer STATUS: what is counted then stays counted, what is not never will be by them."""
+    """Command to forget these leases, and to answer STATUS: what they have counted stays counted, and they will count nothing
+    more."""
 
     leases: Annotated[tuple[LeaseNumber, ...], Meta(max_length=MAX_LEASES)]
     run: RunId
 
 
 class Discard(Body, frozen=True):
-    """Forget all that was counted in this step, and answer STATUS."""
+    """Command to forget everything counted in this step, and to answer STATUS."""
 
     run: RunId
 
 
 class Commit(Body, frozen=True):
-    """Update with the agreed gradients, whose norm over the whole model is `norm`; the step is over, its loss was `loss`.
+    """Command to update with the agreed gradients, whose norm over the whole model is `norm`. The step is over; its loss was
+    `loss`.
 
-    `beat_s`: seconds of computing that one microbatch costs the slowest stage; no link need be faster. `slowest_link_s`: what its
-    values, uncompressed, take over the slowest link of all. 0: not known yet.
+    `beat_s`: seconds of computing of one microbatch on the slowest stage; no link need be faster. `slowest_link_s`: seconds of the
+    microbatch's uncompressed values over the slowest of all links. 0: unknown.
     """
 
     step: Step
@@ -214,8 +219,8 @@ class Commit(Body, frozen=True):
 
 
 class Sync(Body, frozen=True):
-    """The receiver is behind: keep what is agreed from `step` on, fetch the state of that step or later from these peers,
-    catch up, and answer STATUS."""
+    """Command to a stage that is behind: keep the agreed gradients from `step` on, fetch the state of that step or a later one from
+    these peers, catch up, and answer STATUS."""
 
     run: EncodedRun
     step: Step
@@ -226,14 +231,14 @@ class Sync(Body, frozen=True):
 
 
 class Restore(Body, frozen=True):
-    """Go back to this step, as it is on the receiver's disk, and answer STATUS."""
+    """Command to go back to this step, as it is on the receiver's disk, and to answer STATUS."""
 
     run: EncodedRun
     step: Step
 
 
 class Work(Body, frozen=True):
-    """A trainer offers to feed this run, up to `want` microbatches at a time; it has heard of all steps below `since`."""
+    """Offer of a trainer to feed this run, up to `want` microbatches at a time. It knows all steps below `since`."""
 
     run: EncodedRun
     want: Annotated[int, Meta(ge=1, le=MAX_FED)]
@@ -241,7 +246,7 @@ class Work(Body, frozen=True):
 
 
 class Lease(Body, frozen=True):
-    """One attempt at a microbatch, for the trainer to feed along this route."""
+    """Attempt at a microbatch, for the trainer to feed along this route."""
 
     term: Term
     lease: LeaseNumber
@@ -249,15 +254,15 @@ class Lease(Body, frozen=True):
     number: Index
     route: Route
     run: RunId
-    within_s: Duration = 0.0  # after which it is called back
-    seal: Seal = b""  # by which hops know that it was given to this trainer
+    within_s: Duration = 0.0  # seconds after which the lease is called back
+    seal: Seal = b""  # proves to hops that the lease was given to this trainer
 
     def check(self) -> None:
         check_route("LEASE", self.route)
 
 
 class Done(Body, frozen=True):
-    """The microbatch went along the whole route and back."""
+    """Report that the microbatch went along the whole route and back."""
 
     lease: LeaseNumber
     loss: Number
@@ -265,18 +270,18 @@ class Done(Body, frozen=True):
 
 
 class Failed(Body, frozen=True):
-    """The lease (or for a stage: the attempt to reduce) failed at `peer`, which may be empty, for the reason `code`."""
+    """Report that the lease (at a stage: the attempt to reduce) failed at `peer`, which may be empty, for the reason `code`."""
 
     lease: LeaseNumber
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]
     code: Code
-    unit: Block = -1  # where it is known
+    unit: Block = -1  # -1: unknown
     run: AnyRunId = b""
 
 
 class StepReport(Body, frozen=True):
-    """A step was committed; `loss`, `step_s`, `norm` are its own. `expected_s`: what the coordinator expected of it when it began;
-    0: nothing."""
+    """Report of a committed step, with its `loss`, duration `step_s` and gradient `norm`. `expected_s` is the coordinator's
+    estimate at its beginning; 0: none."""
 
     step: Step
     run: RunId
@@ -288,9 +293,12 @@ class StepReport(Body, frozen=True):
 
 
 class Wait(Body, frozen=True):
-    """A peer that something is expected of, for `since_s` seconds: the answer to a command of kind `what` (LEASE: that it is
-    fed, FORWARD: a microbatch, DISCARD: nothing; it failed and is left alone). WORK: without a peer, that all have come to their
-    places, before the first step of a run."""
+    """Peer that the step waits for, and since when.
+
+    `what` is the kind of the unanswered command; LEASE: a microbatch is under way through the peer; 0: it failed and is left alone,
+    and `since_s` are the seconds until it is asked again. WORK, without a peer: the peers are still coming to their places before
+    the first step of a run.
+    """
 
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]
     what: Code
@@ -300,18 +308,18 @@ class Wait(Body, frozen=True):
 
 
 class ProgressReport(Body, frozen=True):
-    """How the step in force goes. Told each second: a coordinator that has not said anything for some is gone."""
+    """Progress of the step in force, sent each second: a coordinator that stays silent for some seconds is gone."""
 
     step: Step
     counted: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)] = 0  # microbatches that all units have counted
-    missing: Annotated[tuple[Unit, ...], Meta(max_length=MAX_UNITS)] = ()  # units that nobody holds who takes part
+    missing: Annotated[tuple[Unit, ...], Meta(max_length=MAX_UNITS)] = ()  # units that no participant holds
     waits: Annotated[tuple[Wait, ...], Meta(max_length=MAX_WAITS)] = ()  # the longest first
     run: AnyRunId = b""
-    left_out: Annotated[tuple[Peer, ...], Meta(max_length=MAX_LEFT_OUT)] = ()  # contributed what is not their gradient
+    left_out: Annotated[tuple[Peer, ...], Meta(max_length=MAX_LEFT_OUT)] = ()  # peers with false contributions
 
 
 class Stopped(Body, frozen=True):
-    """The run is over: `code` 0 when all steps are done, else why it cannot go on, and at which unit (-1: unknown)."""
+    """Report that the run is over: `code` 0 if all steps are done, else the reason and the unit (-1: unknown)."""
 
     step: Step
     run: RunId

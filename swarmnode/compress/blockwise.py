@@ -1,9 +1,8 @@
-"""Block-wise codecs: int8 in groups of 64, int4 in tiles of 32 with a Hadamard transform for outliers, and what they share.
+"""Block-wise codecs: int8 in groups of 64, int4 in tiles of 32 with a Hadamard transform for outliers, and their common parts.
 
 Each row of a scale is one group. Work on the CPU goes in pieces that stay in its cache.
 
-Shape letters: N elements, M payload bytes, G groups (rows with one scale), W elements of a group,
-C bytes of a group's codes.
+Shape letters: N elements, M payload bytes, G groups (rows with one scale), W elements of a group, C bytes of a group's codes.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from torch.nn.functional import pad
 
 from swarmnode.codec.tensors import INT4_TILE, INT8_GROUP, SCALE_BYTES
 
-MOST_ELEMENTS = 1 << 14  # from here on torch is as fast
+MOST_ELEMENTS = 1 << 14  # largest tensor for numpy: beyond, torch is as fast
 LEVELS = 127
 INT4_LEVELS = 7
 ZERO_CODE = 8  # codes are 8 + (-7..7), so that two of them fill a byte without sign extension
-OUTLIER_RATIO = 5.0  # largest magnitude to mean one: 2.7 is usual for normal values, 5 is passed by one tile in 400
+OUTLIER_RATIO = 5.0  # largest magnitude to mean magnitude: normal values have 2.7, and one tile in 400 exceeds 5
 CODE_BYTES = INT4_TILE // 2
 PIECE_ELEMENTS = 1 << 18  # 1 MiB of float32: pieces of 2**13, or 2**24 at once, are 3 to 4 times slower
 SMALLEST_SCALE = 2.0**-126  # the smallest normal number: an all-zero group divides by it like any other
 
 
 def rows_of(x_N: Tensor, width: int) -> Tensor:
-    """x_GW: the elements as rows of `width`, the last one filled up with zeros where it is not full."""
+    """Return x_GW: the elements as rows of `width`, the last one padded with zeros."""
     missing = -x_N.numel() % width
     return (pad(x_N, (0, missing)) if missing else x_N).view(-1, width)
 
 
 def in_pieces(work: Callable[..., object], *tensors_GW: Tensor) -> None:
-    """Call work(*pieces) for pieces of the same rows of all tensors; once for all on an accelerator (launches cost)."""
+    """Call work(*pieces) for pieces of the same rows of all tensors; once for all rows on an accelerator (launches cost)."""
     first_GW = tensors_GW[0]
     rows = PIECE_ELEMENTS // first_GW.shape[1]
     if first_GW.shape[0] <= rows or first_GW.device.type != "cpu":
@@ -47,28 +46,28 @@ def in_pieces(work: Callable[..., object], *tensors_GW: Tensor) -> None:
 
 
 def magnitudes(x_GW: Tensor) -> Tensor:
-    """Magnitudes float32_GW, in memory of their own that may be overwritten."""
+    """Return the magnitudes float32_GW, in new memory that may be overwritten."""
     return x_GW.abs() if x_GW.dtype == torch.float32 else x_GW.float().abs_()
 
 
 def write_scales(peaks_G1: Tensor, levels: int, scales_G1: Tensor) -> Tensor:
-    """Write one bfloat16 scale per group from the largest magnitudes float32_G1; return what to multiply elements by.
+    """Write one bfloat16 scale per group from the largest magnitudes float32_G1; return the factors for the elements.
 
-    Rounding moves a scale by at most 2**-8, so for at most 127 levels no code needs clamping: 127 (1 + 2**-8) < 127.5.
-    NaN and infinity stay what they are. Overwrites `peaks_G1`.
+    Rounding moves a scale by at most 2**-8, so for at most 127 levels no code needs clamping: 127 (1 + 2**-8) < 127.5. NaN and
+    infinity stay NaN and infinity. Overwrites `peaks_G1`.
     """
     scales_G1.copy_(peaks_G1.mul_(1 / levels).clamp_min_(SMALLEST_SCALE))
     return peaks_G1.copy_(scales_G1).reciprocal_()
 
 
 def scales_and_codes(payload_M: Tensor, groups: int) -> list[Tensor]:
-    """The payload's scales bfloat16_G1, which come first, and the bytes of its codes uint8_GC, as views."""
+    """Return views of the payload: its scales bfloat16_G1, which come first, and the bytes of its codes uint8_GC."""
     scales_S, codes_C = payload_M.split_with_sizes((groups * SCALE_BYTES, payload_M.numel() - groups * SCALE_BYTES))
     return [scales_S.view(torch.bfloat16).view(groups, 1), codes_C.view(groups, -1)]
 
 
 def encode_int4(x_N: Tensor) -> Tensor:
-    """Payload uint8_M on x's device: scales bfloat16_G, then 16 bytes of codes for each tile."""
+    """Return the payload uint8_M on x's device: scales bfloat16_G, then 16 bytes of codes for each tile."""
     x_GW = rows_of(x_N, INT4_TILE)
     groups = x_GW.shape[0]
     payload_M = torch.empty(groups * (SCALE_BYTES + CODE_BYTES), dtype=torch.uint8, device=x_N.device)
@@ -90,7 +89,7 @@ def _encode_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, outlier_G1:
 
 
 def _rotate_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, tiles_T: Tensor) -> None:
-    """Encode these tiles again, rotated, where that makes the scale smaller."""
+    """Encode these tiles again, rotated, if that makes their scale smaller."""
     rotated_TW = x_GW[tiles_T].float() @ _hadamard(x_GW.device)
     scale_T1 = scales_G1[tiles_T]
     rotated_scale_T1 = torch.empty_like(scale_T1)
@@ -101,13 +100,13 @@ def _rotate_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, tiles_T: Te
 
 
 def _codes(scaled_GW: Tensor) -> Tensor:
-    """Bytes uint8_GC: byte c holds element 2c in its low four bits, 2c + 1 in its high ones. Overwrites its input."""
-    pairs_GC = scaled_GW.add_(ZERO_CODE + 0.5).to(torch.int8).view(torch.int16)  # cutting rounds to the nearest
+    """Return bytes uint8_GC: byte c holds element 2c in its low four bits, 2c + 1 in its high ones. Overwrites its input."""
+    pairs_GC = scaled_GW.add_(ZERO_CODE + 0.5).to(torch.int8).view(torch.int16)  # truncation rounds to nearest here
     return pairs_GC.bitwise_or_(pairs_GC >> 4).to(torch.uint8)
 
 
 def decode_int4(payload_M: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """x_N of `dtype`; a tile whose scale is not finite decodes to values that are not finite either."""
+    """Return x_N of `dtype`; a tile with a scale that is not finite decodes to values that are not finite."""
     groups = -(-count // INT4_TILE)
     x_GW = torch.empty(groups, INT4_TILE, dtype=dtype, device=payload_M.device)
     scales_G1, codes_GC = scales_and_codes(payload_M, groups)
@@ -125,7 +124,7 @@ def _decode_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
 
 
 def _hadamard(device: torch.device) -> Tensor:
-    """The orthonormal, symmetric 32-point Hadamard matrix (Sylvester's): it is its own inverse."""
+    """Return the orthonormal, symmetric 32-point Hadamard matrix (Sylvester's), which is its own inverse."""
     matrix_WW = torch.ones(1, 1, device=device)
     while matrix_WW.shape[0] < INT4_TILE:
         matrix_WW = torch.cat((torch.cat((matrix_WW, matrix_WW), 1), torch.cat((matrix_WW, -matrix_WW), 1)))
@@ -133,7 +132,7 @@ def _hadamard(device: torch.device) -> Tensor:
 
 
 def encode_int8(x_N: Tensor) -> Tensor:
-    """Payload uint8_M on x's device: scales bfloat16_G, then codes int8_N."""
+    """Return the payload uint8_M on x's device: scales bfloat16_G, then codes int8_N."""
     x_GW = rows_of(x_N, INT8_GROUP)
     groups = x_GW.shape[0]
     payload_M = torch.empty(groups * (SCALE_BYTES + INT8_GROUP), dtype=torch.uint8, device=x_N.device)
@@ -148,7 +147,7 @@ def _encode_groups(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
 
 
 def decode_int8(payload_M: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """x_N of `dtype`; a group whose scale is not finite decodes to values that are not finite either."""
+    """Return x_N of `dtype`; a group with a scale that is not finite decodes to values that are not finite."""
     groups = -(-count // INT8_GROUP)
     x_GW = torch.empty(groups, INT8_GROUP, dtype=dtype, device=payload_M.device)
     payload_M = rows_of(payload_M, groups * (SCALE_BYTES + INT8_GROUP)).view(-1)  # the last group may be cut short
@@ -162,29 +161,29 @@ def _decode_groups(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
 
 _STEP = np.float32(1 / LEVELS)
 _SMALLEST = np.float32(SMALLEST_SCALE)
-_SPLIT = np.float32((1 << 16) + 1)  # Veltkamp's: it leaves the 8 bits of significand that bfloat16 has
-_LARGEST = np.float32(2.0**110)  # of an element: what is split must not overflow
-# A dtype that is named anew each time costs as much as an operation.
+_SPLIT = np.float32((1 << 16) + 1)  # Veltkamp's: it leaves the 8 bits of significand of a bfloat16
+_LARGEST = np.float32(2.0**110)  # of an element: the split must not overflow
+# Made once, since making a dtype costs as much as an operation.
 _HALVES, _FLOATS, _BITS, _CODES = np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i4"), np.dtype(np.int8)
-_INFINITE = 0x7F80  # as bfloat16; NaN and what is negative lie above
+_INFINITE = 0x7F80  # bits of a bfloat16; those of NaN and of negative numbers are larger
 _STARTS = np.arange(0, MOST_ELEMENTS, INT8_GROUP)  # of the groups
 
 
 def is_few(count: int) -> bool:
-    """Whether so many elements are worked on here."""
+    """Return whether a tensor of `count` elements is small enough for numpy, in full groups."""
     return 0 < count <= MOST_ELEMENTS and count % INT8_GROUP == 0
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether it can be encoded here."""
+    """Return whether `encode_small_int8` can encode the tensor."""
     return is_few(x.numel()) and x.dtype == torch.float32 and x.is_cpu
 
 
 def encode_small_int8(x: Tensor) -> bytes | None:
-    """The payload of a tensor that is small; None where it holds huge values, or such as are not finite."""
+    """Return the payload of a small tensor; None if it holds values that are huge or not finite."""
     x_GW: NDArray[Any] = (x.detach() if x.requires_grad else x).numpy().reshape(-1, INT8_GROUP)
     sizes_GW: NDArray[Any] = np.abs(x_GW)
-    # As bits: what has no sign is ordered alike, NaN at the top, and whole numbers are compared three times as fast.
+    # As integers: magnitudes keep their order, NaN at the top, and integers are compared three times as fast.
     peaks_G = np.maximum.reduceat(sizes_GW.view(_BITS).ravel(), _STARTS[: len(x_GW)]).view(_FLOATS)
     if not np.maximum.reduce(peaks_G) < _LARGEST:
         return None
@@ -197,7 +196,7 @@ def encode_small_int8(x: Tensor) -> bytes | None:
 
 
 def decode_small_int8(payload: bytes | bytearray | memoryview, shape: tuple[int, ...], count: int) -> Tensor | None:
-    """The tensor of this shape and so many elements in float32; None where a scale is not finite."""
+    """Return the float32 tensor of this shape and `count` elements; None if a scale is not finite or negative."""
     groups = count // INT8_GROUP
     halves_G = np.frombuffer(payload, _HALVES, groups)
     if np.maximum.reduce(halves_G) >= _INFINITE:

@@ -1,6 +1,6 @@
 """Tensor to payload and back, by codec: `encode` on the sender's compute thread, `decode` on the receiver's.
 
-Both run where the tensor is (CPU or CUDA); only encoded bytes cross between host and device.
+Both run on the tensor's device (CPU or CUDA); only encoded bytes cross between host and device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Buffer", "decode", "decode_in_place", "encode", "encode_in_place", "
 Buffer = Union[bytes, bytearray, memoryview]
 
 ALIGNMENT_BYTES = 8
-COPY_BYTES = 1 << 16  # a smaller payload is copied out: cheaper than a view, and it keeps no tensor alive
+COPY_BYTES = 1 << 16  # a smaller payload is copied: cheaper than a view, and it keeps no tensor alive
 
 DTYPE_OF = {
     torch.float32: DType.FLOAT32,
@@ -51,11 +51,15 @@ _SMALL = (int(Codec.INT8), int(DType.FLOAT32))
 
 
 def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Buffer]:
-    """Descriptor and payload of a tensor of any shape, strides and device.
+    """Return the descriptor and the payload of a tensor of any shape, strides and device.
 
-    `param` is the codec's own parameter (top-k: elements to keep; the descriptor says how many were). With codec NONE
-    a large payload is a view of the tensor's memory: do not write to the tensor before the payload is sent.
-    Raises ValueError on a dtype that the codec does not carry.
+    Args:
+        tensor: The tensor. With codec NONE a large payload is a view of its memory, which must not change before it is sent.
+        codec: The encoding.
+        param: The codec's own parameter (top-k: elements to keep; the descriptor has the actual number).
+
+    Raises:
+        ValueError: The codec does not carry the tensor's dtype.
     """
     if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor)) is not None:
         return TensorInfo(*_SMALL, tuple(tensor.shape)), payload
@@ -64,7 +68,11 @@ def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo,
 
 
 def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Tensor]:
-    """As `encode`, with the payload uint8_M where the tensor is: who has several brings them to the host at once."""
+    """Return the descriptor and the payload uint8_M on the tensor's device, so that a caller with several brings them to the host
+    at once.
+
+    Arguments as of `encode`. Raises ValueError if the codec does not carry the tensor's dtype.
+    """
     dtype = DTYPE_OF.get(tensor.dtype)
     if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
         raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
@@ -73,7 +81,7 @@ def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[Te
         return TensorInfo(int(codec), int(dtype), shape), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if not tensor.numel():
         return TensorInfo(int(codec), int(dtype), shape), torch.empty(0, dtype=torch.uint8)
-    with torch.inference_mode():  # cheaper than no_grad; no tensor made here leaves
+    with torch.inference_mode():  # cheaper than no_grad; no caller computes gradients with the payload
         payload_M, param = _encode_flat(tensor.detach().reshape(-1), codec, param)
     return TensorInfo(int(codec), int(dtype), shape, param), payload_M
 
@@ -91,7 +99,7 @@ def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
 
 
 def to_buffer(payload_M: Tensor) -> Buffer:
-    """A payload's bytes on the host; of a large one they are a view of the tensor's memory."""
+    """Return a payload's bytes on the host; those of a large one are a view of the tensor's memory."""
     payload = payload_M.cpu().numpy()
     return payload.tobytes() if payload.nbytes < COPY_BYTES else payload.data
 
@@ -103,10 +111,10 @@ def decode(
     device: torch.device | str = "cpu",
     max_elements: int = MAX_ELEMENTS,
 ) -> Tensor:
-    """The tensor of a descriptor and its payload, with its original dtype and shape, on `device`.
+    """Return the tensor of a descriptor and its payload, with its original dtype and shape, on `device`.
 
-    Every length is checked before anything is allocated. With codec NONE, a writable payload and the CPU the tensor is
-    a view of the payload's memory. Raises ProtocolError: TOO_LARGE over `max_elements`, MALFORMED on all else.
+    Every length is checked before anything is allocated. With codec NONE, a writable payload and the CPU the tensor is a view of
+    the payload's memory. Raises ProtocolError: TOO_LARGE over `max_elements`, MALFORMED in all other cases.
     """
     length = memoryview(payload).nbytes
     _check_length(info, length, max_elements)
@@ -120,7 +128,7 @@ def decode(
 
 
 def decode_in_place(info: TensorInfo, payload_M: Tensor, *, max_elements: int = MAX_ELEMENTS) -> Tensor:
-    """As `decode`, of a payload (uint8) that is on its device already."""
+    """Return the tensor of a payload (uint8) that is on its device already. Raises ProtocolError as `decode`."""
     _check_length(info, payload_M.nbytes, max_elements)
     if not payload_M.numel():
         return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype], device=payload_M.device)
@@ -135,9 +143,9 @@ def _check_length(info: TensorInfo, length: int, max_elements: int) -> None:
 
 def _from_buffer(payload: Buffer, device: torch.device) -> Tensor:
     view = memoryview(payload)
-    # torch warns about read-only memory; unaligned views are slow or refused on some machines. One copy answers both.
+    # torch warns about read-only memory; unaligned views are slow or refused on some machines. One copy avoids both.
     payload_M = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-    if device.type != "cpu":  # CUDA has copied pageable memory when it returns, and needs nobody to wait
+    if device.type != "cpu":  # CUDA has copied pageable memory when it returns, so non_blocking is safe
         return payload_M.to(device, non_blocking=device.type == "cuda")
     return payload_M if payload_M.data_ptr() % ALIGNMENT_BYTES == 0 else payload_M.clone()
 
@@ -160,12 +168,13 @@ Encoded = tuple[tuple[TensorInfo, ...], list[Buffer]]
 
 
 def describe_values(values: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
-    """Descriptors of the values as they are. Raises KeyError for a dtype that does not travel."""
+    """Return the descriptors of the values without compression. Raises KeyError for a dtype that cannot be sent."""
     return tuple(TensorInfo(Codec.NONE, DTYPE_OF[value.dtype], tuple(value.shape)) for value in values)
 
 
 def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: float = 1.0) -> Encoded:
-    """Descriptors and payloads. Only floats are compressed: whole numbers are token ids or labels. `keep`: of top-k."""
+    """Return descriptors and payloads of the values. Only floats are compressed: integers are token ids or labels. `keep` is the
+    share of elements that top-k keeps."""
     encoded = [
         encode(value, codec, param=round(keep * value.numel()) if codec == Codec.TOPK else 0)
         if value.is_floating_point()
@@ -176,13 +185,13 @@ def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: flo
 
 
 def payload_of(buffers: Sequence[Buffer]) -> bytes:
-    """The payloads one after another, as they arrive."""
+    """Return the payloads joined, as they arrive."""
     return b"".join(buffers)
 
 
 def decode_values(infos: Sequence[TensorInfo], payload: Buffer, device: torch.device | str) -> tuple[Tensor, ...]:
-    """The tensors: floats on `device`, whole numbers on the host. Raises ProtocolError where the payload is not what they
-    imply."""
+    """Return the tensors: floats on `device`, integers on the host. Raises ProtocolError if the payload does not match the
+    descriptors."""
     view = memoryview(payload)
     values: list[Tensor] = []
     for info in infos:

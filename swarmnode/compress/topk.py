@@ -1,9 +1,9 @@
-"""Codecs of the elements of largest magnitude and their places: top-k with 16-bit values, top-k2 with values of two bits
+"""Codecs of the elements of largest magnitude and their positions: top-k with 16-bit values, top-k2 with 2-bit values
 (`protocol/tensors.md`).
 
-Positions are a bitmask or short indices, whichever is smaller, which follows from the two counts. The threshold is
-that of a sample, since selecting exactly costs four times as much; the descriptor tells how many elements passed it.
-Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, arXiv 1704.05021, section 3.
+Positions are a bitmask or short indices, whichever is smaller, which follows from the two counts. The threshold is that of a
+sample, since exact selection costs four times as much; the descriptor has the number of elements that passed it. Source: Aji and
+Heafield, Sparse Communication for Distributed Gradient Descent, arXiv 1704.05021, section 3.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from swarmnode.errors import ProtocolError
 LEVELS = 2
 NEGATIVE, LARGE = 1, 2  # bits of a code
 CODES_PER_BYTE = 4
-MOST_OF_BLOCK = TOPK2_BLOCK - 1  # what a count of one byte can say
+MOST_OF_BLOCK = TOPK2_BLOCK - 1  # largest count in one byte
 SAMPLES = 1 << 16  # a smaller tensor is selected from exactly
-TOLERANCE = 0.25  # of the elements asked for; a sample that misses by more is not believed
+TOLERANCE = 0.25  # share of the elements asked for; if a sample's threshold misses by more, selection is exact
 _GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: moves byte i to bit 56 + i
 _SPREAD_BYTES = 0x0101010101010101  # times a byte: eight copies of it
 _BIT_OF_BYTE = -0x7FBFDFEFF7FBFDFF  # byte i keeps bit i
 
 
 def encode_topk(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
-    """Payload uint8_M on x's device, and how many elements it keeps: about `keep`, at least one; NaN is largest."""
+    """Return the payload uint8_M on x's device and the number of elements in it: about `keep`, at least one. NaN counts as
+    largest."""
     mask_N = select(x_N, min(max(keep, 1), x_N.numel()))
     positions_K = positions_of(mask_N)
     kept = positions_K.numel()
@@ -46,14 +47,14 @@ def encode_topk(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
 
 
 def keep_largest(x_N: Tensor, kept: int) -> Tensor:
-    """x_N as it is decoded where exactly its `kept` largest elements were sent: those of any threshold that so many passed."""
+    """Return x_N as decoded after exactly its `kept` largest elements were sent."""
     places_K = x_N.abs().topk(min(max(kept, 1), x_N.numel()), sorted=False).indices
     values_K = x_N[places_K].to(_half(x_N.dtype)).to(x_N.dtype)
     return torch.zeros_like(x_N).index_copy_(0, places_K, values_K)
 
 
 def decode_topk(payload_M: Tensor, count: int, kept: int, dtype: torch.dtype) -> Tensor:
-    """x_N of `dtype`, zero where nothing was kept. Raises ProtocolError on bad positions."""
+    """Return x_N of `dtype`, zero for elements that were not kept. Raises ProtocolError on bad positions."""
     split = TOPK_VALUE_BYTES * kept
     positions_K = _read_positions(payload_M[split:], count, kept)
     x_N = torch.zeros(count, dtype=dtype, device=payload_M.device)
@@ -65,7 +66,8 @@ def _half(dtype: torch.dtype) -> torch.dtype:
 
 
 def select(x_N: Tensor, keep: int) -> Tensor:
-    """bool_N: about `keep` elements of largest magnitude. "Not below the threshold" lets NaN through, "above" not."""
+    """Return bool_N: about `keep` elements of largest magnitude. The test "not below the threshold" lets NaN pass, "above" would
+    not."""
     mask_N = torch.zeros(x_N.numel(), dtype=torch.bool, device=x_N.device)
     if x_N.numel() > SAMPLES:
         threshold = _sampled_threshold(x_N, keep)
@@ -80,14 +82,15 @@ def select(x_N: Tensor, keep: int) -> Tensor:
 
 
 def _sampled_threshold(x_N: Tensor, keep: int) -> Tensor:
-    """The magnitude that a fraction keep / N of a sample reaches, in x's dtype; NaN counts as the largest."""
-    sample_S = x_N[:: x_N.numel() // SAMPLES | 1].abs()  # an odd stride meets every column of a power of two
+    """Return the magnitude that a fraction keep / N of a sample reaches, in x's dtype; NaN counts as the largest."""
+    sample_S = x_N[:: x_N.numel() // SAMPLES | 1].abs()  # an odd stride visits every column if they are a power of two
     rank = round(sample_S.numel() * (1 - keep / x_N.numel()))
     return sample_S.kthvalue(min(rank + 1, sample_S.numel())).values
 
 
 def positions_of(mask_N: Tensor) -> Tensor:
-    """int64_K: where the mask is true, rising. On the CPU numpy's search, which is four times as fast as torch's."""
+    """Return int64_K: the positions at which the mask is true, rising. On the CPU by numpy, which is four times as fast as
+    torch."""
     if mask_N.device.type == "cpu":
         return torch.from_numpy(mask_N.numpy().nonzero()[0])
     return mask_N.nonzero().view(-1)
@@ -125,8 +128,10 @@ def _read_indices(payload_M: Tensor, count: int, kept: int) -> Tensor:
 
 
 def positions_in_blocks(indices_K: Tensor, counts_B: Tensor, block: int, count: int) -> Tensor:
-    """Positions of indices within blocks of so many elements, each of which has its count of them. Raises ProtocolError if the
-    counts do not add up, or positions do not rise within the tensor's `count` elements."""
+    """Return the positions of indices within blocks of `block` elements; `counts_B` is the number of indices in each block.
+
+    Raises ProtocolError if the counts do not add up, or positions do not rise within the tensor's `count` elements.
+    """
     if int(counts_B.min()) < 0 or int(counts_B.sum()) != len(indices_K):
         raise ProtocolError(f"the blocks' counts of short indices do not add up to {len(indices_K)}")
     starts_B = torch.arange(len(counts_B), device=indices_K.device) * block
@@ -137,7 +142,8 @@ def positions_in_blocks(indices_K: Tensor, counts_B: Tensor, block: int, count: 
 
 
 def encode_topk2(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
-    """Payload uint8_M on x's device, and how many elements it keeps: about `keep`, at least one; NaN is largest."""
+    """Return the payload uint8_M on x's device and the number of elements in it: about `keep`, at least one. NaN counts as
+    largest."""
     mask_BW = rows_of(select(x_N, min(max(keep, 1), x_N.numel())).view(torch.uint8), TOPK2_BLOCK).view(torch.bool)
     counts_B = mask_BW.sum(1)
     full_B = counts_B > MOST_OF_BLOCK
@@ -160,7 +166,8 @@ def encode_topk2(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
 
 
 def _levels(magnitudes_K: Tensor, chunks_K: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """The two magnitudes bfloat16_CL of each chunk, and bool_K: whose is the larger one. What is not finite is large."""
+    """Return the two magnitudes bfloat16_CL of each chunk, and bool_K: whether an element has the larger one. Elements that are not
+    finite do."""
     finite_K = magnitudes_K.isfinite()
     means_C = _means(magnitudes_K.where(finite_K, magnitudes_K.new_zeros(())), chunks_K, chunks)
     large_K = ~(magnitudes_K <= means_C[chunks_K])
@@ -169,19 +176,19 @@ def _levels(magnitudes_K: Tensor, chunks_K: Tensor, chunks: int) -> tuple[Tensor
 
 
 def _means(values_K: Tensor, chunks_K: Tensor, chunks: int) -> Tensor:
-    """mean_C; 0 where there is nothing. In float64: float32 would round the mean of equal magnitudes to another one."""
+    """Return mean_C, 0 for chunks without values. In float64: float32 would round the mean of equal magnitudes to another value."""
     sums_C = torch.zeros(chunks, dtype=torch.float64, device=values_K.device).index_add_(0, chunks_K, values_K.double())
     return (sums_C / torch.bincount(chunks_K, minlength=chunks).clamp_min_(1)).float()
 
 
 def _pack(codes_K: Tensor) -> Tensor:
-    """Four codes in a byte, the first one in its lowest bits."""
+    """Return bytes of four codes each, the first code in the lowest bits."""
     codes_QF = rows_of(codes_K, CODES_PER_BYTE)
     return codes_QF[:, 0] | codes_QF[:, 1] << 2 | codes_QF[:, 2] << 4 | codes_QF[:, 3] << 6
 
 
 def decode_topk2(payload_M: Tensor, count: int, kept: int, dtype: torch.dtype) -> Tensor:
-    """x_N of `dtype`, zero where nothing was kept. Raises ProtocolError on bad positions."""
+    """Return x_N of `dtype`, zero for elements that were not kept. Raises ProtocolError on bad positions."""
     chunks, blocks = -(-count // TOPK2_CHUNK), -(-count // TOPK2_BLOCK)
     sizes = (LEVELS * TOPK2_LEVEL_BYTES * chunks, -(-kept // CODES_PER_BYTE), kept, blocks)
     levels_M, packed_Q, indices_K, counts_B = payload_M.split_with_sizes(sizes)

@@ -1,9 +1,8 @@
-"""Tests of bandwidth between two peers, for those whose ordinary traffic has not shown it yet (`protocol/frames.md`).
+"""Bandwidth tests between two peers whose ordinary traffic has not shown their bandwidth yet (`protocol/frames.md`).
 
-What one side sends the other pays back, so both learn what they can send and receive. The links measure
-(`net/measuring/traffic.py`) and
-keep it (`net/measuring/link_statistics.py`); here it is decided whom to ask, how much to send, and whom to refuse.
-Never against a site outside.
+The tested peer sends back as much as it receives, so both learn their upload and download. The links measure
+(`net/measuring/traffic.py`) and keep the results (`net/measuring/link_statistics.py`). This file decides which peers to ask, how
+much to send, and which peers to refuse. No site outside the swarm is used.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ PROBE_PROTOCOL = "/swarmnode/probe/1"
 CHANNEL = 1
 MAX_ANSWERED = 4096
 KIB = 1024
-# A gauge needs 64 KiB of a frame beyond its first read, of 96 KiB at most; 512 KiB in all.
+# A measurement needs 64 KiB of a frame beyond its first read, of 96 KiB at most; 512 KiB in all.
 SIZES = (160 * KIB, 352 * KIB)
-TEST_BYTES = sum(SIZES)  # that a test with one peer sends at most, and takes
+TEST_BYTES = sum(SIZES)  # most bytes of a test with one peer, in each direction
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """How much a test may cost. A test begins small, and goes on only while it is quick."""
+    """Settings of bandwidth tests. A test begins small, and goes on only while it is quick."""
 
     quick_s: float = 0.25  # a round that took longer is the last
     answer_s: float = 4.0  # patience for one answer
-    hear_s: float = 1.0  # after the last round: how long to wait to be told how fast it came
-    first_look_s: float = 5.0  # until the first test, and twice as long until each of the next ones, up to
-    look_s: float = 60.0
+    hear_s: float = 1.0  # after the last round: how long to wait for the peer's measurement of it
+    first_look_s: float = 5.0  # until the first test; doubles until each of the next ones
+    look_s: float = 60.0  # longest interval between tests
     pause_s: float = 600.0  # before the same peer is tested, or answered, again
-    enough_peers: int = 3  # whose paths were measured: then the line is known well enough, or the network at home
+    enough_peers: int = 3  # measured peers (away, or at home) after which no more of them are tested
     answers_at_once: int = 1
 
 
 class Bandwidth(NamedTuple):
-    """What a machine can send and receive, bits/s, as tests with `peers` others have shown; 0 where they have not."""
+    """Upload and download of a machine in bits/s, from tests with `peers` others; 0 if unknown."""
 
     up_bps: float
     down_bps: float
@@ -60,18 +59,19 @@ class Bandwidth(NamedTuple):
 
 
 class Quota:
-    """Who was answered how much lately, in the order in which they came. The entries of a pause ago are dropped."""
+    """Bytes answered to each peer lately, in order of the first answer. Entries older than the pause are dropped."""
 
     def __init__(self, pause_s: float, clock: Callable[[], float]) -> None:
         self._pause_s = pause_s
         self._clock = clock
-        self._answered: dict[PeerId, tuple[float, int]] = {}  # since when, bytes
+        self._answered: dict[PeerId, tuple[float, int]] = {}  # (time of the first answer, bytes)
 
     def __repr__(self) -> str:
         return f"<Quota of {len(self._answered)} peers>"
 
     def grant(self, peer: PeerId, size_bytes: int) -> float:
-        """Take the bytes from what the peer may ask for; else the seconds after which it may ask again."""
+        """Count `size_bytes` for `peer` and return 0; if that would exceed its quota, count nothing and return the seconds after
+        which it may ask again."""
         now_s = self._clock()
         while self._answered and self._is_past(next(iter(self._answered)), now_s):
             del self._answered[next(iter(self._answered))]
@@ -82,12 +82,13 @@ class Quota:
         return 0.0
 
     def _is_past(self, peer: PeerId, now_s: float) -> bool:
-        """Or one of too many: an entry is looked at when it is the oldest, so that many peers cost no more than few."""
+        """Return whether the oldest entry may go: it is older than the pause, or there are too many. Only the oldest is checked, so
+        many peers cost no more than few."""
         return now_s - self._answered[peer][0] >= self._pause_s or len(self._answered) > MAX_ANSWERED
 
 
 class Prober:
-    """Tests others and answers their tests. `busy` says that this node has better things to send at the moment."""
+    """Bandwidth tests with other peers, and answers to theirs. `busy` returns whether this node needs its line for other work."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Prober:
         self._quota = Quota(config.pause_s, self._clock)
         self._asked: dict[PeerId, float] = {}
         self._answering = 0
-        self._filler = memoryview(os.urandom(max(SIZES)))  # which no line compresses
+        self._filler = memoryview(os.urandom(max(SIZES)))  # random bytes, which cannot be compressed
         self._tasks = Tasks("bandwidth tests", on_crash=peer.link_config.supervisor.ends_peer)
 
     def __repr__(self) -> str:
@@ -119,11 +120,11 @@ class Prober:
         self._tasks.spawn(self._explore(candidates), "explore")
 
     async def serve(self) -> None:
-        """Answer tests from now on."""
+        """Start to answer tests."""
         await self._network.serve(PROBE_PROTOCOL, self._answer)
 
     async def close(self) -> None:
-        """Test nobody any more."""
+        """Stop testing."""
         await self._tasks.close()
 
     # -- asking
@@ -142,7 +143,8 @@ class Prober:
                     log.info("no bandwidth test with peer %s: %s", peer, error)
 
     def _unknown(self, candidates: set[PeerId]) -> Iterator[PeerId]:
-        """Somebody of this home and somebody elsewhere, as long as few of either were measured: one says nothing of the other."""
+        """Yield a peer of this home network and a peer elsewhere to test, while few of either kind were measured: one kind says
+        nothing of the other."""
         statistics = self._link_config.link_statistics
         at_home = {peer for peer in candidates if statistics.at_home(peer)}
         for some in (at_home, candidates - at_home):
@@ -151,14 +153,15 @@ class Prober:
                 yield peer
 
     def choose(self, candidates: Iterable[PeerId]) -> PeerId | None:
-        """Somebody who was not asked lately; None where everybody was."""
+        """Return a random candidate that was not asked lately; None if there is none."""
         now_s = self._clock()
         self._asked = {peer: at_s for peer, at_s in self._asked.items() if now_s - at_s < self._config.pause_s}
         fresh = sorted(peer for peer in candidates if peer not in self._asked and peer != self._network.peer_id)
         return self._random.choice(fresh) if fresh else None
 
     async def test(self, peer: PeerId) -> None:
-        """One test with a peer. Raises PeerLost; PeerRefused where it is busy or was asked too often; NetworkDown."""
+        """Test the bandwidth to a peer. Raises PeerRefused if it is busy or was asked too often, PeerLost if it is lost,
+        NetworkDown."""
         self._asked[peer] = self._clock()
         link = await Link.connect(self._network, peer, PROBE_PROTOCOL, self._hello, config=self._link_config)
         link.busy = True
@@ -176,14 +179,14 @@ class Prober:
             link.abort()
 
     async def _rounds(self, link: Link, answers: asyncio.Queue[Body]) -> None:
-        """There and back with ever more, while it is quick; then until the peer has said how fast ours came."""
+        """Send probes of growing size and wait for their answers, while they are quick; then wait for the peer's measurement."""
         for size in SIZES:
             began_s = self._clock()
             link.send(Probe(answer_bytes=size), channel=CHANNEL, payload=[self._filler[:size]])
             try:
                 answer = await asyncio.wait_for(answers.get(), self._config.answer_s)
             except asyncio.TimeoutError:
-                break  # what came of it is known to the gauges
+                break  # the links have measured the part that arrived
             if isinstance(answer, Error):
                 raise refusal(answer.code, retry_s=answer.retry_s, peer=link.peer)
             if self._clock() - began_s > self._config.quick_s:
@@ -191,7 +194,8 @@ class Prober:
         await asyncio.sleep(self._config.hear_s)
 
     async def look_around(self, candidates: Iterable[PeerId], most: int) -> Bandwidth:
-        """Test with `most` of the candidates, one after another; who refuses or is lost does not count. Raises NetworkDown."""
+        """Test the bandwidth to `most` of the candidates, one after another; peers that refuse or are lost do not count. Raises
+        NetworkDown."""
         left, tested = set(candidates), 0
         while tested < most and (peer := self.choose(left)) is not None:
             left.discard(peer)
@@ -221,7 +225,7 @@ class Prober:
             link.send(Error(ErrorCode.MALFORMED), channel=frame.channel)
             return
         wait_s = self._config.look_s if self._busy() or not taken else 0.0
-        size = min(body.answer_bytes, len(frame.payload))  # nobody gets more than he gave
+        size = min(body.answer_bytes, len(frame.payload))  # never more than was received
         wait_s = wait_s or self._quota.grant(link.peer, len(frame.payload))
         if wait_s:
             link.send(Error(ErrorCode.BUSY, wait_s), channel=frame.channel)

@@ -1,7 +1,7 @@
-"""What a volunteer says of its own speed: what it measured when it first held such a span, until real work says otherwise.
+"""A volunteer's announced speed: measured when it first holds a span of a size, then corrected by real work.
 
-Measured speeds are kept in a file, so that a restart announces at once. They are only a peer's own word and open the
-door; what counts is what neighbours measure (`peer/paths.py`).
+Measured speeds are kept in a file, so that they are announced at once after a restart. They are only the peer's own claim, for its
+first sessions; after that the measurements of its neighbours count (`peer/paths.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 MAX_ENTRIES = 64
 MAX_FILE_BYTES = 1 << 16
 OLD_S = 30 * 86400.0  # drivers, thermal paste and neighbours change: measure anew
-DEPARTURE = 1.25  # factor between what is announced and what real work shows
-DEPARTED_S = 30.0  # so long, and
-DEPARTED_PASSES = 20  # in so many passes
+DEPARTURE = 1.25  # factor between announced and real speed beyond which a new one is announced
+DEPARTED_S = 30.0  # seconds that the factor must last, and
+DEPARTED_PASSES = 20  # passes that it must last
 NEWEST = 0.1  # weight of the newest pass
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a measured speed holds for. Any change of it is measured anew."""
+    """Conditions of a measured speed. If one of them changes, the speed is measured anew."""
 
     model: str  # the swarm's id in hex
     device: str
@@ -51,18 +51,18 @@ class Conditions:
 
     @property
     def but_size(self) -> str:
-        """As text, with the versions of what computes, but without the span's size."""
+        """Text of all conditions except the size of the span, with the versions of the software."""
         versions = f"swarmnode {__version__}, torch {torch.__version__}, python {platform.python_version()}"
         own = (self.model, self.device, self.memory_bytes, self.number_format, self.threads, self.throttle, self.share)
         return "; ".join(map(str, (*own, versions, "")))
 
     @property
     def key(self) -> str:
-        """All of it in one line of text."""
+        """Text of all conditions, in one line."""
         return f"{self.but_size}{self.units}"
 
     def distance(self, units: int) -> int:
-        """From a span of another size."""
+        """Return the difference between `units` and the size of this span."""
         return abs(units - self.units)
 
 
@@ -72,7 +72,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class SpeedCache:
-    """A bounded file of measured speeds by conditions. A missing or damaged one is empty: it is only a help."""
+    """Bounded file of measured speeds, by conditions. If it is missing or damaged it counts as empty: speeds are measured anew
+    then."""
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.path = path
@@ -83,22 +84,23 @@ class SpeedCache:
         return f"<SpeedCache {len(self._entries)} in {self.path.name}>"
 
     def find(self, conditions: Conditions) -> Speeds | None:
-        """What was measured under these conditions, if it is not too old."""
+        """Return the speeds measured under these conditions; None if there are none, or they are too old."""
         entry = self._entries.get(conditions.key)
         return entry.speeds if entry is not None and self._is_fresh(entry) else None
 
     def nearest(self, conditions: Conditions) -> Speeds:
-        """What was measured on a span of the most similar size, all else being equal; zeros where nothing was."""
+        """Return the speeds measured on a span of the most similar size under otherwise equal conditions; zeros if there are
+        none."""
         known = self._by_size(conditions)
         return known[min(known, key=conditions.distance)].speeds if known else Speeds()
 
     def newest(self, conditions: Conditions) -> Speeds:
-        """What was measured last on a span of any size, all else being equal; zeros where nothing was."""
+        """Return the speeds measured last on a span of any size under otherwise equal conditions; zeros if there are none."""
         known = self._by_size(conditions)
         return max(known.values(), key=lambda entry: entry.measured_at).speeds if known else Speeds()
 
     def _by_size(self, conditions: Conditions) -> dict[int, _Entry]:
-        """What was measured on spans of so many units, all else being equal, and is not too old."""
+        """Return the entries that are not too old, by the number of units, under otherwise equal conditions."""
         return {
             int(key.rpartition("; ")[2]): entry
             for key, entry in self._entries.items()
@@ -109,8 +111,8 @@ class SpeedCache:
         return self._now() - entry.measured_at <= OLD_S
 
     def put(self, conditions: Conditions, speeds: Speeds) -> None:
-        """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""
-        self._entries = {**self._entries, **self._read()}  # other nodes of this home write it too
+        """Keep a measurement; the oldest gives way. If the file cannot be written, only later runs lack it."""
+        self._entries = {**self._entries, **self._read()}  # other nodes of this home write the file, too
         self._entries[conditions.key] = _Entry(self._now(), speeds)
         newest = sorted(self._entries.items(), key=lambda item: -item[1].measured_at)[:MAX_ENTRIES]
         self._entries = dict(newest)
@@ -121,20 +123,23 @@ class SpeedCache:
 
 
 class Drift:
-    """Compares one announced speed with real work, and says what to announce instead once both differ for long."""
+    """Comparison of one announced speed with real work, which gives a new speed to announce once both differ for long."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._unit_s = 0.0  # a moving average
-        self._passes = 0  # and since when it differs from what is announced
+        self._passes = 0  # passes, and since when, that the average differs from the announced speed
         self._since_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Drift at {self._unit_s * 1e6:.0f} µs a unit, {self._passes} passes off>"
 
     def note(self, unit_s: float, announced_units_per_s: float) -> float | None:
-        """One pass of real work. The speed to announce from now on, or None where the old one holds. A pass that took no time
-        at all, as a clock may have it, tells nothing."""
+        """Take the seconds per unit of a pass of real work. Returns the speed to announce from now on; None if the announced one
+        stays.
+
+        A pass of no time, as a coarse clock may show it, is ignored.
+        """
         if unit_s <= 0:
             return None
         if not announced_units_per_s:
@@ -154,7 +159,7 @@ class Drift:
 
 
 class Capability:
-    """The speeds that a stage announces. Passes are noted on its compute thread, read on the loop."""
+    """The speeds that a stage announces. Passes are noted on its compute thread and read on the event loop."""
 
     def __init__(
         self,
@@ -184,7 +189,8 @@ class Capability:
         lasting: bool = True,
         **clock: Any,
     ) -> Capability:
-        """From the cache, or measured now (on the calling thread) and kept, where that is `lasting`."""
+        """Return the capability with the cached speeds, or else with speeds measured now (on the calling thread), and kept if
+        `lasting`."""
         speeds = cache.find(conditions)
         if speeds is not None:
             return cls(speeds, conditions, cache, **clock)
@@ -193,19 +199,20 @@ class Capability:
         return capability
 
     def measure(self, measure: Callable[[], Speeds], *, lasting: bool = True) -> None:
-        """Announce what is measured now (on the calling thread), and keep it where it is `lasting`."""
+        """Measure speeds now (on the calling thread) and announce them; keep them if `lasting`."""
         self.speeds, self.lasting = measure(), lasting
         if lasting:
             self._cache.put(self._conditions, self.speeds)
 
     def correct(self, field: str, units_per_s: float) -> None:
-        """A trial at what is asked now says how fast this is: announced at once, where it says something else than before."""
+        """Announce the speed of a trial under current conditions at once, if it differs from the announced one by more than
+        DEPARTURE."""
         announced = getattr(self.speeds, field)
         if not announced / DEPARTURE <= units_per_s <= announced * DEPARTURE:
             self._announce(field, units_per_s)
 
     def note(self, field: str, unit_s: float) -> None:
-        """A pass of real work took so many seconds for a position through a unit; `field` names the speed."""
+        """Take the seconds per unit and position of a pass of real work; `field` names the speed."""
         speed = self._drift[field].note(unit_s, getattr(self.speeds, field))
         if speed is not None:
             self._announce(field, speed)
@@ -216,7 +223,7 @@ class Capability:
         self._cache.put(self._conditions, self.speeds)
 
     def section(self) -> WorkSpeeds:
-        """What the announcement says; speeds that were not measured are left out."""
+        """Return the section for the announcement; unmeasured speeds are left out."""
         return speeds_section(self.speeds)
 
 
@@ -225,8 +232,8 @@ def _by_field(figure: Callable[[str], float]) -> Speeds:
 
 
 def in_sequence(parts: Iterable[tuple[int, Speeds]]) -> Speeds:
-    """Of (units, their speeds) that lie on devices one behind another: a position takes the time of all; 0 where one was not
-    measured."""
+    """Return the speeds of (units, speeds) on devices in sequence: a position takes the time of all of them. 0 for a speed that one
+    device lacks."""
     held = list(parts)
 
     def one_behind_another(field: str) -> float:
@@ -238,8 +245,10 @@ def in_sequence(parts: Iterable[tuple[int, Speeds]]) -> Speeds:
 
 
 def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
-    """Of replicas, each of (units, their speeds) on devices one behind another, while there is work for all devices: the slowest
-    one of a replica decides, and replicas add up; 0 where one was not measured."""
+    """Return the speeds of replicas, each of (units, speeds) on devices in sequence, with work for all devices at the same time.
+
+    The slowest device of a replica decides, and replicas add up. 0 for a speed that one device lacks.
+    """
     held = [list(replica) for replica in replicas]
 
     def together(field: str) -> float:
@@ -254,13 +263,16 @@ def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
 
 
 def mean_speeds(several: Sequence[Speeds]) -> Speeds:
-    """Of devices that do the same."""
+    """Return the mean speeds of devices that do the same work."""
     return _by_field(lambda field: fmean(getattr(speeds, field) for speeds in several))
 
 
 def serving_section(replicas: Sequence[Sequence[tuple[int, Speeds]]]) -> WorkSpeeds:
-    """What is announced of replicas, each of (units, their speeds): the speed of one session alone, whichever replica it is at, and
-    how many times as much several sessions have together, at different devices."""
+    """Return the section for the announcement of replicas, each of (units, speeds).
+
+    It has the speed of one session alone, as the mean over the replicas, and the factor that several sessions gain together on
+    different devices.
+    """
     alone, together = mean_speeds([in_sequence(replica) for replica in replicas]), at_once(replicas)
     speedup = together.decode_units_per_s / alone.decode_units_per_s if alone.decode_units_per_s else 1.0
     section = speeds_section(alone)
@@ -268,7 +280,7 @@ def serving_section(replicas: Sequence[Sequence[tuple[int, Speeds]]]) -> WorkSpe
 
 
 def speeds_section(speeds: Speeds) -> WorkSpeeds:
-    """Speeds as they are announced; those that were not measured are left out."""
+    """Return the section for the announcement of these speeds; unmeasured ones are left out."""
     return WorkSpeeds(
         decode_units_per_s=speeds.decode_units_per_s or UNSET,
         prefill_units_per_s=speeds.prefill_units_per_s or UNSET,

@@ -1,4 +1,4 @@
-"""What this machine can hold of a model, on the devices that it lends."""
+"""Hardware of this machine: the share of a model that the lent devices can hold."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from swarmnode.swarm.records.sections import Machine, Section
 if TYPE_CHECKING:
     from swarmnode.weights.adapter_files import AdapterFiles
 
-MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
+MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-NAME_LENGTH = 48  # of a device, as others see it
+NAME_LENGTH = 48  # characters of a device's announced name
 
 
 @dataclass(frozen=True)
 class LentDevice:
-    """A device, and what of it is lent. `throttle` is of all that is computed on it."""
+    """A device, and its lent memory. `throttle` limits all computing on it."""
 
     device: Device
     memory_bytes: int
@@ -62,7 +62,7 @@ class LentDevice:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this machine can hold of one model. Made by `probe`, before anything is loaded."""
+    """Capacity of this machine for one model. Made by `probe`, before anything is loaded."""
 
     lent: tuple[LentDevice, ...]
     dtype: torch.dtype
@@ -70,8 +70,8 @@ class Hardware:
     sizes: UnitSizes
     config: StageConfig
     trains: bool = False
-    folder: Path | None = None  # with the model's tokenizer
-    width: int = 0  # float32 values of a position, or of a module's sample, that pass between two units
+    folder: Path | None = None  # holds the model's tokenizer
+    width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -86,10 +86,20 @@ class Hardware:
         host: MemoryLedger | None = None,
         clock: Clock = MACHINE_CLOCK,
     ) -> Hardware:
-        """Find out, and give the ledger of the `host`, which is the device's own where that is the CPU, its limit.
+        """Determine the capacity of the devices, and set the limit of the `host` ledger, which is also the device's if that is the
+        CPU.
 
-        Raises UsageError on words that mean nothing, LocalError where a device is not here, CheckpointError where the model
-        cannot be split.
+        Args:
+            checkpoint: The model.
+            config: What the volunteer lends.
+            trains: Whether the units are trained, rather than served.
+            host: The ledger of the host's memory.
+            clock: For the throttles of the devices.
+
+        Raises:
+            UsageError: An option is not valid, or not for this kind of model.
+            LocalError: A device is not here, or the memory does not suffice for one unit.
+            CheckpointError: The model cannot be split.
         """
         config.check()
         if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
@@ -110,7 +120,7 @@ class Hardware:
         hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path, _width(checkpoint))
         if hardware.capacity_units == 0:
             raise LocalError(
-                f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
+                f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one layer of this model "
                 + ("with its gradients and optimiser" if trains else f"with a cache of {config.cache_tokens} tokens")
                 + "; lend more with --memory"
             )
@@ -118,18 +128,18 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """Of all devices."""
+        """Lent bytes of all devices together."""
         return sum(lent.memory_bytes for lent in self.lent)
 
     @property
     def number_format(self) -> str:
-        """As others see it: replicas of one format compute the same but for the last bits."""
+        """Announced name of dtype and quantisation: replicas with the same one compute the same except for the last bits."""
         name = str(self.dtype).removeprefix("torch.")
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
     @property
     def device_name(self) -> str:
-        """As others see it."""
+        """Announced name of the devices."""
         names = [lent.device.name for lent in self.lent]
         several = len(names) > 1
         name = f"{len(names)} x {names[0]}" if several and len(set(names)) == 1 else " + ".join(names)
@@ -137,11 +147,11 @@ class Hardware:
 
     @property
     def found(self) -> str:
-        """All devices, for people."""
+        """Text about all devices, for people."""
         return "; ".join(str(lent.device) for lent in self.lent)
 
     def machine(self, home: Path) -> dict[str, Any]:
-        """What was found, for scripts; `home` is the folder whose disk keeps the weights."""
+        """Return facts about the machine, for scripts; `home` is the folder whose disk keeps the weights."""
         return {
             "device": self.device_name,
             "memory_bytes": self.memory_bytes,
@@ -152,21 +162,22 @@ class Hardware:
 
     @cached_property
     def capacity_units(self) -> int:
-        """How many units fit wherever in the model the span lies: the least over all places, over all devices together."""
+        """Number of units that fit on all devices together, wherever in the model the span lies."""
         together = sum(self.capacity_of(lent.memory_bytes) for lent in self.lent)
         return min(together, len(self.sizes.weight_bytes))
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """Of each unit, where it is trained."""
+        """Number of parameters of each unit, if it is trained; else empty."""
         return tuple(size / TRAINING_BYTES for size in self.sizes.weight_bytes) if self.trains else ()
 
     def capacity_of(self, memory_bytes: int) -> int:
-        """The same of another machine that lends so much, on one device."""
+        """Return the number of units that fit on one device with `memory_bytes`, wherever in the model the span lies."""
         return most_anywhere(self.sizes, memory_bytes, self.config.cache_tokens)
 
     def check(self, units: Units) -> Units:
-        """The span that the user fixed, if it can be held. Raises UsageError, LocalError."""
+        """Return the span that the user fixed. Raises UsageError if the model does not have these units, LocalError if they do not
+        fit."""
         if units.end > len(self.sizes.weight_bytes):
             raise UsageError(
                 f"--span {units.start}:{units.end}: the model has units 0 to {len(self.sizes.weight_bytes) - 1}"
@@ -177,8 +188,8 @@ class Hardware:
     def lay_out(
         self, units: Units, speed_cache: SpeedCache | None = None, swarm_id: bytes = b""
     ) -> tuple[PipelineLayout, ...]:
-        """How a span lies on the devices: by the speeds that were measured on them before, if they all were. Raises LocalError
-        where it does not fit."""
+        """Return the layout of a span on the devices, by their speeds if all were measured before. Raises LocalError if it does not
+        fit."""
         known = [
             0.0 if speed_cache is None else self._known_speed(speed_cache, swarm_id, units.units, lent)
             for lent in self.lent
@@ -194,7 +205,7 @@ class Hardware:
         return layout
 
     def _known_speed(self, speed_cache: SpeedCache, swarm_id: bytes, units: int, lent: LentDevice) -> float:
-        """Units per second of what this node is for; 0 where none was measured."""
+        """Return the measured units per second for this node's kind of work; 0 if unmeasured."""
         if self.trains:
             return speed_cache.nearest(self.training_conditions(swarm_id, units, lent)).training_units_per_s
         return speed_cache.nearest(self.conditions(swarm_id, units, lent)).decode_units_per_s
@@ -203,14 +214,14 @@ class Hardware:
         return units_that_fit(self.sizes, lent.memory_bytes, self.config.cache_tokens, start=start)
 
     def cache_tokens(self, units: Units, lent: LentDevice) -> int:
-        """Positions that the cache beside these units may hold on a device."""
+        """Return the number of positions that the cache beside these units may hold on a device."""
         if self.trains:
             return self.config.cache_tokens
         left = cache_tokens_that_fit(self.sizes, lent.memory_bytes, units.start, units.end)
         return min(left, self.config.max_cache_tokens) if left else self.config.max_cache_tokens
 
     def conditions(self, swarm_id: bytes, units: int, lent: LentDevice) -> Conditions:
-        """What speeds measured now on so many units of a device hold for."""
+        """Return the conditions of speeds measured now on `units` units of a device."""
         return Conditions(
             model=swarm_id.hex(),
             device=lent.device.name,
@@ -223,11 +234,11 @@ class Hardware:
         )
 
     def training_conditions(self, swarm_id: bytes, units: int, lent: LentDevice) -> Conditions:
-        """The same of training."""
+        """Return the conditions of training speeds measured now on `units` units of a device."""
         return replace(self.conditions(swarm_id, units, lent), number_format="training")
 
     def in_float32(self, checkpoint: Checkpoint) -> Hardware | None:
-        """The same, computing in float32; None where it does, or where its owner has chosen."""
+        """Return this hardware computing in float32; None if it does so already, or the owner chose the dtype."""
         if self.dtype is torch.float32 or self.config.dtype != "auto":
             return None
         sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize)
@@ -235,24 +246,26 @@ class Hardware:
 
     @property
     def section(self) -> Machine:
-        """What the announcement says of this machine."""
+        """Section of the announcement about this machine."""
         return Machine(device=self.device_name, number_format=self.number_format, memory_bytes=self.memory_bytes)
 
     def sections(self, host: Host) -> tuple[Section, ...]:
-        """What the announcement says before a span is loaded: speeds are those of the last span held."""
+        """Return the sections of the announcement before a span is loaded, with the speeds measured on a span of similar size."""
         conditions = self.conditions(host.swarm.id, self.capacity_units, self.lent[0])
         known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
         return self.section, speeds_section(known)
 
     def prepare(self, outline: Checkpoint, units: Units) -> None:
-        """Do what loading a span takes besides its weights. Raises CheckpointError where the family cannot be split."""
+        """Do the preparations for loading a span, apart from its weights. Raises CheckpointError if the model family cannot be
+        split."""
         if isinstance(outline, GraphCheckpoint):
             return
         device = self.lent[0].device.torch_device
         prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype)
 
     def describe(self, units: Units) -> str:
-        """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+        """Return a text like "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens". Raises LocalError if the units
+        do not fit."""
         if self.trains:
             size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
             return f"{units.units} of {len(self.sizes.weight_bytes)} units: {size} weights, gradients and optimiser"
@@ -264,7 +277,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a node loads stages: its peer, the devices that it lends, their threads, and the swarm's adapters, if it has any."""
+    """Place where a node loads stages: its peer, the devices that it lends, their threads, and the swarm's adapters, if any."""
 
     host: Host
     hardware: Hardware
@@ -273,24 +286,25 @@ class Workplace:
 
     @property
     def speed_cache(self) -> SpeedCache:
-        """The speeds that were measured on this machine before."""
+        """Speeds measured on this machine before."""
         return SpeedCache(self.host.config.home / SPEEDS_FILE, now=self.host.clock.unix)
 
     def measure(self, units: int, lent: LentDevice, once: Callable[[], Speeds], *, lasting: bool = True) -> Capability:
-        """Return how fast so many units are on a device, by what is known of it, else by measuring them `once`. To be called on the
-        device's thread; `lasting`: see `Capability`."""
+        """Return the speeds of `units` units on a device: from the cache, else measured by `once`. To be called on the device's
+        thread; `lasting`: see `Capability`."""
         conditions = self.hardware.conditions(self.host.swarm.id, units, lent)
         return Capability.of(conditions, self.speed_cache, once, lasting=lasting, clock=self.host.clock.monotonic)
 
 
 def threads_of_devices(config: StageConfig) -> list[int | None]:
-    """For each device how many threads it computes with (None: as many as torch takes). Raises LocalError where one is not here."""
+    """Return for each device the number of its compute threads (None: torch's default). Raises LocalError if a device is not
+    here."""
     devices = probe_devices(config.device)
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
 def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool) -> UnitSizes:
-    """Of its units, for what is done with them."""
+    """Return the sizes of the units, for serving or training."""
     if trains:
         return training_sizes(checkpoint)
     if isinstance(checkpoint, GraphCheckpoint):
@@ -299,7 +313,7 @@ def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains:
 
 
 def _width(checkpoint: Checkpoint) -> int:
-    """Of what passes between two units."""
+    """Return the number of values that pass between two units."""
     if isinstance(checkpoint, GraphCheckpoint):
         return usual_width(checkpoint.layout)
     width: int = checkpoint.config.hidden_size
@@ -307,13 +321,13 @@ def _width(checkpoint: Checkpoint) -> int:
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:
-    """To compute in on all of them: float16 where some do so and others in bfloat16."""
+    """Return the dtype for all devices: their own if they agree, else float16."""
     dtypes = {device.dtype_for(own, wanted) for device in devices}
     return dtypes.pop() if len(dtypes) == 1 else torch.float16
 
 
 def _lend(devices: Sequence[Device], config: StageConfig, host: MemoryLedger, clock: Clock) -> tuple[LentDevice, ...]:
-    """What of each device is lent; the ledgers have their limits from now on. Raises LocalError where less is free."""
+    """Return the lent devices, with limits set in their ledgers. Raises LocalError if less memory is free than is to be lent."""
     lent = []
     for number, device in enumerate(devices):
         memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
@@ -330,7 +344,7 @@ def _lend(devices: Sequence[Device], config: StageConfig, host: MemoryLedger, cl
 
 
 def _ledger_of(device: Device, name: str, memory_bytes: int, host: MemoryLedger) -> MemoryLedger:
-    """The device's ledger; from now on both have their limits."""
+    """Return the device's ledger; sets the limits of the device and the host."""
     if device.shared:
         host.limit_bytes = memory_bytes
         return host

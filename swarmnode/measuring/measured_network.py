@@ -1,4 +1,4 @@
-"""A live swarm as a network to plan and to simulate on: what its peers announce of machines and links, gaps filled and marked."""
+"""A live swarm as a network for planning and simulation: its machines and links as announced, with gaps filled in and marked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from swarmnode.plan.view import View, view_of
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.swarmfile import Swarm
 
-ASSUMED_BPS = 1e8  # of a line, where nobody has measured one
+ASSUMED_BPS = 1e8  # bandwidth of all links if none was measured
 AWAY = (State.OFFLINE, State.DRAINING)
 
 
 def link_matrix(host: Host, units: int, most: int) -> dict[str, Any]:
-    """Between the first `most` peers that hold units. Rows send, columns receive: `rtt_s` in seconds, whether it was `measured`
-    between the two, and `bandwidth_bps`, None where neither end's was measured."""
+    """Return the links between the first `most` peers with units, as matrices: rows send, columns receive.
+
+    `rtt_s` is in seconds; `measured` says whether the two peers measured it; `bandwidth_bps` is None if it is unknown.
+    """
     paths, own = host.paths, host.directory.network.peer_id
     rtts_s = paths.link_statistics.rtts_s()
     view = view_of(units, host.directory.peers().values(), observer=own, rtt_s=rtts_s, coordinate=paths.coordinate)
@@ -44,17 +46,17 @@ def link_matrix(host: Host, units: int, most: int) -> dict[str, Any]:
 
 
 def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> dict[str, Any]:
-    """A scenario (`plan/offline/scenario.py`) of all that lend a machine, in the order of their ids. `estimated` names the pairs
-    [from, to] whose delay follows from coordinates or is assumed, and those of whose bandwidth an end was not measured.
+    """Return a scenario (`plan/offline/scenario.py`) of the peers that lend a machine, in the order of their ids.
 
-    Raises LocalError where nobody lends one.
+    `estimated` lists the pairs [from, to] whose delay follows from coordinates or is assumed, and those whose bandwidth was not
+    measured. Raises LocalError if no peer lends a machine.
     """
     assert swarm.manifest is not None
     lenders = [one for _, one in sorted(announced.items()) if one.memory_bytes > 0 and one.life not in AWAY][
         :MAX_DEVICES
     ]
     if not lenders:
-        raise LocalError(f"nobody lends a machine to {swarm.name} at the moment, so there is no network to write")
+        raise LocalError(f"no peer lends a machine to {swarm.name} at the moment, so there is no network to write")
     names, view = [one.peer for one in lenders], view_of(swarm.manifest.model.units, lenders)
     bandwidth_NN = bandwidths(view, names)
     known_bps = bandwidth_NN[np.isfinite(bandwidth_NN)].tolist()
@@ -92,7 +94,7 @@ def _has_rate(view: View, sender: int, receiver: int) -> bool:
 
 
 def _rounded(matrix_NN: Floats, digits: int) -> list[list[float]]:
-    """Without a diagonal, and no bandwidth of nothing."""
+    """Return rows of rounded numbers: 0 on the diagonal, and elsewhere at least the smallest step."""
     apart_NN = np.where(np.eye(len(matrix_NN), dtype=bool), 0.0, np.maximum(matrix_NN, 10.0**-digits))
     rows: list[list[float]] = apart_NN.round(digits).tolist()
     return rows

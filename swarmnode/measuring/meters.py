@@ -1,4 +1,4 @@
-"""Meters: plain counts of what a stage or a client does, kept where it happens and read when somebody asks for metrics."""
+"""Meters: plain counts of the work of a stage or a client, kept where it happens and read at each scrape of metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = {SERVE: (PREFILL, DECODE), TRAIN: (FORWARD, BACKWARD)}
 
 
 class StageMeter:
-    """Of one span and one kind of work. Its compute thread writes passes and bytes, the event loop faults."""
+    """Meter of one span and one kind of work. The compute thread writes passes and bytes, the event loop writes faults."""
 
     def __init__(self, span: Span, work: str) -> None:
         self.span = span
@@ -43,7 +43,7 @@ class StageMeter:
         return f"{self.span.start}:{self.span.end}"
 
     def note_pass(self, phase: str, pass_s: float, *, microbatches: int, tokens: int, unit_tokens: int) -> None:
-        """One pass is over. `unit_tokens`: tokens times the units that each of them passes."""
+        """Count a pass. `unit_tokens`: tokens times the units that each of them passes."""
         self.passes[phase].observe(pass_s)
         self.batches[phase].observe(microbatches)
         self.microbatches[phase] += microbatches
@@ -51,16 +51,16 @@ class StageMeter:
         self.unit_tokens[phase] += unit_tokens
 
     def note_hop(self, phase: str, seconds: float) -> None:
-        """Work came and its result is there, waiting included."""
+        """Count the seconds from the arrival of work to its result, waiting included."""
         self.hops[phase].observe(seconds)
 
     def note_tensors(self, codec: Codec, direction: str, *, raw_bytes: int, encoded_bytes: int) -> None:
-        """Values were encoded for another stage."""
+        """Count the bytes of tensors encoded for another stage, before and after encoding."""
         self._raw_bytes[codec, direction] += raw_bytes
         self._encoded_bytes[codec, direction] += encoded_bytes
 
     def readings(self) -> Readings:
-        """All of it."""
+        """Yield the metrics of the stage."""
         span = self.label
         for phase in self.passes:
             yield Reading(table.HOP_SECONDS, self.hops[phase], (span, phase))
@@ -80,7 +80,7 @@ class StageMeter:
 
 
 class ClientMeter:
-    """Of all sessions of one client."""
+    """Meter of all sessions of one client."""
 
     def __init__(self) -> None:
         self.sessions = Counter({"done": 0, "failed": 0, "left": 0})
@@ -93,7 +93,7 @@ class ClientMeter:
         return f"<ClientMeter {self.tokens} tokens, {self.reroutes.total()} reroutes>"
 
     def readings(self) -> Readings:
-        """All of it."""
+        """Yield the metrics of the client."""
         for result, count in self.sessions.items():
             yield Reading(table.CLIENT_SESSIONS, count, (result,))
         yield Reading(table.CLIENT_TOKENS, self.tokens)
@@ -104,7 +104,7 @@ class ClientMeter:
 
 
 class RefusalMeter:
-    """How many requests to one server of a span were refused, by cause."""
+    """Number of requests to one server of a span that were refused, by cause."""
 
     def __init__(self, span: Span) -> None:
         self._label = f"{span.start}:{span.end}"
@@ -114,17 +114,17 @@ class RefusalMeter:
         return f"<RefusalMeter of {self._label}: {dict(self._refused)}>"
 
     def refuse(self, channel: Channel, error: Error) -> None:
-        """End a conversation that asked for what cannot be, and count it."""
+        """End a conversation with `error`, and count it."""
         self._refused[ErrorCode(error.code)] += 1
         channel.close(error)
 
     def readings(self, load: int) -> Readings:
-        """Yield the refusals, beside how many requests run."""
+        """Yield the number of running requests, `load`, and of refusals."""
         yield Reading(table.SESSIONS, load, (self._label,))
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refused[code], (self._label, cause_of(code)))
 
 
 def cause_of(code: ErrorCode) -> str:
-    """A code as a label."""
+    """Return the label of a code in metrics."""
     return code.name.lower()

@@ -1,4 +1,4 @@
-"""What a node has done for others so far, in a line for its owner."""
+"""Reports to the owner about a node's work for others, in a line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from swarmnode.net.addressing.reachability import Reachability
 
 GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 REACHED = {
-    Reachability.UNKNOWN: "not known yet how others get here",
-    Reachability.PUBLIC: "others get here directly",
-    Reachability.MAPPED: "others get here through the router's mapped port",
-    Reachability.PUNCHED: "others get here through holes in the router",
-    Reachability.RELAYED: "others get here over a relay only",
+    Reachability.UNKNOWN: "still checking whether others can reach this machine",
+    Reachability.PUBLIC: "others reach this machine directly",
+    Reachability.MAPPED: "others reach this machine through a mapped port of the router",
+    Reachability.PUNCHED: "others reach this machine through holes punched in the router",
+    Reachability.RELAYED: "others reach this machine over a relay only",
 }
 
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """`tokens` are positions computed since the node started, `tokens_per_s` those of the time since the last report."""
+    """Report about a node's work. `tokens` are positions computed since the node started, `tokens_per_s` the rate since the last
+    report."""
 
     tokens: int
     tokens_per_s: float
@@ -42,7 +43,7 @@ class ServiceReport:
 
 
 class ServiceReporter:
-    """Makes a report out of the node's own readings, where there is anything new."""
+    """Maker of reports from the node's own readings."""
 
     def __init__(self, readings: Source, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._readings = readings
@@ -54,7 +55,7 @@ class ServiceReporter:
         return f"<ServiceReporter {self._last}>"
 
     def report(self, reachability: Reachability) -> ServiceReport | None:
-        """What changed since the last time; None where nothing did."""
+        """Return a report; None if nothing has changed since the last one."""
         tokens = sessions = 0.0
         for reading in self._readings():
             tokens += _value(reading) if reading.metric is table.TOKENS else 0.0
@@ -68,8 +69,8 @@ class ServiceReporter:
 
 
 def given(readings: Readings) -> dict[str, Any]:
-    """What a node has done for others so far, as its owner's page shows it: positions computed, positions times the units that they
-    passed, bytes on links; of one that trains the step, and the loss of the last one."""
+    """Return the sums of a node's work for its owner's page: positions computed, positions times units, bytes on links; and step
+    and loss if it trains."""
     sums: Counter[Metric] = Counter()
     directions: Counter[str] = Counter()
     for reading in readings:

@@ -1,9 +1,9 @@
-"""A session's timeline: where the time of each of its tokens went, put together from what the hops of its route remember.
+"""Timeline of a session: the parts of the time of each of its tokens, from the traces of the hops of its route.
 
-No two clocks are compared. A token's time is what passes at the last hop between the token before and this one; what the
-hops did not have it for, it was on the way. Which link kept it longer than usual shows in the difference between the time
-at which one hop sent it and the next got it: how far their clocks are apart is in all of them alike, so it goes with
-their median. Where the client drives the session, its own time counts as way.
+No two clocks are compared. A token's time is the time at the last hop between the token before and this one; the part not spent at
+hops was spent on the way. A link that kept a token longer than usual shows in the difference between the sending time at one hop
+and the arrival at the next: the offset of their clocks is the same in all of them, so subtracting their median removes it. If the
+client drives the session, its own time counts as time on the way.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from statistics import median
 from swarmnode.codec.measuring_messages import Trace, TraceStep
 from swarmnode.net.interfaces import PeerId
 
-ROUNDING_US = 3  # of three times
+ROUNDING_US = 3  # rounding error of a sum of three times
 
 
 @dataclass(frozen=True)
 class Typical:
-    """The median and the worst of some durations or sizes."""
+    """Median and largest of some durations or sizes."""
 
     median: float
     worst: int
 
     @classmethod
     def of(cls, values: Iterable[int]) -> Typical:
-        """Zero where there are none."""
+        """Return median and largest of the values; zeros if there are none."""
         found = list(values)
         return cls(median(found), max(found)) if found else cls(0, 0)
 
 
 @dataclass(frozen=True)
 class TimelinePart:
-    """Some of a token's time: `what` it did (wait, compute, leave) at a peer; on the `way`, `peer` is empty."""
+    """Part of a token's time at a peer, of the kind `what` (wait, compute, leave); for the kind `way`, between peers, `peer` is
+    empty."""
 
     what: str
     peer: PeerId
@@ -43,7 +44,7 @@ class TimelinePart:
 
 @dataclass(frozen=True)
 class Late:
-    """A link that kept a token longer than it keeps most."""
+    """Link that kept a token longer than usual."""
 
     source: PeerId
     target: PeerId
@@ -52,7 +53,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Token:
-    """The token that was drawn for `position`, and where its time went. `total_us` is None where no hop measured it."""
+    """The token drawn for `position`, and the parts of its time. `total_us` is None if no hop measured it."""
 
     position: int
     total_us: int | None
@@ -61,17 +62,17 @@ class Token:
 
     @property
     def longest(self) -> TimelinePart:
-        """Where most of the time went."""
+        """The longest part of the time."""
         return max(self.parts, key=lambda part: part.us)
 
     @property
     def us(self) -> int:
-        """How long it took, or at least how long it was at hops."""
+        """Microseconds that the token took; if unmeasured, the sum of its parts at hops."""
         return sum(part.us for part in self.parts) if self.total_us is None else self.total_us
 
 
 class Stop:
-    """One hop of the timeline: a peer, its units, and its decode steps."""
+    """Hop of the timeline: a peer, its units, and its decode steps."""
 
     def __init__(self, peer: PeerId, trace: Trace) -> None:
         self.peer = peer
@@ -84,13 +85,13 @@ class Stop:
         return f"<Stop at {self.peer} with units {self.span}: {len(self.decoded)} tokens>"
 
     def typical(self, figure: Callable[[TraceStep], int]) -> Typical:
-        """Of the steps of one token."""
+        """Return median and largest of `figure` over the steps of one token."""
         return Typical.of(map(figure, self.decoded.values()))
 
     def since_last(self, position: int) -> int | None:
-        """Microseconds from the leaving of what was before this position to its own.
+        """Return the microseconds between the sending of the position before and of this one.
 
-        None in a replay: there steps come before those that they follow from are done.
+        None if one of them is unknown, or in a replay, where steps arrive before the steps that they follow are done.
         """
         before, now = self._by_end.get(position - 1), self.decoded.get(position)
         if before is None or now is None or now.came_us + ROUNDING_US < done_us(before):
@@ -98,23 +99,23 @@ class Stop:
         return sent_us(now) - sent_us(before)
 
     def until_next(self, position: int) -> int | None:
-        """Microseconds from this position's coming to that of the next one."""
+        """Return the microseconds between the arrival of this position and of the next; None if one of them is unknown."""
         now, after = self.decoded.get(position), self.decoded.get(position + 1)
         return None if now is None or after is None else max(0, after.came_us - now.came_us)
 
 
 def done_us(step: TraceStep) -> int:
-    """When a step's pass ended, on its hop's clock."""
+    """Return when a step's pass ended, on its hop's clock."""
     return step.came_us + step.wait_us + step.compute_us
 
 
 def sent_us(step: TraceStep) -> int:
-    """When a step left, on its hop's clock."""
+    """Return when a step left, on its hop's clock."""
     return step.came_us + step.stay_us
 
 
 class Timeline:
-    """The timeline of one session over the peers that remember it."""
+    """Timeline of one session over the peers that remember it."""
 
     def __init__(self, traces: Mapping[PeerId, Trace]) -> None:
         self.stops = sorted((Stop(peer, trace) for peer, trace in traces.items()), key=lambda stop: stop.span)
@@ -125,11 +126,11 @@ class Timeline:
         return f"<Timeline over {len(self.stops)} hops>"
 
     def slowest(self, count: int) -> list[Token]:
-        """The tokens that took longest, the slowest first."""
+        """Return the `count` tokens that took longest, the slowest first."""
         return sorted(self.tokens(), key=lambda token: -token.us)[:count]
 
     def tokens(self) -> list[Token]:
-        """All tokens whose steps are remembered, in order. The prompt, which is many steps, is left out."""
+        """Return all tokens whose steps are remembered, in order. The prompt, whose steps have many positions, is left out."""
         positions = sorted({position for stop in self.stops for position in stop.decoded})
         late = self._late()
         return [self._token(position, late.get(position)) for position in positions]
@@ -144,7 +145,7 @@ class Timeline:
         return Token(position, total_us, tuple(parts), late)
 
     def _stops_at(self, position: int) -> list[Stop]:
-        """The hops that computed a position, in the order of their units: of two for the same units, one."""
+        """Return the hops that computed a position, in the order of their units; of two with the same units, one."""
         found: dict[tuple[int, int], Stop] = {}
         for stop in self.stops:
             if position in stop.decoded:
@@ -152,13 +153,14 @@ class Timeline:
         return list(found.values())
 
     def _total_us(self, position: int) -> int | None:
-        """By the last hop; by the first one where the last has changed and had to catch up."""
+        """Return the token's time by the last hop, else by the first (if the last has changed and had to catch up); None if neither
+        knows it."""
         at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
         at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
         return next((us for us in (*at_last, *at_first) if us is not None), None)
 
     def _late(self) -> dict[int, Late]:
-        """By position, the link that kept it longest beyond what is usual there."""
+        """Return for each position the link that delayed it most beyond the link's median."""
         latest: dict[int, Late] = {}
         for source, target, lag in self._links():
             delays = {
@@ -174,7 +176,8 @@ class Timeline:
         return latest
 
     def _links(self) -> list[tuple[Stop, Stop, int]]:
-        """(from, to, positions by which it is ahead): each hop's link to the next; in a ring the last one's to the first."""
+        """Return the links (from, to, lag in positions): from each hop to the next, and in a ring from the last to the first with
+        lag 1."""
         pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
         onward = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
         around = (self._last, self._first)
@@ -182,7 +185,8 @@ class Timeline:
 
 
 def timeline_parts(peer: PeerId, step: TraceStep) -> tuple[TimelinePart, ...]:
-    """What a hop did with a step. `leave` is what passed between computing and sending: the hop had other things to do."""
+    """Return the parts of a step's time at a hop. `leave` is the time between computing and sending, when the hop had other
+    work."""
     left_us = max(0, step.stay_us - step.wait_us - step.compute_us)
     return (
         TimelinePart("wait", peer, step.wait_us),

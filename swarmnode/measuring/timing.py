@@ -1,8 +1,8 @@
-"""Timing: in a session every peer is timed by the one before it, while it works.
+"""Timing of peers while they work: in a session every peer is timed by the one before it.
 
-A hop says RAN when a step has left it. Whoever sent it that step knows how long it took: from sending to hearing, less
-the link's round trip. RAN also carries what the hop itself measured of those after it, so after a few tokens the client
-knows every peer of its route by the word of that peer's neighbour. In a ring the last hop times the first.
+A hop sends RAN when a step has left it. The sender of that step then knows its duration: the time between sending and RAN, less the
+link's round trip. RAN also carries the hop's own measurements of the hops after it. So after a few tokens the client knows the
+speed of every peer of its route, as measured by that peer's neighbour. In a ring the last hop times the first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.measuring_messages import MAX_UNIT_US, Ran
 from swarmnode.peer.paths import ObservedLatency
 
-EAGER_STEPS = 8  # of a session are all timed, then
-EVERY_STEPS = 16  # one in so many: a frame of some 20 bytes each
+EAGER_STEPS = 8  # the first steps of a session are all timed
+EVERY_STEPS = 16  # then one in this many: a frame of some 20 bytes each
 SHORTEST_S = 1e-6
-BUNCH = 8  # outputs of a ring of one hop, over which it is timed: the network may bring several at once
+BUNCH = 8  # outputs over which a ring of one hop is timed: the network may bring several at once
 
 
 class Timing:
-    """One session's timing at one place of its route, for one epoch. The client is at place -1, before the first hop."""
+    """Timing of one session at one place of its route, for one epoch. The client is at place -1, before the first hop."""
 
     def __init__(
         self,
@@ -43,11 +43,12 @@ class Timing:
         return f"<Timing of {len(self._following)} hops after this one: {self._later_us} µs a unit>"
 
     def sent(self, end: int) -> None:
-        """The step that ends at position `end` was sent to the next hop, alone."""
+        """Note that the step that ends at position `end` was sent to the next hop, alone."""
         self._sent = (end, self._clock())
 
     def heard(self, end: int, ran: Ran, rtt_s: float | None) -> None:
-        """The next hop ran everything below position `end`."""
+        """Take the RAN of the next hop for everything below position `end`; `rtt_s` is the link's round trip, None if
+        unmeasured."""
         if not self._following:
             return
         following, (sent_end, sent_at_s) = self._following[0], self._sent
@@ -58,13 +59,13 @@ class Timing:
         self._later_us = (min(round(unit_s * 1e6), MAX_UNIT_US), *ran.later_us)[: len(self._following)]
 
     def learn(self, ran: Ran) -> None:
-        """At the client: believe what the hops say of those after them."""
+        """Take, at the client, the hops' measurements of the hops after them."""
         for hop, unit_us in zip(self._following[1:], ran.later_us, strict=False):
             if unit_us:
                 self._observed_latency.saw(hop.peer, unit_us / 1e6)
 
     def step(self) -> Ran | None:
-        """A step has left this hop: what to tell whoever sent it, if it is time to."""
+        """Count a step that has left this hop. Returns the RAN for its sender; None if it is not due."""
         self._steps += 1
         if self._steps > EAGER_STEPS and self._steps % EVERY_STEPS:
             return None
@@ -72,7 +73,7 @@ class Timing:
 
 
 class Cadence:
-    """The only hop of a ring has no neighbour but the client, which times it by its outputs."""
+    """Timing of the only hop of a ring by the client, its only neighbour, from its outputs."""
 
     def __init__(self, hop: HopSpec, observed_latency: ObservedLatency, clock: Callable[[], float]) -> None:
         self._hop = hop
@@ -85,7 +86,7 @@ class Cadence:
         return f"<Cadence of {self._hop.peer[-8:]} at position {self._last}>"
 
     def heard(self, position: int) -> None:
-        """The output for this position came."""
+        """Note that the output for this position arrived."""
         now_s = self._clock()
         if self._first is None or position != self._last + 1:
             self._first = (position, now_s)

@@ -1,4 +1,4 @@
-"""Traces of sessions: what a hop keeps of its steps, the server that answers with it, and the question to all peers of a route."""
+"""Traces of sessions: the steps that a hop remembers, the server that gives them out, and the question to all peers of a route."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 
 TRACE_PROTOCOL = "/swarmnode/trace/1"
 ANSWER_S = 5.0
-SESSIONS = 64  # that are over
-STEP = struct.Struct("<IIQIIIH")  # as TraceStep's fields
+SESSIONS = 64  # ended sessions remembered
+STEP = struct.Struct("<IIQIIIH")  # fields of TraceStep
 
 
 class SessionTrace:
-    """The last steps of one session here, in units [start, end)."""
+    """Last steps of one session here, in units [start, end)."""
 
     def __init__(self, start: int, end: int, *, max_steps: int = MAX_TRACE_STEPS) -> None:
         self._units = (start, end)
         self._max_steps = max_steps
         self._first_came_s: float | None = None
-        self._steps = 0  # that were noted; the last `max_steps` of them are here
+        self._steps = 0  # number of steps noted; the last `max_steps` of them are kept
         self._table = bytearray()
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class SessionTrace:
     def note(
         self, end: int, count: int, *, came_s: float, began_s: float, ended_s: float, sent_s: float, batch: int
     ) -> None:
-        """Positions [end - count, end) have left; the four times are of one clock."""
+        """Record that positions [end - count, end) have left; the four times are of one clock."""
         if self._first_came_s is None:
             self._first_came_s = came_s
         if len(self._table) < self._max_steps * STEP.size:
@@ -70,7 +70,7 @@ class SessionTrace:
         self._steps += 1
 
     def trace(self) -> Trace:
-        """As it travels."""
+        """Return the steps as a TRACE body."""
         steps = [TraceStep(*fields) for fields in STEP.iter_unpack(self._table)]
         oldest = self._steps % self._max_steps if self._steps > self._max_steps else 0
         return Trace(*self._units, (*steps[oldest:], *steps[:oldest]))
@@ -81,7 +81,7 @@ def _us(seconds: float) -> int:
 
 
 class TraceLog:
-    """The traces of the sessions that ended last at this hop, by their trace ids."""
+    """Traces of the sessions that ended last at this hop, by their trace ids."""
 
     def __init__(self, *, max_sessions: int = SESSIONS) -> None:
         self._traces: Recent[bytes, SessionTrace] = Recent(max_sessions)
@@ -90,16 +90,16 @@ class TraceLog:
         return f"<TraceLog of {len(self._traces)} sessions>"
 
     def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
-        """A session has ended; the one that ended first may be forgotten for it."""
+        """Keep the trace of an ended session; the one kept longest ago gives way."""
         self._traces[trace_id] = trace
 
     def get(self, trace_id: bytes) -> SessionTrace | None:
-        """None where nothing is known of the session, or not any more."""
+        """Return the trace of a session; None if it is unknown or forgotten."""
         return self._traces.get(trace_id)
 
 
 def trace_server(peer: LocalPeer, find: Callable[[bytes], SessionTrace | None]) -> QuestionServer:
-    """Answers with what `find` has of a session."""
+    """Return a server that answers with the trace that `find` returns for a trace id, or with ERROR NO_SESSION if that is None."""
 
     async def answer(_asker: Claimant, question: GetTrace) -> Answer:
         known = find(question.trace)
@@ -109,7 +109,8 @@ def trace_server(peer: LocalPeer, find: Callable[[bytes], SessionTrace | None]) 
 
 
 async def fetch_traces(own: LocalPeer, peers: Iterable[PeerId], trace: bytes) -> dict[PeerId, Trace]:
-    """What each of the peers has kept of the session with this trace id; without those that know nothing of it or do not answer."""
+    """Return the traces of the session with this trace id from the peers; peers that do not know it or do not answer are left
+    out."""
     board = Switchboard(own.network, TRACE_PROTOCOL, own.hello, replace(own.link_config, max_payload_bytes=0))
     peers = list(peers)
     try:

@@ -1,9 +1,10 @@
-"""Access control: holds every link and every call of the table to the swarm's membership, and spreads what the owner says.
+"""Access control: checks every link and every call of the table against the swarm's membership, and spreads the owner's
+revocations.
 
-a link opens          both sides show certificates; who has none reads REFUSED and nothing else
-a table is called     the caller has passed our gate before, over a link of the membership protocol
-the owner revokes     the list goes over every live link and into the table; links of those on it are cut
-a membership expires  its links are cut when the clock says so
+a link opens          both sides show certificates; a peer without one gets REFUSED and nothing else.
+a table is called     the caller must have passed this gate before, over a link of the membership protocol.
+the owner revokes     the list goes over every live link and into the table; links of peers on the list are cut.
+a membership expires  the links of that peer are cut.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TABLE_TIMEOUT_S = 10.0
 OPENS = {"train": Role.VOLUNTEER, "spot-check": Role.VOLUNTEER}
 
 
-"""The least role that may open a link of a protocol, by its name; CLIENT for the others."""
+"""Least role that may open a link of a protocol, by the protocol's name; CLIENT for the others."""
 
 ANSWERS = {
     "membership": Role.CLIENT,
@@ -56,13 +57,16 @@ ANSWERS = {
     "state": Role.VOLUNTEER,
     "probe": Role.VOLUNTEER,
 }
-"""The least role that may answer one; BOOTSTRAP for the others: a client serves nobody."""
+"""Least role that may answer a link of a protocol; BOOTSTRAP for the others, so never a client."""
 
 
 @dataclass(eq=False)
 class AccessControl(Gate):
-    """Gate of a swarm that has an owner. Made before the network, whose table it guards; `start` hands the network over. `on_look`
-    is called when somebody may have to go."""
+    """Gate of a swarm that has an owner. It exists before the network, since it guards the network's table; `start` hands the
+    network over.
+
+    `on_look` is called after each look at the links, when the links of former members have been cut.
+    """
 
     membership: Membership
     file: MembershipFile
@@ -74,8 +78,8 @@ class AccessControl(Gate):
     def __post_init__(self) -> None:
         self.guards_table = self.membership.private
         self.on_look: Callable[[], None] = lambda: None
-        self.turned_away: PeerRefused | None = None  # by the last peer that would not have us
-        self._links: dict[GuardedLink, None] = {}  # in the order in which they came
+        self.turned_away: PeerRefused | None = None  # the refusal of the last peer called, if it refused
+        self._links: dict[GuardedLink, None] = {}  # the oldest first
         self._introductions: dict[PeerId, asyncio.Task[None]] = {}
         self._network: Network | None = None
         self._hello: Hello | None = None
@@ -88,13 +92,13 @@ class AccessControl(Gate):
         return f"<AccessControl of {self.membership!r}, {len(self._links)} links>"
 
     async def start(self, network: Network, hello: Hello, link_config: LinkConfig) -> None:
-        """Answer introductions, and keep watch, from now on."""
+        """Start to answer introductions and to watch memberships."""
         self._network, self._hello, self._link_config = network, hello, link_config
         await network.serve(MEMBERSHIP_PROTOCOL, self._answer)
         self._tasks.spawn(self._watch(), "watch")
 
     async def close(self) -> None:
-        """Stop watching. Links are for those to close who opened them."""
+        """Stop watching and save the memberships. Links stay open: their makers close them."""
         await self._tasks.close()
         await asyncio.to_thread(self.file.save, self.membership)
 
@@ -110,7 +114,7 @@ class AccessControl(Gate):
         role = self.membership.role(peer)
         if role < least:
             does = "answers" if answers else "opens"
-            text = f"{peer}, a {role.name.lower()}, {does} links of {name}"
+            text = f"it is a {role.name.lower()}, and {does} links of {name}"
             raise ProtocolError(text, code=ErrorCode.REFUSED, peer=peer)
 
     def opened(self, link: GuardedLink) -> None:
@@ -134,22 +138,26 @@ class AccessControl(Gate):
         return self.membership.role(peer) >= Role.TRAINER
 
     def may_lead(self, peer: PeerId, stages: Iterable[PeerId]) -> bool:
-        """A trainer's node may; where there is none a volunteer's, for the training would stand still."""
+        """Return whether the peer may lead a training: a trainer's node may; if none of the stages is one, a volunteer's, else the
+        training would stand still."""
         least = Role.TRAINER if any(map(self.may_feed, stages)) else Role.VOLUNTEER
         return self.membership.role(peer) >= least
 
     def vouch(self, announcement: Announcement, certificate: bytes) -> None:
-        """Whether its author may announce this; see `Membership.vouch`."""
+        """Check that the author of the announcement may announce it. Raises ProtocolError if not; see `Membership.vouch`."""
         self.membership.vouch(announcement, certificate, self.clock())
 
     def group(self, peer: PeerId) -> str:
-        """What the owner vouches for in the peer's certificate; empty where nothing."""
+        """Return the group in the peer's certificate; empty if it has none or showed no certificate."""
         member = self.membership.member(peer)
         return "" if member is None else member.group
 
     def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True) -> None:
-        """Raises NotAdmitted where the swarm does not admit us, or not for what we need. That the last peer turned us away
-        counts where no other one speaks with us."""
+        """Raise NotAdmitted if the swarm does not admit this peer, or not for the role `needs`.
+
+        `own` is this peer's id and `name` the swarm's name. A refusal by the last peer called counts only if this peer is `alone`,
+        that is, if no other peer speaks with it.
+        """
         objection = self.membership.objection_to_us(own, self.clock())
         if objection is None and alone and self.turned_away is not None:
             objection = "its membership was revoked, or its invite used up by others"
@@ -161,15 +169,15 @@ class AccessControl(Gate):
             raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
 
     def _spread(self, source: GuardedLink | None = None) -> None:
-        """Follow a newer list, and pass it on."""
+        """Apply a newer revocation list, and send it to all links but `source`."""
         log.info("the owner's revocation list is now %r", self.membership.revocations)
         for link in [link for link in self._links if link is not source]:
             link.send(Revocations(self.membership.revocations.number, self.membership.revocations_bytes))
-        self._cut()  # after who is on it was told, too
+        self._cut()  # last, so that peers on the list receive it too
         self._look.set()
 
     def _cut(self) -> None:
-        """End what links there are to peers that do not belong to the swarm any more."""
+        """Cut the links to peers that are no members any more."""
         now = self.clock()
         for link in list(self._links):
             if not self.membership.stands(link.peer, now):
@@ -188,14 +196,14 @@ class AccessControl(Gate):
             task = self._introductions[peer] = self._tasks.spawn(
                 self._call_upon(peer), f"introduce {peer}", awaited=True
             )
-        await asyncio.shield(task)  # one caller's giving up must not end what another waits for
+        await asyncio.shield(task)  # a caller that gives up must not end another's wait
 
     async def _call_upon(self, peer: PeerId) -> None:
         assert self._network is not None and self._hello is not None and self._link_config is not None
         try:
             link = await Link.connect(self._network, peer, MEMBERSHIP_PROTOCOL, self._hello, config=self._link_config)
         except BaseException as error:
-            self._introductions.pop(peer, None)  # to be tried again
+            self._introductions.pop(peer, None)  # the next call tries again
             if isinstance(error, PeerRefused) and error.code is ErrorCode.REFUSED:
                 self.turned_away = error
             raise
@@ -212,7 +220,7 @@ class AccessControl(Gate):
         await self._listen(link)
 
     async def _listen(self, link: Link) -> None:
-        """Stay connected: revocations come over this link within a moment."""
+        """Keep the link: new revocation lists arrive over it at once."""
         try:
             await link.run(_nothing_else)
         except PeerError as error:
@@ -230,7 +238,8 @@ class AccessControl(Gate):
                 await asyncio.wait_for(self._look.wait(), self.look_s)
 
     async def exchange(self) -> None:
-        """Read the notices of the table, and store those that it lacks."""
+        """Read the membership notices in the table, and store those that it lacks. Failures are logged and retried at the next
+        look."""
         assert self._network is not None
         table = self._network.dht
         try:
@@ -245,9 +254,9 @@ class AccessControl(Gate):
             log.debug("cannot exchange notices: %s", error or "no answer")
 
     async def publish(self, revocations: bytes, peers: Iterable[PeerId]) -> int:
-        """Follow the owner's next list, and hand it to these peers and to the table; how many peers were told.
+        """Apply the owner's next revocation list, send it to `peers` and to the table, and return the number of peers with a link.
 
-        Raises ProtocolError where it is not the owner's.
+        Raises ProtocolError if the list is not the owner's.
         """
         await asyncio.gather(*map(self.introduce, peers), return_exceptions=True)
         if self.membership.take_list(revocations):
@@ -259,16 +268,15 @@ class AccessControl(Gate):
 
 
 def _nothing_else(_frame: Frame, body: Body) -> None:
-    raise ProtocolError(f"a {type(body).__name__} has no place on a link of the membership protocol")
+    raise ProtocolError(f"a {type(body).__name__} came on a link of the membership protocol")
 
 
 def access_control_of(
     swarm: Swarm, peer: PeerId, home: Path, *, needs: Role, clock: Callable[[], float], on_crash: OnCrash | None = None
 ) -> AccessControl | None:
-    """The access control of a peer in a swarm that has an owner; None in one that has none: everybody belongs to it.
+    """Return the access control of a peer in a swarm that has an owner; None if it has none, since then every peer is admitted.
 
-    `clock` gives unix time. Raises NotAdmitted where the invite does not make this peer a member, or not one that may do what
-    it `needs` to.
+    `clock` gives unix time. Raises NotAdmitted if the invite does not make this peer a member, or not in the role that it `needs`.
     """
     if not swarm.owner:
         return None
@@ -279,15 +287,16 @@ def access_control_of(
     membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
     access_control = AccessControl(membership, file, clock=clock, on_crash=on_crash)
     if swarm.revocations:
-        with contextlib.suppress(ProtocolError):  # a list that is not the owner's says nothing
+        with contextlib.suppress(ProtocolError):  # a list that is not the owner's is ignored
             membership.take_list(swarm.revocations)
     access_control.check_welcome(peer, swarm.name, needs)
-    membership.admit(peer, certificate, clock())  # we are a member to ourselves
+    membership.admit(peer, certificate, clock())  # this peer is a member in its own table, too
     return access_control
 
 
 def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes, now: float) -> bytes:
-    """The certificate of an earlier run, if it is of the same invite; else a new one."""
+    """Return the certificate of an earlier run if it is of the same invite, else a new one. Raises NotAdmitted if the invite is not
+    valid for this peer."""
     new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now)
     try:
         member = open_certificate(new, swarm.id, swarm.owner)

@@ -1,4 +1,4 @@
-"""Owner's key: signs the swarm, invites, and revokes."""
+"""The owner's key: signs grants, invites and revocation lists; and QR codes of invites."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 
 MIN_ID_CHARS = 6
 HOST_NOTE = "the host's own machines"
-QUIET_ZONE = 4  # modules round it, as the standard wants
+QUIET_ZONE = 4  # light modules around a code, as the standard wants
 
 
 class InviteQr:
-    """Of one line of text. Raises ValueError where it is longer than a QR code can be."""
+    """QR code of one line of text, in upper case. Raises ValueError if the line is too long for a QR code."""
 
     def __init__(self, line: str) -> None:
-        import segno  # of who shows invites alone
+        import segno  # here, since only commands that show invites need it
 
         self._code = segno.make_qr(line.upper(), error="l")
 
@@ -35,23 +35,23 @@ class InviteQr:
 
     @property
     def size(self) -> int:
-        """Modules a side, with the quiet zone."""
+        """Modules per side, with the quiet zone."""
         return len(self._code.matrix) + 2 * QUIET_ZONE
 
     def svg_path(self) -> str:
-        """The dark modules as the `d` of an SVG path, in a square of `size`."""
+        """Return the dark modules as the `d` of an SVG path, in a square with sides of `size`."""
         rows = enumerate(self._code.matrix, QUIET_ZONE)
         return "".join(f"M{x} {y}h{width}v1h-{width}z" for y, row in rows for x, width in _dark_runs(row))
 
     def terminal(self) -> str:
-        """As half blocks, with half of the quiet zone, since terminals are narrow."""
+        """Return the code in half-block characters, with half of the quiet zone, since terminals are narrow."""
         text = io.StringIO()
         self._code.terminal(text, compact=True, border=QUIET_ZONE // 2)
         return text.getvalue()
 
 
 def _dark_runs(row: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """(where it begins, how long it is) of each."""
+    """Yield the (first column, length) of each run of dark modules."""
     x = QUIET_ZONE
     for dark, run in groupby(row):
         width = len(list(run))
@@ -62,7 +62,8 @@ def _dark_runs(row: Iterable[int]) -> Iterable[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class InviteTerms:
-    """What an invite is good for. `life_s` None is for ever, `uses` 0 for any number of peers. Raises UsageError."""
+    """Terms of an invite. `life_s` None: valid for ever; `uses` 0: for any number of peers. Raises UsageError if `uses` is out of
+    bounds."""
 
     role: Role = Role.VOLUNTEER
     life_s: float | None = None
@@ -77,7 +78,10 @@ class InviteTerms:
 
 
 def make_grant(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> tuple[bytes, bytes]:
-    """(the signed grant, the private key of its invite), entered into the book. Raises UsageError."""
+    """Return the signed grant and the private key of its invite; the grant is entered into the book, which is not saved.
+
+    Raises UsageError if `owner` is not the swarm's owner, or if the peer or the group of `terms` is not valid.
+    """
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")
     if terms.peer and not is_peer_id(terms.peer):
@@ -93,29 +97,32 @@ def make_grant(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issued
 
 
 def make_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> str:
-    """The line of text to hand out. Raises UsageError."""
+    """Return the line of text of a new invite, entered into the book, which is not saved. Raises UsageError as `make_grant`, or if
+    the swarm is not private."""
     if not swarm.private:
-        raise UsageError(f"{swarm.name} is not private: everybody may join with the invite that `create` printed")
+        raise UsageError(f"{swarm.name} is not private: any peer may join with the invite that `create` printed")
     grant, secret = make_grant(swarm, owner, terms, book)
     address = (swarm.id, swarm.name, swarm.bootstraps, swarm.owner, swarm.signature, True)
     return encode_invite(OwnedInvite(*address, grant, secret))
 
 
 def issue_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> tuple[str, IssuedInvite]:
-    """(the line of text to hand out, what the book, which is written, has of it). Raises UsageError, LocalError."""
+    """Return the line of text of a new invite and its entry in the book, which is saved. Raises UsageError as `make_invite`,
+    LocalError if the book cannot be written."""
     line = make_invite(swarm, owner, terms, book)
     book.save()
     return line, book.guests[-1]
 
 
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: IssuedInvites) -> Swarm:
-    """The private swarm with a grant for whoever has its file: the host's own machines may do everything."""
+    """Return the private swarm with a grant in its file: the host's own machines may do everything. Raises UsageError as
+    `make_grant`."""
     grant, secret = make_grant(swarm, owner, InviteTerms(Role.TRAINER, note=HOST_NOTE), book)
     return replace(swarm, grant=grant, secret=secret)
 
 
 def newest_list(swarm: Swarm, candidates: Sequence[bytes]) -> bytes:
-    """The newest of some signed revocation lists; empty where there is none. Those that are not the owner's are passed over."""
+    """Return the newest of the signed revocation lists; empty if there is none. Lists that the owner did not sign are ignored."""
     newest = nobody(swarm.id)
     signed = b""
     for raw in filter(None, candidates):
@@ -131,7 +138,10 @@ def newest_list(swarm: Swarm, candidates: Sequence[bytes]) -> bytes:
 def revoke(
     swarm: Swarm, owner: SigningKey, current: bytes, *, peers: Sequence[PeerId] = (), invites: Sequence[bytes] = ()
 ) -> bytes:
-    """The next revocation list, signed, with these on it. Raises UsageError."""
+    """Return the next revocation list, signed, with `peers` and `invites` added.
+
+    Raises UsageError if `owner` is not the swarm's owner or the list is full, ProtocolError if `current` is not the owner's.
+    """
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")
     revocations = open_list(current, swarm.id, swarm.owner) if current else nobody(swarm.id)
@@ -139,14 +149,15 @@ def revoke(
 
 
 def find_invite(text: str, swarm: Swarm, book: IssuedInvites) -> bytes | None:
-    """The id of the invite that a line, an id or the beginning of one names; None where it names none.
+    """Return the id of the invite that `text` names: the line of an invite, its id, or the beginning of the id. None if it names
+    none.
 
-    Raises UsageError where it is another swarm's, or the beginning of several.
+    Raises UsageError if the line is no invite by this swarm's owner, or if several ids begin with `text`.
     """
     if looks_like_invite(text):
         invite = decode_invite(text)
         if invite.swarm_id != swarm.id or not isinstance(invite, OwnedInvite) or not invite.grant:
-            raise UsageError(f"this is not an invite that {swarm.name}'s owner gave to somebody")
+            raise UsageError(f"this is not an invite that the owner of {swarm.name} gave out")
         return invite.opened_grant().invite_id
     found = {guest.invite for guest in book.guests if guest.invite.startswith(text.lower())}
     if len(text) < MIN_ID_CHARS or not found:

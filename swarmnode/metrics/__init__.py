@@ -1,1 +1,1 @@
-"""What a process tells Prometheus of itself. Rooms below keep plain counts; they are read when somebody asks."""
+"""Metrics of a process for Prometheus. Lower rooms keep plain counts, which are read at each scrape."""

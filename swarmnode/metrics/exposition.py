@@ -1,6 +1,6 @@
-"""Exposition: the figures of a process over HTTP, for Prometheus to scrape, and whether it lives, for those who restart it.
+"""Exposition: the figures of a process over HTTP for Prometheus, and a health check for supervisors.
 
-The only file that imports prometheus_client (20 ms and 2 MiB in a node): it is loaded where somebody asks for metrics.
+The only file that imports prometheus_client (20 ms and 2 MiB in a node): it is loaded only where metrics are served.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
-END_LOOK_S = 0.05  # how often the server looks whether it is to end: who stops a node waits for that
+END_LOOK_S = 0.05  # how often the server checks whether it should end; stopping a node waits for that
 FAMILIES: dict[MetricKind, Callable[..., Family]] = {
     MetricKind.COUNTER: CounterMetricFamily,
     MetricKind.GAUGE: GaugeMetricFamily,
@@ -46,7 +46,8 @@ def _nothing() -> Readings:
 
 @dataclass(frozen=True)
 class Sources:
-    """Who is asked for a swarm's figures: `live` on the event loop, where nothing changes meanwhile; `machine` beside it."""
+    """Sources of a swarm's figures: `live` is read on the event loop, where nothing changes meanwhile; `machine` on another
+    thread."""
 
     swarm: str
     live: Source
@@ -54,8 +55,11 @@ class Sources:
 
 
 class SwarmCollector(Collector):
-    """Turns readings into Prometheus' families. Every metric of the table is told, with or without a figure. `live` gives what
-    the sources' live ones read."""
+    """Collector that turns readings into Prometheus' metric families. Every metric of the table is listed, with or without a
+    figure.
+
+    `live` returns the readings of the sources' `live`, in the order of `sources`.
+    """
 
     def __init__(self, sources: Sequence[Sources], live: Callable[[], list[list[Reading]]]) -> None:
         self._sources = sources
@@ -65,7 +69,7 @@ class SwarmCollector(Collector):
         return f"<SwarmCollector of {', '.join(each.swarm for each in self._sources)}>"
 
     def collect(self) -> Iterator[Family]:
-        """Called from other threads than the loop's."""
+        """Yield all metric families. Called on threads other than the event loop's."""
         families = {metric: family(metric) for metric in table.ALL}
         for each, readings in zip(self._sources, self._live(), strict=True):
             for reading in [*readings, *each.machine()]:
@@ -74,12 +78,12 @@ class SwarmCollector(Collector):
 
 
 def family(metric: Metric) -> Family:
-    """A metric without any figure yet."""
+    """Return the empty metric family of `metric`."""
     return FAMILIES[metric.kind](metric.name, metric.help, labels=("swarm", *metric.labels))
 
 
 def add(family: Family, reading: Reading, swarm: str) -> None:
-    """Put a reading into its family."""
+    """Add a reading to its family."""
     labels, value = (swarm, *reading.labels), reading.value
     if isinstance(family, HistogramMetricFamily):
         assert isinstance(value, Histogram)
@@ -90,7 +94,7 @@ def add(family: Family, reading: Reading, swarm: str) -> None:
 
 
 async def exposed(sources: Sequence[Sources]) -> bytes:
-    """All figures of this process as Prometheus reads them (CONTENT_TYPE)."""
+    """Return all figures of this process in Prometheus' text format (CONTENT_TYPE)."""
     live = await _read(sources)
     return await asyncio.to_thread(lambda: generate_latest(_registry(sources, lambda: live)))
 
@@ -108,12 +112,12 @@ def _registry(sources: Sequence[Sources], live: Callable[[], list[list[Reading]]
 
 @contextlib.asynccontextmanager
 async def serving(sources: Sources, host: str, port: int) -> AsyncIterator[int]:
-    """Answer scrapes at /metrics and questions at /healthz while the context lasts, at the port that it yields (a free one for
-    0). Raises LocalError."""
+    """Serve /metrics and /healthz while the context lasts; yield the port (a free one if `port` is 0). Raises LocalError if the
+    address cannot be used."""
     loop = asyncio.get_running_loop()
 
     def live() -> list[list[Reading]]:
-        """Raises TimeoutError where the loop is stuck: then the scrape fails, too."""
+        """Read the live figures. Raises TimeoutError if the event loop is stuck: then the scrape fails, too."""
         return asyncio.run_coroutine_threadsafe(_read([sources]), loop).result(SCRAPE_TIMEOUT_S)
 
     registry = _registry([sources], live)
@@ -136,7 +140,7 @@ async def serving(sources: Sources, host: str, port: int) -> AsyncIterator[int]:
 
 
 class MetricsApp:
-    """The WSGI application: /metrics, /healthz (200 while the event loop turns, else 503), and 404 for whatever else."""
+    """WSGI application: /metrics, /healthz (200 while the event loop runs, else 503), and 404 for any other path."""
 
     def __init__(self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
         self._metrics = make_wsgi_app(registry)
@@ -154,7 +158,7 @@ class MetricsApp:
             turns = self._turns()
             status, text = ("200 OK", "ok\n") if turns else ("503 Service Unavailable", "the event loop is stuck\n")
         else:
-            status, text = "404 Not Found", "there are /metrics and /healthz\n"
+            status, text = "404 Not Found", "the paths are /metrics and /healthz\n"
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [text.encode()]
 
@@ -165,7 +169,8 @@ class MetricsApp:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, of MAX_CONNECTIONS at most: one more closes the oldest of the address that has most."""
+    """Server with a thread for each connection, at most MAX_CONNECTIONS: a further one closes the oldest of the address that has
+    most."""
 
     daemon_threads = True
     block_on_close = False  # else an ended thread is kept as long as the server
@@ -176,7 +181,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start its thread, once there is a place."""
+        """Start a thread for the connection, once there is a place."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 most = Counter(self._open.values()).most_common(1)[0][0]
@@ -188,13 +193,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Give its place to others."""
+        """Free the connection's place."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that goes away or says nothing is no error of ours."""
+        """Log a failed scrape: a scraper that goes away or stays silent is no error of this process."""
         log.info("a scrape from %s failed", client_address[0], exc_info=True)
 
 
@@ -203,9 +208,9 @@ class _ServerOfIPv6(_Server):
 
 
 class _Quiet(WSGIRequestHandler):
-    """A scrape every few seconds is no news."""
+    """Request handler that logs nothing: a scrape comes every few seconds."""
 
-    timeout = SCRAPE_TIMEOUT_S  # for each piece that is read or written
+    timeout = SCRAPE_TIMEOUT_S  # of each read and write
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Figures of the machine for metrics: versions, disk, and NVIDIA cards by the library of their driver (NVML)."""
+"""Figures of the machine for metrics: versions, disk, and NVIDIA cards (by NVML, their driver's library)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def machine(home: Path) -> Source:
-    """Reads the machine; `home` is where the process keeps its state."""
+    """Return a function that reads the machine's figures; `home` is the folder with the state of the process."""
     nvml, handles = nvidia_cards()
     cards = [Card(nvml, handle, index) for index, handle in enumerate(handles)]
 
@@ -32,21 +32,21 @@ def machine(home: Path) -> Source:
 
 
 def build() -> Reading:
-    """The versions that run; torch's only where it is loaded."""
+    """Return the reading of the versions in use; torch's is empty if torch is not loaded."""
     torch = sys.modules.get("torch")
     versions = (__version__, platform.python_version(), str(getattr(torch, "__version__", "")))
     return Reading(table.BUILD, 1.0, versions)
 
 
 def disk(folder: Path) -> Readings:
-    """Of the disk on which `folder` is, or will be."""
+    """Yield free and total space of the disk of `folder`, which need not exist yet."""
     usage = shutil.disk_usage(existing(folder))
     yield Reading(table.DISK_FREE, usage.free)
     yield Reading(table.DISK_SIZE, usage.total)
 
 
 class Card:
-    """One NVIDIA card. What its driver does not tell (power, on many laptops) is left out."""
+    """NVIDIA card. Figures that its driver does not give (power, on many laptops) are left out."""
 
     def __init__(self, nvml: Any, handle: Any, index: int) -> None:
         self._nvml = nvml
@@ -58,7 +58,7 @@ class Card:
         return f"<Card {' '.join(self._labels)}>"
 
     def read(self) -> Readings:
-        """Use, memory, temperature and power now."""
+        """Yield the card's current use, memory, temperature and power."""
         nvml, handle = self._nvml, self._handle
         figures: dict[Metric, Callable[[], float]] = {
             table.GPU_BUSY: lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -75,7 +75,7 @@ class Card:
 
 
 def nvidia_cards() -> tuple[Any, list[Any]]:
-    """Return NVML, and its handle of each NVIDIA card of this machine: of none if there is no driver."""
+    """Return NVML and its handles of this machine's NVIDIA cards; no handles if there is no driver."""
     import pynvml
 
     try:

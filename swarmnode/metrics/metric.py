@@ -1,4 +1,4 @@
-"""Metric and reading: the name and kind of a figure, and the figure."""
+"""Metric: name and kind of a figure. Reading: its value at one moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
 class Histogram:
-    """Fed by one thread. Who reads from another one meanwhile may miss the newest figure, and no more."""
+    """Counts of figures by buckets, fed by one thread. A reader on another thread may miss the newest figure, and no more."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -29,7 +29,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many figures there were."""
+        """Number of figures observed."""
         return sum(self._counts)
 
     def observe(self, figure: float) -> None:
@@ -39,13 +39,14 @@ class Histogram:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Around what takes time; what fails is not counted."""
+        """Observe the seconds that the `with` block takes, unless it raises."""
         began_s = time.perf_counter()
         yield
         self.observe(time.perf_counter() - began_s)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, figures up to it), as Prometheus wants them: cumulative, the last one `+Inf`."""
+        """Return (upper bound, number of figures up to it) of each bucket in Prometheus' form: cumulative, the last bound
+        "+Inf"."""
         cumulative, total = [], 0
         for bound, count in zip([*self._bounds, float("inf")], tuple(self._counts), strict=True):
             total += count
@@ -54,7 +55,7 @@ class Histogram:
 
 
 class MetricKind(Enum):
-    """The kinds of Prometheus' exposition format."""
+    """Kind of a metric in Prometheus' exposition format."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -63,10 +64,11 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """A name by Prometheus' conventions (base units, counters end in `_total`), and the names of its labels.
+    """Name of a metric by Prometheus' conventions (base units, counters end in `_total`), its kind, its help text and the names of
+    its labels.
 
-    A label's values come from a small set that is known before (codecs, phases, states), or there is one at a time (the
-    span that the node holds): never peers or sessions, whose number strangers decide. The swarm's name is added to all.
+    A label's values come from a small known set (codecs, phases, states), or exist one at a time (the span that the node holds).
+    Never peers or sessions: strangers decide how many there are. The swarm's name is added to all.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Metric:
 
 
 class Reading(NamedTuple):
-    """What a metric is now; `labels` are the values, in the order of their names."""
+    """Value of a metric at one moment; `labels` are the labels' values, in the order of their names."""
 
     metric: Metric
     value: Union[float, Histogram]
@@ -85,4 +87,4 @@ class Reading(NamedTuple):
 
 Readings = Iterable[Reading]
 Source = Callable[[], Readings]
-"""Reads the figures of one part of the process, at the moment of the call."""
+"""Function that reads the current figures of one part of the process."""

@@ -1,4 +1,4 @@
-"""Every metric of swarmnode. Seconds and bytes throughout; all carry the label `swarm` besides those named here."""
+"""All metrics of swarmnode, in seconds and bytes. All carry the label `swarm` besides the labels named here."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ BUILD = _gauge("build_info", "Always 1; the versions are in the labels.", "versi
 DISK_FREE = _gauge("disk_free_bytes", "Space left where the process keeps its state.")
 DISK_SIZE = _gauge("disk_size_bytes", "Space in all where the process keeps its state.")
 GPU_BUSY = _gauge("gpu_utilization_ratio", "Share of the last moments in which the card computed.", "gpu", "model")
-GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", "Memory of the card in use, by anybody.", "gpu", "model")
+GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", "Memory of the card in use by all processes.", "gpu", "model")
 GPU_MEMORY_SIZE = _gauge("gpu_memory_size_bytes", "Memory of the card.", "gpu", "model")
 GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", "Temperature of the card.", "gpu", "model")
 GPU_POWER = _gauge("gpu_power_watts", "Power that the card draws.", "gpu", "model")
 MEMORY_RESERVED = _gauge(
     "memory_reserved_bytes",
-    "Memory promised in the ledger of the host or of its device, by what it is for.",
+    "Memory reserved in the ledger of the host or of its device, by account.",
     "place",
     "account",
 )
-MEMORY_PEAK = _gauge("memory_peak_bytes", "The most that a ledger had promised at once so far.", "place")
-MEMORY_LIMIT = _gauge("memory_limit_bytes", "What a ledger may promise in all; 0 where it has no limit.", "place")
+MEMORY_PEAK = _gauge("memory_peak_bytes", "Largest amount reserved in a ledger at once so far.", "place")
+MEMORY_LIMIT = _gauge("memory_limit_bytes", "Limit of a ledger's reservations; 0 if it has none.", "place")
 
 # The swarm as this peer sees it
 STATE = _gauge("node_state", "1 for the state in which this peer is, 0 for the others.", "state")
-PEERS = _gauge("directory_peers", "Peers in the live directory, ourselves included, by state.", "state")
+PEERS = _gauge("directory_peers", "Peers in the live directory, this one included, by state.", "state")
 UNITS = _gauge("units", "Units of the model.")
 UNITS_WITHOUT_HOLDER = _gauge("units_without_holder", "Units that no ready peer holds.")
-LEAST_HOLDERS = _gauge("unit_holders_min", "Ready peers that hold the unit which the fewest hold.")
+LEAST_HOLDERS = _gauge("unit_holders_min", "Ready holders of the unit that has the fewest.")
 DHT_SECONDS = _histogram("dht_seconds", "Time of an operation on the DHT that succeeded.", "operation")
 DHT_FAILURES = _counter("dht_failures", "Operations on the DHT that failed.", "operation")
 MOVES = _counter("moves", "Moves of this node to another span.")
 
-# What the owner of the machine has it do
+# Lending: when the machine's owner lets the node work
 LENDING_STATE = _gauge("lending_state", "1 for the state in which lending is, 0 for the others.", "state")
 LENDING_HELD = _gauge("lending_held", "1 while the owner, or a rule, wants the node to pause.", "by")
-LENDING_PAUSES = _counter("lending_pauses", "How often the node gave the machine back.")
+LENDING_PAUSES = _counter("lending_pauses", "Times that the node gave the machine back.")
 
 # Links
 LINK_BYTES = _counter("link_bytes", "Bytes on all links, headers included.", "protocol", "direction")
@@ -63,7 +63,7 @@ CODEC_LINKS = _gauge(
 )
 
 # A stage. Its work is to serve (in the phases prefill and decode) or to train (forward and backward).
-TOKENS = _counter("tokens", "Positions computed (samples, where a model has no positions).", "span", "phase")
+TOKENS = _counter("tokens", "Positions computed (samples if the model has no positions).", "span", "phase")
 UNIT_TOKENS = _counter("unit_tokens", "Work done: positions times the units that they passed.", "span", "phase")
 MICROBATCHES = _counter("microbatches", "Inputs computed: of sessions, or of a training step.", "span", "phase")
 HOP_SECONDS = _histogram(
@@ -79,13 +79,13 @@ REFUSALS = _counter("refused_sessions", "Sessions refused, by cause.", "span", "
 FAULTS = _counter("faults", "Faults of routes that this stage reported, by cause.", "span", "work", "cause")
 SPEED = _gauge("decode_units_per_second", "Speed that this node announces for decode steps.", "span")
 
-# What clients sign for
+# Work that clients sign receipts for
 COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for others: positions (samples) times units.")
 RECEIPTED_WORK = _counter("receipted_unit_tokens", "The part of it for which a client has signed.")
-RECEIPTS = _counter("receipts", "Receipts that clients brought, by what became of them.", "result")
-CREDIT_WORK = _gauge("credit_unit_tokens", "What all receipts that are kept add up to.", "work")
+RECEIPTS = _counter("receipts", "Receipts that clients brought, by result.", "result")
+CREDIT_WORK = _gauge("credit_unit_tokens", "Sum of the work in all kept receipts.", "work")
 CREDIT_CLIENTS = _gauge("credit_clients", "Distinct clients that signed them.")
-CREDIT = _gauge("credit", "What of it counts, after the discount for few clients.")
+CREDIT = _gauge("credit", "Credit for that work after the discount for few clients.")
 
 # Training: of a stage
 TRAINING_STEP = _gauge("training_step", "Step that the stage is at.", "span")
@@ -94,24 +94,24 @@ TRAINING_NORM = _gauge("training_gradient_norm", "Norm of the last step's gradie
 AVERAGING_SECONDS = _histogram("averaging_seconds", "Time in which replicas agreed on a gradient.", "span")
 NOT_FINITE = _counter("not_finite", "Microbatches in which this stage met NaN or infinity.", "span")
 
-# Training: of a trainer, who feeds the data
+# Training: of a trainer, the node that feeds the data
 TRAINER_STEP = _gauge("trainer_step", "Last step that is done.")
 TRAINER_LOSS = _gauge("trainer_loss", "Mean loss of the last step.")
 TRAINER_PEERS = _gauge("trainer_peers", "Peers that took part in the last step.")
-TRAINER_WAITING = _gauge("trainer_waiting", "1 while nothing goes on since units have nobody.")
+TRAINER_WAITING = _gauge("trainer_waiting", "1 while training waits because units have no holder.")
 TRAINER_STEP_SECONDS = _histogram("trainer_step_seconds", "Time of a step.")
-TRAINER_EXPECTED_SECONDS = _gauge("trainer_expected_step_seconds", "What was expected of the last step when it began.")
-TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of the steps that are done (samples, where there are no tokens).")
+TRAINER_EXPECTED_SECONDS = _gauge(
+    "trainer_expected_step_seconds", "Expected time of the last step, estimated when it began."
+)
+TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of finished steps (samples if the model has no tokens).")
 
 # A client that generates
-CLIENT_SESSIONS = _counter("client_sessions", "Generations that ended, by how.", "result")
-CLIENT_TOKENS = _counter("client_tokens", "Tokens that came.")
+CLIENT_SESSIONS = _counter("client_sessions", "Generations that ended, by result.", "result")
+CLIENT_TOKENS = _counter("client_tokens", "Tokens received.")
 FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to the first token.")
 TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
-AUDITS = _counter("audits", "Sessions of this client that were computed once more, by what came of it.", "result")
-SPOT_CHECKS = _counter(
-    "spot_checks", "Microbatches of other stages that were computed once more, by what came of it.", "result"
-)
+AUDITS = _counter("audits", "Sessions of this client that were recomputed, by result.", "result")
+SPOT_CHECKS = _counter("spot_checks", "Microbatches of other stages that were recomputed, by result.", "result")
 REROUTES = _counter("reroutes", "Sessions that were moved to another route, by cause.", "cause")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

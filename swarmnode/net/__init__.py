@@ -1,1 +1,1 @@
-"""Peers and byte streams. Knows nothing of models."""
+"""Peers and byte streams between them. This room knows nothing of models."""

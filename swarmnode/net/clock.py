@@ -1,4 +1,4 @@
-"""The clocks of a peer, as one argument: a peer in virtual time has others than one on a machine."""
+"""The clocks of a peer in one object: a simulated peer has a clock in virtual time, a real one the machine's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clock:
-    """All in seconds. Intervals are measured by `monotonic`, round trips by `stopwatch`, passes over a device by `compute`, which
-    `hold_up` lets pass off the loop; only what other peers read, or a later run of this one, is told in unix time."""
+    """Clocks and sleep of a peer, in seconds.
+
+    `monotonic` measures intervals, `stopwatch` round trips, `compute` passes over a device. `hold_up` lets compute time pass, off
+    the event loop. `unix` is only for times that other peers, or a later run of this one, read.
+    """
 
     unix: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic

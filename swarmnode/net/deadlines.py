@@ -1,6 +1,6 @@
-"""How long to wait for an answer, from what link and peer were measured to do; and how long to leave alone who did not answer.
+"""Waiting times for answers, from measurements of link and peer; and back-off times after failures.
 
-Pure: whoever waits brings the figures and the clock, and acts when the time is over.
+Pure: the caller brings the measurements and the clock, and acts when the time is over.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from swarmnode.net.interfaces import PeerId
 
 @dataclass(frozen=True)
 class Deadline:
-    """A rule: `slack` times what the answer is expected to take, at least `floor_s`, at most `ceiling_s` (seconds).
+    """A rule for waiting: `slack` times the expected duration of the answer, at least `floor_s`, at most `ceiling_s` (seconds).
 
-    The floor covers what no measurement foretells (a pause of the garbage collector, a busy machine); the ceiling is for
-    what was never measured, and bounds what a peer can gain by being slow.
+    The floor covers delays that no measurement foretells (a pause of the garbage collector, a busy machine). The ceiling is used
+    without measurements, and bounds a peer's gain from being slow. Raises ValueError if the values contradict one another.
     """
 
     floor_s: float = 1.0
@@ -35,9 +35,19 @@ class Deadline:
         size_bytes: int = 0,
         bytes_per_s: float | None = None,
     ) -> float:
-        """Seconds to wait for the answer to a question that takes `work_s` seconds of computing (of all that waits before it,
-        too), and for which `size_bytes` travel, there and back together. What is None was not measured: then the ceiling
-        holds, unless there is nothing to send."""
+        """Return the seconds to wait for an answer.
+
+        Args:
+            rtt_s: Measured round trip; None if unmeasured.
+            work_s: Computing time of the question and of all that waits before it; None if unmeasured.
+            size_bytes: Bytes to transfer, there and back together.
+            bytes_per_s: Measured bandwidth; None if unmeasured.
+
+        Returns:
+            `slack` times the sum of round trip, transfer and work, between floor and ceiling. The ceiling if a measurement is
+                missing
+            (a missing bandwidth counts only if there are bytes to transfer).
+        """
         if rtt_s is None or work_s is None or (size_bytes and not bytes_per_s):
             return self.ceiling_s
         transfer_s = size_bytes / bytes_per_s if bytes_per_s else 0.0
@@ -45,8 +55,11 @@ class Deadline:
 
 
 class Expectation:
-    """What a kind of work takes, learnt from how long it took: a mean and its usual deviation, as TCP times its answers
-    (RFC 6298). In whatever unit the samples have: seconds, or seconds for each position."""
+    """Expected duration of a kind of work, learnt from samples: a mean and a mean deviation, as TCP does for round trips (RFC
+    6298).
+
+    The samples may have any unit: seconds, or seconds per position.
+    """
 
     MEAN_GAIN = 1 / 8
     DEVIATION_GAIN = 1 / 4
@@ -60,7 +73,7 @@ class Expectation:
         return f"<Expectation {'unknown' if self._mean is None else f'{self._mean:.3g} +- {self._deviation:.2g}'}>"
 
     def note(self, sample: float) -> None:
-        """It took this long."""
+        """Add a sample."""
         if self._mean is None:
             self._mean, self._deviation = sample, sample / 2
             return
@@ -69,19 +82,19 @@ class Expectation:
 
     @property
     def mean(self) -> float | None:
-        """What it takes on the average; None before the first sample."""
+        """Smoothed mean of the samples; None before the first."""
         return self._mean
 
     @property
     def bound(self) -> float | None:
-        """What it takes at most, as far as its deviation tells; None before the first sample."""
+        """Mean plus DEVIATIONS mean deviations; None before the first sample."""
         return None if self._mean is None else self._mean + self.DEVIATIONS * self._deviation
 
 
 class Backoff:
-    """Exponential backoff by peer: a pause that grows with each failure in a row, and that a success forgives.
+    """Exponential back-off by peer: a pause that grows with each failure in a row; a success resets it.
 
-    A peer whose last pause ended `forget_s` ago begins anew: what it did then says little about it now.
+    A peer also starts anew if its last pause ended more than `forget_s` seconds ago.
     """
 
     def __init__(
@@ -104,7 +117,8 @@ class Backoff:
         return f"<Backoff from {len(self.resting)} of {len(self._pauses)} peers>"
 
     def failed(self, peer: PeerId, *, at_least_s: float = 0.0) -> float:
-        """A peer failed: the seconds for which it is left alone now. `at_least_s` is what it asked for itself (BUSY)."""
+        """Record a failure of `peer` and return the seconds of its pause, at least `at_least_s` (the time in a BUSY answer,
+        say)."""
         self._forget_old()
         known = self._pauses.get(peer)
         pause_s = self._first_s if known is None else min(self._ceiling_s, known[0] * self._factor)
@@ -112,17 +126,17 @@ class Backoff:
         return max(pause_s, at_least_s)
 
     def succeeded(self, peer: PeerId) -> None:
-        """A peer did what was asked: its failures are forgiven."""
+        """Forget the failures of `peer`."""
         self._pauses.pop(peer, None)
 
     def pause_s(self, peer: PeerId) -> float:
-        """For how many seconds more a peer is left alone; 0 where it may be asked."""
+        """Return the remaining seconds of the pause of `peer`; 0 if it may be asked."""
         _, until_s = self._pauses.get(peer, (0.0, 0.0))
         return max(0.0, until_s - self._clock())
 
     @property
     def resting(self) -> frozenset[PeerId]:
-        """The peers that are left alone now."""
+        """Peers that are backing off now."""
         now_s = self._clock()
         return frozenset(peer for peer, (_, until_s) in self._pauses.items() if until_s > now_s)
 

@@ -1,4 +1,4 @@
-"""From what a peer wants of a network to an engine that runs: which relays answer, and whether anybody gets in directly."""
+"""Start of the engine for a peer's network settings: finds the relays that answer, and whether the peer is hidden behind NAT."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from swarmnode.net.addressing.reachability import is_hidden, own_interfaces
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.network_config import NetworkConfig
 
-RELAY_TIMEOUT_S = 2.0  # one that has not answered by then is no relay for us
+RELAY_TIMEOUT_S = 2.0  # a relay that has not answered by then is not used
 
 
 async def start_engine(config: NetworkConfig) -> Engine:
-    """Come up on the real network. Raises LocalError where a port is in use or p2pd does not start, UsageError."""
+    """Join the real network. Raises LocalError if a port is in use or p2pd does not start, UsageError if a setting is not valid."""
     relays = tuple(await answering(config.relays, timeout_s=RELAY_TIMEOUT_S))
     mapped = bool(config.announce_maddrs) or config.nat_port_map
     hidden = not mapped and any(map(is_public, relays)) and is_hidden(config.host_maddrs, own_interfaces())

@@ -1,7 +1,7 @@
-"""Identities: Ed25519 keys in the file format that p2pd reads, the peer ids that follow from them, and signatures.
+"""Identities: Ed25519 keys in the file format that p2pd reads, their peer ids, and signatures.
 
-The id of an Ed25519 peer holds its public key (identity multihash, libp2p specs "Peer Ids and Keys"), so anyone can check its
-signatures knowing the id alone.
+The id of an Ed25519 peer holds its public key (identity multihash, libp2p specs "Peer Ids and Keys"), so signatures can be checked
+with the id alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from swarmnode.errors import LocalError, with_advice
 from swarmnode.files import existing, lock_alone, may_write, write_private
 from swarmnode.net.interfaces import PeerId
 
-SEED_BYTES = 32  # any are a private key (RFC 8032, section 5.1.5)
-MAX_SLOTS = 64  # of one home
+SEED_BYTES = 32  # any 32 bytes are a private key (RFC 8032, section 5.1.5)
+MAX_SLOTS = 64  # identities of one role in one home
 REMEMBERED_SIGNATURES = 1024
 
 # protobuf: field 1 (type) varint 1 = Ed25519; field 2 (data), length
@@ -32,16 +32,17 @@ Key = TypeVar("Key", bound="SigningKey")
 
 
 def check_home(home: Path) -> None:
-    """Raises LocalError where a node could not keep its state there. Leaves nothing behind."""
+    """Raise LocalError if a node cannot keep its state in `home`. Creates nothing."""
     place = existing(home)
     if not place.is_dir() or not may_write(place):
-        raise LocalError(
-            f"cannot keep state in {home}: {place} is no folder that can be written; choose another --home"
-        )
+        raise LocalError(f"cannot keep state in {home}: {place} is no writable folder; choose another --home")
 
 
 class IdentitySlot:
-    """An identity file that no other running process uses. Several nodes may share a home: each takes the next free slot."""
+    """An identity file that no other running process uses. Several nodes may share a home: each takes the next free slot.
+
+    Raises LocalError if `home` cannot be written or all slots are in use.
+    """
 
     def __init__(self, home: Path, role: str) -> None:
         self._lock: IO[bytes] | None = None
@@ -67,7 +68,7 @@ class IdentitySlot:
 
 
 class SigningKey:
-    """An Ed25519 private key, and the public one that follows from it."""
+    """An Ed25519 private key and its public key."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
@@ -79,16 +80,16 @@ class SigningKey:
 
     @classmethod
     def generate(cls: type[Key]) -> Key:
-        """Draw a new one."""
+        """Generate a new key."""
         return cls(secrets.token_bytes(SEED_BYTES))
 
     def sign(self, data: bytes) -> bytes:
-        """Return the 64-byte signature."""
+        """Return the 64-byte signature of `data`."""
         return self._key.sign(data)
 
 
 class Identity(SigningKey):
-    """A private key and the peer id that follows from it."""
+    """A private key and its peer id."""
 
     def __init__(self, seed: bytes) -> None:
         super().__init__(seed)
@@ -99,21 +100,22 @@ class Identity(SigningKey):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Identity:
-        """From the bytes of a libp2p key file. Raises LocalError where they are not an Ed25519 private key."""
+        """Return the identity in the bytes of a libp2p key file. Raises LocalError if they are not an Ed25519 private key."""
         if len(data) != len(_PRIVATE_HEAD) + 64 or not data.startswith(_PRIVATE_HEAD):
             raise LocalError("not an Ed25519 identity")
         identity = cls(data[len(_PRIVATE_HEAD) : len(_PRIVATE_HEAD) + 32])
-        if identity.to_bytes() != data:  # torn by a power cut: another private key than the public one says
+        if identity.to_bytes() != data:  # torn by a power cut: private and public key do not match
             raise LocalError("not an Ed25519 identity")
         return identity
 
     def to_bytes(self) -> bytes:
-        """As libp2p's private key message; a secret."""
+        """Return the identity as libp2p's private key message; a secret."""
         return _PRIVATE_HEAD + self.seed + self.public
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity kept in a file; a new one is written where there is none. Raises LocalError."""
+        """Return the identity in the file `path`; if there is no file, write a new one. Raises LocalError if the file is no
+        identity or cannot be read or written."""
         try:
             return cls.from_bytes(path.read_bytes())
         except FileNotFoundError:
@@ -126,7 +128,7 @@ class Identity(SigningKey):
             raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
 
     def save(self, path: Path) -> None:
-        """Write the key file, readable by its owner alone, all or nothing. Raises LocalError."""
+        """Write the key file with mode 0600, atomically, creating its folder if missing. Raises LocalError."""
         write_private(path, self.to_bytes(), make_folder=True)
 
 
@@ -143,22 +145,22 @@ def _public_key(peer: PeerId) -> Ed25519PublicKey | None:
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether the text is the id of an Ed25519 peer."""
+    """Return whether the text is the id of an Ed25519 peer."""
     return _public_key(text) is not None
 
 
 @lru_cache(maxsize=REMEMBERED_SIGNATURES)
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether the peer's key made the signature over the data. False for ids that are not of Ed25519 keys.
+    """Return whether the key of `peer` made the signature of `data`. False for ids that are not of Ed25519 keys.
 
-    Remembered: the same record is checked as one that is kept for others and as one that is read.
+    Cached: a record is checked once as one kept for others and once as one read.
     """
     key = _public_key(peer)
     return key is not None and has_signed(key, data, signature)
 
 
 def has_signed(key: Ed25519PublicKey, data: bytes, signature: bytes) -> bool:
-    """Whether the key made the signature over the data."""
+    """Return whether the key made the signature of `data`."""
     try:
         key.verify(signature, data)
     except InvalidSignature:

@@ -1,7 +1,7 @@
-"""The network as the rest of swarmnode knows it: streams to peers, and the table that all peers keep together.
+"""The network as the rest of swarmnode sees it: streams to peers, and the table (DHT) that all peers keep together.
 
-Two networks stand behind it, `Engine` (`libp2p/engine.py`) and the fake of virtual time (`memory/network.py`); `tests/conformance`
-holds both to what is promised here. Everything is used on one event loop, and nothing here blocks it.
+Two networks implement it, `Engine` (`libp2p/engine.py`) and the fake in virtual time (`memory/network.py`); `tests/conformance`
+tests both. Everything is used on one event loop, and nothing here blocks it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ MAX_RECORD_BYTES = 4096
 
 
 class Stream(ABC):
-    """One ordered two-way byte stream to a peer whose id the network has authenticated.
+    """Ordered two-way byte stream to a peer whose id the network has authenticated.
 
-    One reader at a time, and any number of writers. Both sides end by `close` or `abort`, after which only these two may be called.
+    One reader at a time, and any number of writers. Both sides end it by `close` or `abort`; afterwards only these two may be
+    called.
 
     Attributes:
         peer: Id of the peer at the other end.
@@ -33,15 +34,15 @@ class Stream(ABC):
     protocol: str
     group: str = ""
 
-    def let_in(self) -> None:  # noqa: B027  # most streams have nobody who counts them
-        """Note that the peer that opened the stream has been admitted, so that it no longer counts among strangers."""
+    def let_in(self) -> None:  # noqa: B027  # most streams are not counted
+        """Note that the peer that opened the stream has been admitted: the stream no longer counts among those of strangers."""
 
     def give_place_up(self) -> None:  # noqa: B027  # as above
-        """Note that the stream is about to end, and that another one counts in its stead."""
+        """Note that the stream is about to end, and that another one takes its place in the count."""
 
     @abstractmethod
     async def read_into(self, buffer: memoryview) -> int:
-        """Wait for bytes, and put those that have come at the start of `buffer`.
+        """Wait for bytes, and put those that have arrived at the start of `buffer`.
 
         Args:
             buffer: Room for at least one byte.
@@ -51,11 +52,11 @@ class Stream(ABC):
 
         Raises:
             PeerLost: The stream was reset, or its peer is gone.
-            asyncio.CancelledError: The read must then be the last one: bytes may have gone with it.
+            asyncio.CancelledError: No further read may follow: bytes may have been lost with this one.
         """
 
     async def read(self) -> bytes:
-        """Wait for bytes, and return those that have come.
+        """Wait for bytes, and return those that have arrived.
 
         Returns:
             At most 64 KiB; empty at the end of the stream.
@@ -68,28 +69,28 @@ class Stream(ABC):
 
     @abstractmethod
     def write(self, buffers: Sequence[Buffer]) -> None:
-        """Queue bytes for sending, behind those of earlier calls, without waiting.
+        """Queue bytes for sending, after those of earlier calls, without waiting.
 
         Args:
-            buffers: Not to be changed by anybody from now on.
+            buffers: Must not be changed from now on.
 
         Raises:
-            PeerLost: The stream is closed. That the peer is gone may show only at `drain` or at a read.
+            PeerLost: The stream is closed. The loss of the peer may show only at `drain` or at a read.
         """
 
     @property
     @abstractmethod
     def unsent_bytes(self) -> int:
-        """Bytes that were written, and that this process still holds."""
+        """Bytes written that this process still holds."""
 
     @property
     def receive_bytes(self) -> int:
-        """Bytes of memory for what comes in before it is read: buffers, and what nobody has taken yet."""
+        """Bytes of memory for receiving: buffers, and data that has not been read yet."""
         return 0
 
     @abstractmethod
     async def drain(self) -> None:
-        """Wait until the send queue is below its high-water mark, for as long as the peer takes nothing.
+        """Wait until the send queue is below its high-water mark; without end if the peer takes nothing.
 
         Raises:
             PeerLost: The stream died meanwhile.
@@ -97,11 +98,12 @@ class Stream(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Send what is queued, then close; the peer reads the end of the stream. Safe to call twice."""
+        """Send what is queued, then close; the peer reads the end of the stream. Calling it again changes nothing."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop the stream at once, unsent bytes included. A pending read ends, by 0 or PeerLost. Safe to call twice."""
+        """Drop the stream at once, unsent bytes included. A pending read ends with 0 or PeerLost. Calling it again changes
+        nothing."""
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
@@ -109,21 +111,21 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One subkey's value as the DHT gave it; `expires_at` is unix time in seconds."""
+    """Value of one subkey in the DHT; `expires_at` is unix time in seconds."""
 
     value: bytes
     expires_at: float
 
 
 Enough = Callable[[bytes, Mapping[bytes, Record]], bool]
-"""(key, what has been found under it) -> whether no more of its keepers need be asked"""
+"""Function of (key, records found under it) that returns whether no more of the key's keepers need be asked."""
 
 
 class Dht(Protocol):
     """A Kademlia table of small, signed, expiring records, shared by all peers.
 
-    It holds a record at several peers near its key until the record expires. Nothing is certain: a peer that keeps a
-    record may be gone, and another may be slow or lie; who reads checks signatures.
+    It holds a record at several peers near its key until the record expires. Nothing is certain: a keeper may be gone, slow or
+    lying, so readers check signatures.
     """
 
     @abstractmethod
@@ -132,9 +134,9 @@ class Dht(Protocol):
 
         Args:
             key: Any length; it travels as its digest.
-            subkey: Under which the value stands beside others of the key.
-            value: At most MAX_RECORD_BYTES, and such that every peer's validator believes it.
-            expires_at: Unix time in seconds. It decides between two values of one subkey: the later one stands.
+            subkey: Name of the value among the values of the key.
+            value: At most MAX_RECORD_BYTES, and accepted by every peer's validator.
+            expires_at: Unix time in seconds. Of two values of one subkey the one that expires later is kept.
 
         Returns:
             Whether another peer took it. False if there is none, its validator refuses the value, the value is too large, or a
@@ -151,12 +153,12 @@ class Dht(Protocol):
         """Look up all subkeys of several keys.
 
         Args:
-            keys: Looked up at once.
-            enough: With it the keepers of a key are asked one after another until it says so, and none if what this peer keeps
-                is enough; without it all of them are asked. What one of them alone says may be some seconds late.
+            keys: Looked up at the same time.
+            enough: With it, the keepers of a key are asked one after another until it returns true, and none if this peer's own
+                records are enough. Without it all of them are asked. The records of a single keeper may be some seconds old.
 
         Returns:
-            For each key its records by subkey, the freshest that are known; empty for a key that nobody holds.
+            For each key its records by subkey, the freshest found; empty for a key without records.
 
         Raises:
             NetworkDown: This peer is cut off.
@@ -164,7 +166,7 @@ class Dht(Protocol):
 
     @abstractmethod
     async def population(self) -> float:
-        """Estimate how many peers keep the table, by how densely they stand around keys that nobody can foresee.
+        """Estimate the number of peers that keep the table, from their density around unpredictable keys.
 
         Raises:
             NetworkDown: This peer is cut off.
@@ -172,22 +174,22 @@ class Dht(Protocol):
 
 
 def key_digest(key: bytes) -> bytes:
-    """A key of the table as it travels: 20 bytes, of which nobody can tell what they stand for who does not know it."""
+    """Return the digest of a key under which it travels: 20 bytes, which reveal nothing to a peer that does not know the key."""
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
 RecordValidator = Callable[[bytes, bytes, bytes, float], bool]
-"""(digest of the key, subkey, value, expires_at) -> whether this peer keeps or believes it there. Called on every record, in and
-out."""
+"""Function of (digest of the key, subkey, value, expires_at) that returns whether this peer keeps and believes the record. Called
+for every record, in and out."""
 
 
 class Network(Protocol):
-    """One peer's presence on the network, from its start (`Platform.start_network`) to `close`.
+    """Presence of one peer on the network, from its start (`Platform.start_network`) to `close`.
 
-    It mends itself: after NetworkDown the same network may be there again seconds later, with the same id.
+    It recovers by itself: after NetworkDown the same network may be back seconds later, with the same id.
 
     Attributes:
-        peer_id: Our own id; the hash of our public key.
+        peer_id: Id of this peer; the hash of its public key.
     """
 
     peer_id: PeerId
@@ -204,7 +206,7 @@ class Network(Protocol):
         Args:
             peer: Any peer that the table or an earlier connection leads to.
             protocol: Name of the protocol.
-            timeout_s: Deadline in seconds to reach the peer, finding and connecting included.
+            timeout_s: Deadline in seconds for finding, connecting to and reaching the peer.
 
         Raises:
             PeerLost: The peer is not reached in time, or does not serve the protocol.
@@ -216,13 +218,13 @@ class Network(Protocol):
         """Call `handler` for each stream of this protocol that another peer opens from now on.
 
         Args:
-            protocol: Name of the protocol. A later handler takes the place of an earlier one.
-            handler: Runs in a task that the network owns and `close` cancels. The stream is over when it returns.
+            protocol: Name of the protocol. A later handler replaces an earlier one.
+            handler: Runs in a task that the network owns and `close` cancels. The stream ends when it returns.
         """
 
     @abstractmethod
     async def addresses(self) -> list[str]:
-        """Return the multiaddrs, with /p2p/<our id>, at which others may reach us now; empty if there is none.
+        """Return the multiaddrs, with /p2p/<own id>, at which others may reach this peer now; empty if there is none.
 
         Raises:
             NetworkDown: This peer is cut off.
@@ -230,7 +232,7 @@ class Network(Protocol):
 
     @abstractmethod
     async def connected(self) -> set[PeerId]:
-        """Return the peers with which there is a connection now, whoever opened it.
+        """Return the peers with a connection to this one now, whoever opened it.
 
         Raises:
             NetworkDown: This peer is cut off.
@@ -238,7 +240,7 @@ class Network(Protocol):
 
     @abstractmethod
     async def visitors(self) -> list[str]:
-        """Return the addresses of connected peers that came by themselves: neither we called them, nor did the table.
+        """Return the addresses of connected peers that connected by themselves, without a call from this peer or its table.
 
         Raises:
             NetworkDown: This peer is cut off.
@@ -253,7 +255,7 @@ class Network(Protocol):
             timeout_s: Deadline in seconds.
 
         Returns:
-            True as soon as one peer of the table answered; False if none did in time.
+            True once a peer of the table has answered; False if none did in time.
 
         Raises:
             NetworkDown: This peer is cut off.
@@ -261,4 +263,4 @@ class Network(Protocol):
 
     @abstractmethod
     async def close(self) -> None:
-        """Leave: close streams, stop handlers, end the p2pd. Safe to call twice."""
+        """Leave: close streams, stop handlers, end the p2pd. Calling it again changes nothing."""

@@ -1,4 +1,4 @@
-"""How a peer wants to be on a network, whichever it is."""
+"""A peer's network settings, for any network."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Addresses are multiaddrs, those of `relays` with /p2p/. The identity file must exist."""
+    """A peer's network settings. Addresses are multiaddrs, those of `relays` end with /p2p/ and an id. The identity file must
+    exist."""
 
     identity_path: Path
     host_maddrs: tuple[str, ...] = (LOOPBACK_ANY_PORT,)
-    announce_maddrs: tuple[str, ...] = ()  # which others reach us at, as the user knows
-    relays: tuple[str, ...] = ()  # peers that may relay for us where nobody gets in directly
-    public: bool = False  # a bootstrap peer: others reach it for sure
+    announce_maddrs: tuple[str, ...] = ()  # addresses at which others reach this peer, given by the user
+    relays: tuple[str, ...] = ()  # peers that may relay to this one if it cannot be reached directly
+    public: bool = False  # a bootstrap peer, which others reach for sure
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False
-    direct: bool = True  # TCP connections of its own to peers that can be reached by them
+    direct: bool = True  # use direct TCP connections to peers that accept them
     record_validator: RecordValidator | None = None
     gate: Gate = OPEN_GATE
     supervisor: Supervisor = field(default_factory=Supervisor)
 
 
 StartNetwork = Callable[[NetworkConfig], Awaitable[Network]]
-"""Brings a peer onto a network. Raises LocalError where this machine cannot."""
+"""Function that brings a peer onto a network. Raises LocalError if this machine cannot."""

@@ -1,4 +1,4 @@
-"""Background tasks: each has an owner, which awaits or cancels it, and a supervisor, which hears of crashes."""
+"""Background tasks: each has an owner, which awaits or cancels it, and a supervisor, which learns of crashes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.5
 
-# As the intensity and period of an Erlang supervisor: one bug in one conversation costs that conversation alone.
+# The intensity and period of an Erlang supervisor: a bug in one conversation costs that conversation alone.
 MOST_CRASHES = 5
 PERIOD_S = 60.0
 
@@ -24,27 +24,30 @@ OnCrash = Callable[[BaseException], None]
 
 
 class Tasks:
-    """Owns background tasks from `spawn` to `close`. One that dies of an error nobody expected is logged and counted, and
-    `on_crash` called; None where their owner begins them anew, or all of them are `awaited`."""
+    """Owner of background tasks, from `spawn` to `close`.
+
+    A task that dies of an unexpected error is logged and counted, and `on_crash` is called with the error. `on_crash` is None if
+    the owner starts tasks anew, or if all tasks are `awaited`.
+    """
 
     def __init__(self, name: str, *, on_crash: OnCrash | None) -> None:
         self.name = name
         self.crashes = 0
         self._on_crash = on_crash
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order in which they began
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # the oldest first
         self._closed = False
 
     def __repr__(self) -> str:
         return f"<Tasks {self.name}: {len(self._tasks)} running, {self.crashes} crashed{', closed' if self._closed else ''}>"
 
     def __len__(self) -> int:
-        """How many are running."""
+        """Return the number of running tasks."""
         return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
-        """Run a coroutine in the background. Raises RuntimeError after `close`.
+        """Run a coroutine in the background and return its task. Raises RuntimeError after `close`.
 
-        `awaited`: others wait for it, and hear of its errors.
+        `awaited`: callers await the task and get its errors, so these are no crashes.
         """
         if self._closed:
             coroutine.close()
@@ -55,7 +58,7 @@ class Tasks:
         return task
 
     def _heard(self, task: asyncio.Task[Any]) -> None:
-        """Whoever waits hears of its error; if nobody does any more, then nobody cares."""
+        """Forget an awaited task. Its error is for the callers that await it; without any, it is dropped."""
         self._tasks.pop(task, None)
         if not task.cancelled():
             task.exception()
@@ -70,21 +73,21 @@ class Tasks:
             self._on_crash(error)
 
     async def idle(self) -> None:
-        """Wait until nothing runs any more."""
+        """Wait until no task is running."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Cancel everything and wait for its end. Safe to call twice, and from one of the tasks."""
+        """Cancel all tasks and wait for their end. May be called again, and by one of the tasks."""
         self._closed = True
         await cancel_and_wait(*(task for task in self._tasks if task is not asyncio.current_task()))
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended; nobody hears of their errors.
+    """Cancel tasks and wait until they have ended; their errors are dropped.
 
-    Those that go on are cancelled again after a while: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes
-    together with its result.
+    Tasks that go on are cancelled again after CANCEL_AGAIN_S seconds: before Python 3.12, `asyncio.wait_for` loses a cancellation
+    that comes together with its result.
     """
     running = {task for task in tasks if not task.done()}
     while running:
@@ -93,11 +96,11 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
         _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not log it
+            task.exception()  # marks it as retrieved, so that asyncio does not log it
 
 
 async def until_first(*work: Awaitable[Any]) -> None:
-    """Wait until the first of them ends; the others are cancelled. Raises what it raised."""
+    """Wait until the first awaitable ends, and cancel the others. Raises the error of the ended one, if any."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -109,12 +112,14 @@ async def until_first(*work: Awaitable[Any]) -> None:
 
 
 async def cancel_the_rest() -> None:
-    """Searches of the table that nobody waits for any more, say, go with the loop that is theirs."""
+    """Cancel all tasks of this event loop but the current one, such as searches of the table without a caller, before the loop
+    ends."""
     await cancel_and_wait(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
 
 
 class Supervisor:
-    """Hears of every task of a peer that died of an error nobody expected. Whoever runs the peer waits for `broken`."""
+    """Supervisor of one peer: learns of every task that died of an unexpected error. The code that runs the peer waits for
+    `broken`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: LocalError | None = None
@@ -126,15 +131,15 @@ class Supervisor:
         return f"<Supervisor {self.failure or 'of a peer that lives'}>"
 
     def ends_peer(self, error: BaseException) -> None:
-        """A task died without which the peer is none. Of several such errors the first one is the reason."""
+        """Note the death of a task that the peer cannot do without. The first such error is the reason of the failure."""
         if self.failure is None:
             text = f"a part of this peer died of a mistake in swarmnode: {error!r}. Please report it with the log, and start again"
             self.failure = error if isinstance(error, LocalError) else LocalError(text)
             self._broken.set()
 
     def ends_conversation(self, error: BaseException) -> None:
-        """A conversation died, and both its ends know. Where that happens again and again, the peer is of no use to anybody; but
-        not by what others do."""
+        """Note the death of a conversation's task. MOST_CRASHES of them within PERIOD_S seconds break the peer; a PeerError does
+        not count."""
         if isinstance(error, PeerError):
             return
         now_s = self._clock()
@@ -143,18 +148,18 @@ class Supervisor:
             self.ends_peer(error)
 
     def check(self) -> None:
-        """Raises LocalError where the peer is broken."""
+        """Raise LocalError if the peer is broken."""
         if self.failure is not None:
             raise self.failure
 
     async def broken(self) -> LocalError:
-        """Wait until the peer is broken: why."""
+        """Wait until the peer is broken, and return the reason."""
         await self._broken.wait()
         assert self.failure is not None
         return self.failure
 
     async def watch(self, work: Awaitable[T]) -> T:
-        """The result of `work`; where the peer breaks first, `work` is cancelled and LocalError raised."""
+        """Return the result of `work`. If the peer breaks first, `work` is cancelled and LocalError raised."""
         task = asyncio.ensure_future(work)
         await until_first(task, self._broken.wait())
         if task.cancelled():

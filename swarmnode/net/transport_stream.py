@@ -1,4 +1,4 @@
-"""What streams over a transport of asyncio's have in common: whom they count for, how a writer waits, how they are dropped."""
+"""Common part of streams over an asyncio transport: how a writer waits, and how they are dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class TransportStream(CountedStream):
-    """A stream that is its transport's protocol, too: of which kind, its subclasses say."""
+    """A stream that is also the protocol of its asyncio transport; subclasses choose the kind of protocol."""
 
     def __init__(self) -> None:
         self.peer: PeerId = ""
@@ -34,12 +34,12 @@ class TransportStream(CountedStream):
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As asyncio calls it."""
+        """Take the transport; called by asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio calls it: who waits goes on, and finds that it is over."""
+        """Note the end of the connection, and wake waiting writers, which then see it; called by asyncio."""
         self._ended = True
         self._lost = self._lost or error
         for future in (self._closed, self._writable):
@@ -47,11 +47,11 @@ class TransportStream(CountedStream):
                 future.set_result(None)
 
     def pause_writing(self) -> None:
-        """The transport holds enough."""
+        """Make writers wait: the transport's buffer is full."""
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """It takes more."""
+        """Wake waiting writers: the transport takes more."""
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
@@ -69,7 +69,7 @@ class TransportStream(CountedStream):
     # -- the owner's side
 
     def _open_transport(self) -> asyncio.Transport:
-        """To write to. Raises PeerLost."""
+        """Return the transport for writing. Raises PeerLost if it is closed."""
         if self._transport is None or self._transport.is_closing():
             raise PeerLost(f"the stream to peer {self.peer} is closed", peer=self.peer)
         return self._transport

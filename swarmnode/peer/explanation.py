@@ -1,4 +1,4 @@
-"""What a peer knows of itself, of another peer, of a unit or of a session: facts as they are now, and the decisions about it."""
+"""Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from swarmnode.peer.host import Host, state_name
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
 
-MOST = 24  # decisions that are told
+MOST = 24  # decisions in one explanation
 
 
 def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> dict[str, Any]:
-    """Facts and decisions, the latest first, of whatever `about` names: a peer by its name, its id or the end of it, a unit by its
-    number, a session by the beginning of its trace id; this peer itself where it names nothing. `decisions` are further ones of its
-    own."""
+    """Return the facts and the latest decisions that concern `about`, as a dict with "facts" and "decisions" (latest first).
+
+    `about` is the name of a peer, its id or the end of it, the number of a unit, or the beginning of a session's trace id; empty
+    for this peer. `decisions` are further ones of this peer. Facts are given for peers and units only.
+    """
     peer = _peer(host, about)
     found = {decision for name in {about, peer or about} for decision in host.decisions.about(name)}
     found |= set(decisions) if peer == host.peer_id else set()
@@ -27,8 +29,8 @@ def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> 
 
 
 def _peer(host: Host, about: str) -> PeerId | None:
-    """The peer that is meant, if one is."""
-    if names_unit(about) or (not about and host.directory.own is None):  # who only asks says nothing of itself
+    """Return the peer that `about` names; None if it names none, or if it is empty and this peer announces nothing."""
+    if names_unit(about) or (not about and host.directory.own is None):  # a client announces nothing
         return None
     if not about:
         return host.peer_id
@@ -49,7 +51,7 @@ def _of_unit(host: Host, unit: int) -> Iterator[str]:
     yield (
         f"unit {unit} is held by {counted(len(holders), 'peer')}, or about to be"
         if holders
-        else f"nobody holds unit {unit}"
+        else f"no peer holds unit {unit}"
     )
     for holder in holders:
         doing = f"{state_name(holder.life)}, units {Span(*holder.span)}, {counted(holder.sessions, 'session')}"
@@ -60,9 +62,9 @@ def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
     announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
     suspect = host.directory.suspects().get(peer)
     if suspect is not None:
-        yield f"it is left out since it failed: {host.directory.why_suspected(peer)}"
+        yield f"it is left out after a failure: {host.directory.why_suspected(peer)}"
     if announced is None and suspect is None:
-        yield "it announces nothing: it only asks, has gone, or nobody here has heard of it yet"
+        yield "it announces nothing: it is a client, has gone, or is not known here yet"
         return
     yield from _announced(announced or suspect)  # type: ignore[arg-type]  # one of the two is there
     if peer != host.peer_id:
@@ -80,16 +82,16 @@ def _announced(peer: Announcement) -> Iterator[str]:
 
 
 def _known(host: Host, peer: PeerId) -> Iterator[str]:
-    """What was found out here, whatever it says."""
+    """Yield this peer's own findings about `peer`, whatever that peer announces."""
     unit_s, rtt_s = host.observed_latency.unit_s(peer), host.paths.link_statistics.rtts_s().get(peer)
     yield (
-        "nobody here has used it lately"
+        "this peer has not used it lately"
         if unit_s is None
-        else f"it did {1 / unit_s:.4g} units/s when it was used from here"
+        else f"it computed {1 / unit_s:.4g} units/s when this peer used it"
     )
-    yield "the way to it was not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
+    yield "the path to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
     if peer in host.standing.shunned:
-        yield "it was found to compute falsely, and takes no part in what this peer does"
+        yield "audits found that it computes wrong results, so this peer does not use it"
     elif peer in host.standing.doubted:
-        yield "it contradicted somebody in an audit, and one of the two is wrong"
+        yield "it contradicted another peer in an audit, and one of the two is wrong"
     yield f"its standing after audits is {host.standing.trust(peer):.2f} of 1"

@@ -1,6 +1,6 @@
-"""Host: the presence of a peer in a swarm, whether it computes, is a bootstrap peer or only asks; and the calls to bootstrap peers.
+"""Host: a peer's presence in a swarm, be it a worker, a bootstrap peer or a client; and the calls to bootstrap peers.
 
-An identity, the network, the directory, and access to the weights. It keeps trying to reach the swarm until it can.
+It has an identity, the network, the directory, and the manifest. It keeps trying to reach the swarm until it succeeds.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
+NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # in a private swarm; VOLUNTEER for other roles
 FIRST_S = 2.0
 MAX_PAUSE_S = 16.0
-CALM = 2  # looks that found all bootstrap peers connected slow the next ones down no further than so many doublings
-CALLERS = 64  # peers that may call at this pace
+CALM = 2  # at most this many doublings of the pause while all bootstrap peers are connected
+CALLERS = 64  # largest swarm whose peers call at this pace
 
 
 def pause_s(failures: int, crowd: float) -> float:
-    """Seconds to the next call, after so many in a row that reached nobody, in a swarm of `crowd` peers."""
+    """Return the seconds before the next call to bootstrap peers, after `failures` failed ones in a row, in a swarm of `crowd`
+    peers."""
     pause = FIRST_S * 2.0 ** min(failures, 16)
     return min(MAX_PAUSE_S, pause) * max(1.0, crowd / CALLERS)
 
 
 def unconnected(bootstraps: Sequence[str], connected: Collection[PeerId]) -> list[str]:
-    """The bootstrap peers (multiaddrs with /p2p/) that we have no connection with."""
+    """Return the bootstrap peers (multiaddrs with /p2p/) that are not connected."""
     return [bootstrap for bootstrap in bootstraps if peer_of(bootstrap) not in connected]
 
 
@@ -74,7 +75,10 @@ async def dial_bootstraps(
     *,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Go on for ever. `call` says whether somebody answered at one of the addresses."""
+    """Keep connected with the bootstrap peers, for ever: look at intervals for unconnected ones and `call` them.
+
+    `call` returns whether a peer answered at one of the addresses; `crowd` returns the size of the swarm.
+    """
     failures = calm = 0
     while True:
         await sleep(pause_s(failures or calm, crowd()))
@@ -85,7 +89,7 @@ async def dial_bootstraps(
 
 @dataclass(eq=False)
 class Host:
-    """A peer of a swarm. Made by `join`; `swarm` has its manifest once `manifest()` returned."""
+    """A peer of a swarm, made by `join`. `swarm` has its manifest once `manifest()` has returned."""
 
     swarm: Swarm
     config: HostConfig
@@ -97,7 +101,7 @@ class Host:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self.peer_id = self.network.peer_id  # who we are in the swarm
+        self.peer_id = self.network.peer_id
         self.decisions = DecisionLog(self.clock.unix)
         self.hello = Hello(VERSION, self.swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(
@@ -105,7 +109,7 @@ class Host:
         )
         self.observed_latency = ObservedLatency(clock=self.clock.monotonic)
         self.completed = CompletedWork()
-        self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # of its time on this node's device
+        self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # a client's share of this node's device
         limiters = [
             RateLimiter(rate_bps, clock=self.clock.monotonic) if rate_bps else None
             for rate_bps in (self.config.max_upload_bps, self.config.max_download_bps)
@@ -148,10 +152,20 @@ class Host:
         identity: Identity | None = None,
         platform: Platform = MACHINE,
     ) -> Host:
-        """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot, NotAdmitted.
+        """Start the network and begin to look for the swarm.
 
-        `identity` fixes who we are; else it is the one kept under `role` in the home folder. A client's is new each time,
-        but in a private swarm, where it is its identity that is a member.
+        Args:
+            swarm: The swarm; its manifest may still be missing.
+            config: Settings of this peer's presence.
+            role: Name of the identity's file in the home folder. In a private swarm "client" and "bootstrap" need an invite for
+                that
+                role, all others need one for a volunteer.
+            identity: The peer's identity. Default: the one kept under `role`; a client of a public swarm gets a new one each time.
+            platform: Network, clock and executors.
+
+        Raises:
+            LocalError: This machine cannot, for example because a port is taken.
+            NotAdmitted: The swarm does not admit this peer.
         """
         slot = IdentitySlot(config.home, role)
         try:
@@ -198,19 +212,19 @@ class Host:
         self._tasks.spawn(self._tell_paths(), "tell paths")
 
     def _expel(self) -> None:
-        """Let go of those who are not members any more."""
+        """Drop peers from the directory that are no members any more."""
         assert self.access_control is not None
         others = [peer for peer in self._others() if not self.access_control.admits(peer)]
         if others:
             self.directory.expel(others)
 
     def _bootstraps(self) -> list[str]:
-        """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
+        """Return the addresses at which the swarm may be found: the user's, the invite's, the last good ones, the LAN's."""
         near = self._lan.addresses() if self._lan else []
         return self._of_others([*self._named_bootstraps(), *self._known.addresses(), *near])
 
     def _named_bootstraps(self) -> list[str]:
-        """Those that the user and the invite name."""
+        """Return the addresses that the user and the invite name."""
         return self._of_others([*self.config.peers, *self.swarm.bootstraps])
 
     def _of_others(self, addresses: Sequence[str]) -> list[str]:
@@ -229,13 +243,13 @@ class Host:
         return set()
 
     async def _call(self, addresses: Sequence[str]) -> bool:
-        """Whether somebody in the swarm answers at one of the addresses."""
+        """Return whether a peer of the swarm answers at one of the addresses."""
         with contextlib.suppress(NetworkDown):
             return await self.network.connect(addresses, timeout_s=self.config.join_timeout_s)
         return False
 
     async def _keep_joined(self) -> None:
-        """Look for the swarm while we are alone, at the start as well as after everybody we knew has gone."""
+        """Look for the swarm while this peer is alone: at the start, and after all known peers have gone."""
         told = False
         while True:
             alone = not self.joined.is_set() or not self._others()
@@ -244,17 +258,17 @@ class Host:
                     self.joined.set()
                     await self.directory.refresh()
                     told = False
-                elif not told and not self._is_turned_away() and not self._is_named():  # who is turned away is told so
+                elif not told and not self._is_turned_away() and not self._is_named():  # a refusal has its own message
                     log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
 
     def _is_named(self) -> bool:
-        """Whether the invite leads here: then nobody is missing when everybody has gone."""
+        """Return whether the invite names this peer: then being alone is normal."""
         return any(peer_of(address) == self.peer_id for address in self.swarm.bootstraps)
 
     async def _tell_paths(self) -> None:
-        """Let our announcement say what was measured of the ways to us."""
+        """Announce the measured paths and the addresses of this peer at intervals."""
         while True:
             await asyncio.sleep(self.config.paths_s)
             if self.directory.own is not None:
@@ -263,51 +277,56 @@ class Host:
                     evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
                     reached = f"others reach it: {self.paths.reachability.name.lower()}"
                     self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
-                    self.directory.announce(self._introduction(addresses))  # a relay may have taken us in
+                    self.directory.announce(self._introduction(addresses))  # a relay may have accepted this peer
                 self.directory.announce(self.paths.section(), self.observed_latency.section())
 
     def _others(self) -> list[PeerId]:
         return [peer for peer in self.directory.peers() if peer != self.peer_id]
 
     async def introduction(self) -> Introduction:
-        """What every announcement of this peer says: its name, and where it is reached."""
+        """Return the section of this peer's announcements with its name and addresses. Raises NetworkDown."""
         return self._introduction(await self.network.addresses())
 
     def _introduction(self, reached_at: Sequence[str]) -> Introduction:
         addresses = [without_peer(address) for address in reached_at]
-        addresses.sort(key=lambda address: (is_loopback(address), address))  # of use to most first, in a steady order
+        addresses.sort(key=lambda address: (is_loopback(address), address))  # loopback last; else in a steady order
         return Introduction(name=self.config.name[:MAX_NAME_CHARS], addresses=tuple(addresses[:MAX_ADDRESSES]))
 
     async def wait_joined(self, timeout_s: float) -> None:
-        """Wait until one peer of the swarm answered. Raises NetworkDown, NotAdmitted."""
+        """Wait until a peer of the swarm has answered.
+
+        Raises NotAdmitted if the swarm turns this peer away, NetworkDown if no peer answers within `timeout_s` seconds.
+        """
         try:
             await asyncio.wait_for(self.joined.wait(), timeout_s)
         except asyncio.TimeoutError:
             self.check_welcome()
             bootstraps = ", ".join(self._bootstraps()[:3]) or "no address known"
             raise NetworkDown(
-                f"the swarm {self.swarm.name} cannot be reached: nobody answers at {bootstraps}. "
-                "Is its bootstrap peer running, and is this machine online?"
+                f"the swarm {self.swarm.name} cannot be reached: no peer answers at {bootstraps}"
             ) from None
 
     def _is_turned_away(self) -> bool:
         return self.access_control is not None and self.access_control.turned_away is not None
 
     def check_welcome(self, needs: Role = Role.CLIENT) -> None:
-        """Raises NotAdmitted where the swarm does not admit us, or not for what we need."""
+        """Raise NotAdmitted if the swarm does not admit this peer, or not for the role `needs`. Does nothing otherwise."""
         if self.access_control is not None:
             alone = not self.joined.is_set() or not self._others()
             self.access_control.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)
 
     async def wait_turned_away(self) -> None:
-        """Watch for as long as the swarm has us. Raises NotAdmitted once it does not."""
+        """Watch for as long as the swarm admits this peer, without returning. Raises NotAdmitted once it does not."""
         while True:
             await asyncio.sleep(self.config.rejoin_s)
             self.check_welcome()
 
     async def manifest(self, *, patience_s: float) -> None:
-        """Make sure that the swarm's manifest is here, asking the peers where this machine has not seen it yet. Raises NetworkDown
-        where nobody has it, ProtocolError where the invite is not its owner's."""
+        """Load the swarm's manifest: from this machine if it has it, else from peers, trying for `patience_s` seconds.
+
+        Raises NetworkDown if no peer gives a manifest that matches the invite, ProtocolError if the one on this machine does not
+        match.
+        """
         if self.swarm.manifest is not None:
             return
         cache = ManifestCache(self.config.home)
@@ -333,13 +352,15 @@ class Host:
             await asyncio.sleep(0.2)
 
     def bootstraps(self) -> list[PeerId]:
-        """The peers that the invite and the user name, whether or not they have announced themselves."""
+        """Return the peers that the invite and the user name, whether or not they have announced themselves."""
         named = map(peer_of, self._named_bootstraps())
         return list(dict.fromkeys(peer for peer in named if peer is not None))
 
     def lost_neighbour(self, error: PeerError) -> None:
-        """A link ended by the peer's fault: routing and placement learn of it at once, here and only here. Who refused us is
-        there, and did no wrong."""
+        """Leave a peer out of routing and placement after its link ended by its own fault.
+
+        Its next announcement brings it back. An error without a peer, or a mere refusal (PeerRefused), changes nothing.
+        """
         if error.peer is not None and not isinstance(error, PeerRefused):
             self.directory.suspect(error.peer, error.code.name)
             facts = (
@@ -349,14 +370,14 @@ class Host:
             self.decisions.note(Topic.ROUTING, f"leaves out {error.peer} for now", facts, about=(error.peer,))
 
     def limit(self, upload_bps: float | None, download_bps: float | None) -> None:
-        """Keep to other rates from now on, where there were some."""
+        """Change the rates of upload and download, in bits/s. A rate that is None, or that had no limit at the start, stays."""
         limiters = self.link_config.rate_limiter, self.link_config.download_limiter
         for limiter, rate_bps in zip(limiters, (upload_bps, download_bps), strict=True):
             if limiter is not None and rate_bps is not None:
                 limiter.rate_bps = rate_bps
 
     def readings(self) -> Readings:
-        """What Prometheus may know of the swarm as this peer sees it."""
+        """Yield the metrics of the swarm as this peer sees it."""
         yield from self.link_config.ledger.readings()
         peers = self.directory.peers().values()
         own = self.directory.own
@@ -375,7 +396,7 @@ class Host:
         yield from self.link_config.traffic.readings()
 
     async def close(self) -> None:
-        """Say goodbye and leave. Safe to call twice."""
+        """Leave the swarm and stop. Calling it again changes nothing."""
         await self._tasks.close()
         await self.directory.close()
         if self._lan is not None:
@@ -387,5 +408,5 @@ class Host:
 
 
 def state_name(state: State) -> str:
-    """A state as people and scripts read it."""
+    """Return the name of a state for people and scripts."""
     return state.name.lower()

@@ -1,4 +1,4 @@
-"""How a peer is present in a swarm, and what that asks of its network."""
+"""Settings of a peer's presence in a swarm, and the network settings that follow from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
 
 @dataclass(frozen=True)
 class HostConfig:
-    """How a peer is present. Empty `host_maddrs` mean: loopback in a swarm that is on this machine alone, else everywhere."""
+    """Settings of a peer's presence. Empty `host_maddrs` mean loopback if only this machine can reach the swarm, else all
+    interfaces."""
 
     home: Path
     name: str = ""
@@ -33,22 +34,22 @@ class HostConfig:
     announce_maddrs: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()  # further bootstrap peers (multiaddrs with /p2p/), beside the invite's
     nat_port_map: bool = False
-    direct: bool = True  # TCP connections of its own to peers that can be reached by them
+    direct: bool = True  # use direct TCP connections to peers that accept them
     lan: bool = False
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
-    paths_s: float = 10.0  # how often what was measured of paths is announced
+    paths_s: float = 10.0  # interval between announcements of the measured paths
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_download_bps: float | None = None
-    # Of fetched weights of all swarms, and states kept for others; None: most of what is free.
+    # For fetched weights of all swarms and states kept for others; None: most of the free disk space.
     max_cache_bytes: int | None = None
 
 
 def network_config(
     swarm: Swarm, config: HostConfig, identity: Path, access_control: AccessControl | None, *, needs: Role, clock: Clock
 ) -> NetworkConfig:
-    """How a peer of this swarm is on its network."""
+    """Return the network settings of a peer of this swarm, in the role that it `needs`. The file `identity` holds its key."""
     membership = None if access_control is None else access_control.membership
     return NetworkConfig(
         identity_path=identity,
@@ -65,9 +66,9 @@ def network_config(
 
 
 def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
-    """The bootstrap peers, which relay for peers behind NAT: one address of each, of the internet where it has one.
+    """Return the bootstrap peers as relays for peers behind NAT: one address of each, a public one if there is one.
 
-    libp2p takes each address for a relay of its own, and asks none of them for three minutes where one does not answer.
+    libp2p takes each address for a relay of its own, and asks none of them for three minutes after one did not answer.
     """
     bootstraps = [
         bootstrap
@@ -81,5 +82,5 @@ def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
 
 
 def default_listen_address(swarm: Swarm) -> str:
-    """A swarm that can only be found on this machine is no business of other machines."""
+    """Return loopback if the swarm can only be reached on this machine, else all interfaces."""
     return EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT

@@ -1,4 +1,4 @@
-"""Local peer: this machine's peer in a swarm, as far as its servers need to know it, and its links for one protocol."""
+"""Local peer: the part of this machine's peer that its servers use, and its links for one protocol."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from swarmnode.peer.paths import ObservedLatency
 
 
 class LocalPeer(Protocol):
-    """The presence that all servers of one process share. `Host` is the live one. Used on the loop.
+    """The presence that all servers of one process share; `Host` is the real one. Used on the event loop.
 
     Attributes:
-        network: The network that the peer is on; it outlives every server.
-        hello: The greeting with which each link begins.
-        link_config: Patience, limits, gate and ledger of the links; one for all servers, since it holds what they share.
-        observed_latency: How long other peers take to compute, as sessions find out.
-        completed: The work done here for other peers, against which receipts are checked.
-        decisions: The log of what was decided and on which facts.
-        weight_of: The share of the device's time that a client deserves, relative to 1 for a stranger. It may be exchanged at any
-            time, so nobody keeps it.
+        network: The network of the peer; it outlives every server.
+        hello: The greeting at the beginning of each link.
+        link_config: Patience, limits, gate and ledger of the links; one object for all servers, since it holds shared state.
+        observed_latency: Compute times of other peers, as sessions observe them.
+        completed: The work done here for other peers; receipts are checked against it.
+        decisions: The log of decisions and the facts behind them.
+        weight_of: The share of the device's time that a client deserves, relative to 1 for a stranger. It may be replaced at any
+            time: read the attribute at each use.
     """
 
     network: Network
@@ -43,7 +43,7 @@ class LocalPeer(Protocol):
         """Note that a link ended by the peer's fault. Returns at once.
 
         Args:
-            error: Why it ended. Its `peer` is left out of routes for now, unless it only refused us.
+            error: Why it ended. Its `peer` is left out of routes for now, unless it only refused this peer.
         """
 
 
@@ -54,6 +54,6 @@ def board_of(
     accept: Callable[[Channel, Frame, Body], None] | None = None,
     on_peer_lost: Callable[[PeerError], None] = lambda _error: None,
 ) -> Switchboard:
-    """Make the links of a peer for one protocol; see `Switchboard`. Whoever makes them closes them."""
+    """Make the links of a peer for one protocol; see `Switchboard`. The caller closes them."""
     links = peer.network, protocol, peer.hello, peer.link_config
     return Switchboard(*links, accept=accept, on_peer_lost=on_peer_lost)

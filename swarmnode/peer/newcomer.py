@@ -1,4 +1,4 @@
-"""Newcomer: the swarm's manifest, fetched by a peer that holds nothing but an invite."""
+"""Newcomer: fetches the swarm's manifest for a peer that has only an invite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
 
 MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
-NEXT_PEER_S = 0.2  # after which one more peer is asked, whatever became of those before
+NEXT_PEER_S = 0.2  # interval after which one more peer is asked, whether or not earlier ones have answered
 TIMEOUT_S = 20.0
 
 
@@ -29,9 +29,10 @@ async def fetch_manifest(
     drop: Callable[[PeerId, str], None] = lambda _peer, _reason: None,
     timeout_s: float = TIMEOUT_S,
 ) -> bytes:
-    """The swarm's manifest from whichever peer gives the right one first; `drop` hears of those that gave another.
+    """Return the swarm's manifest from the first of `peers` that gives the right one.
 
-    Raises PeerError where none does.
+    `drop` is called with each peer that breaks the protocol (a wrong manifest, for example) and the reason. Raises PeerError if no
+    peer gives the manifest within `timeout_s` seconds.
     """
     board = Switchboard(network, MANIFEST_PROTOCOL, hello, replace(config, max_payload_bytes=MAX_MANIFEST_BYTES))
     failure: PeerError = PeerRefused("no peer is known that could have the manifest", code=ErrorCode.NOT_FOUND)

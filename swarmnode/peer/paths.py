@@ -1,4 +1,4 @@
-"""Paths of a node: round trips, bandwidths, its network coordinate and reachability, and the latency of other peers as sessions
+"""Paths of a node: round trips, bandwidths, its network coordinate and reachability; and the latency of other peers as sessions
 observe it."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.swarm.records.announcement import MAX_PATHS, MAX_RTTS, MAX_UNIT_TIMES, Announcement, peer_digest
 from swarmnode.swarm.records.sections import Hearsay, PathNews
 
-MOST_KBPS = (1 << 32) - 1  # that an announcement can say
+MOST_KBPS = (1 << 32) - 1  # largest rate in an announcement
 
 PEERS_KEPT = 256
-FRESH_S = 600.0  # older experience says little: the peer's own word opens the door again
-# Weights of a newer time: a slow step may have waited for others, a quick one is what the peer can do.
+FRESH_S = 600.0  # older measurements say little; the peer's announced speed counts again
+# Weights of a new measurement: a slow step may have waited for others, a quick one shows the peer's speed.
 RISE, FALL = 0.2, 0.5
 
 Known = Callable[[PeerId], Announcement | None]
-"""What a peer announces at the moment; None where it is not known"""
+"""Function that returns a peer's current announcement; None if the peer is not known."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class _Seen:
 
 
 class ObservedLatency:
-    """Seconds of one position through one unit, by peer: moving averages of what neighbours measured. Bounded."""
+    """Seconds for one position through one unit, by peer: moving averages of measurements by this node and by the peers'
+    neighbours. Bounded."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,7 +46,8 @@ class ObservedLatency:
         return f"<ObservedLatency with {len(self._seen)} peers>"
 
     def saw(self, peer: PeerId, unit_s: float) -> None:
-        """One measurement. Who has not been seen for longest is forgotten first."""
+        """Record that one position took `unit_s` seconds per unit on `peer`. The peer measured least recently is forgotten
+        first."""
         now_s = self._clock()
         seen = self._seen.get(peer)
         if seen is None or now_s - seen.at_s > FRESH_S:
@@ -54,25 +56,26 @@ class ObservedLatency:
         self._seen[peer] = _Seen(seen.unit_s + weight * (unit_s - seen.unit_s), now_s)
 
     def unit_s(self, peer: PeerId) -> float | None:
-        """What a unit takes on the peer, in seconds; None where nothing fresh is known."""
+        """Return the seconds of one position through one unit on `peer`; None without a fresh measurement."""
         seen = self._seen.get(peer)
         return None if seen is None or self._clock() - seen.at_s > FRESH_S else seen.unit_s
 
     def section(self) -> Hearsay:
-        """As announced: microseconds per unit, by the digests of the peers."""
+        """Return the section for the announcement: microseconds per unit, by the digests of the peers."""
         seen = self.units_s(most=MAX_UNIT_TIMES)
         return Hearsay(
             unit_us={peer_digest(peer): max(1, min(round(unit_s * 1e6), MAX_UNIT_US)) for peer, unit_s in seen.items()}
         )
 
     def units_s(self, most: int | None = None) -> dict[PeerId, float]:
-        """By peer, those seen last first, at most so many."""
+        """Return the seconds per unit of at most `most` peers (None: all), those measured last first."""
         known = {peer: unit_s for peer in reversed(self._seen) if (unit_s := self.unit_s(peer)) is not None}
         return dict(list(known.items())[:most])
 
 
 class Paths:
-    """Filled by the links in ordinary traffic (`link_statistics`), told by announcements (`section`)."""
+    """Measurements of the paths between this peer and others. Links feed them by ordinary traffic (`link_statistics`);
+    announcements carry them (`section`)."""
 
     def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.link_statistics = LinkStatistics(
@@ -88,17 +91,17 @@ class Paths:
 
     @property
     def coordinate(self) -> Coordinate:
-        """Our own."""
+        """Network coordinate of this peer."""
         return self._surveyor.coordinate
 
     def _measured(self, peer: PeerId, rtt_s: float) -> None:
-        """Peers that announce nothing (clients, say) have no place of which we would learn ours."""
+        """Adjust the own coordinate by a round trip to a peer that announces its coordinate; clients, for example, do not."""
         announcement = self._known(peer)
         if announcement is not None:
             self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
 
     def _is_at_home(self, peer: PeerId) -> bool:
-        """Whether both announce the same address on the open internet."""
+        """Return whether both peers announce the same public address."""
         own, other = self._known(self._peer), self._known(peer)
         home = "" if own is None else home_of(own.addresses)
         return bool(home) and other is not None and home_of(other.addresses) == home
@@ -111,13 +114,13 @@ class Paths:
         return self.coordinate.rtt_ms(theirs) / 1e3
 
     def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> Evidence:
-        """Conclude anew how others get here (`net/addressing/reachability.py`); what it was concluded from."""
+        """Determine this peer's reachability anew (`net/addressing/reachability.py`) and return the evidence for it."""
         evidence = Evidence(addresses, own_interfaces(), promised, visitors)
         self.reachability = conclude(evidence)
         return evidence
 
     def section(self) -> PathNews:
-        """What the announcement says of them."""
+        """Return the section for the announcement: round trips, bandwidths, coordinate and reachability."""
         rtts_s = self.link_statistics.rtts_s(most=MAX_RTTS)
         ups_bps = self.link_statistics.ups_bps(most=MAX_PATHS)
         return PathNews(

@@ -1,4 +1,4 @@
-"""A picture of a swarm: who is here and holds what, as people and scripts read it."""
+"""A picture of a swarm for people and scripts: its peers and their spans."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
 
 
 def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Standing) -> dict[str, Any]:
-    """As `swarmnode status --json` prints it. `bootstraps` are the bootstrap peers; `standing` is what this peer has found out
-    about the others."""
+    """Return the picture as `swarmnode status --json` prints it. `standing` is this peer's findings about the others.
+
+    "bootstraps" lists peers without a span, "missing" the units without a ready holder.
+    """
     assert swarm.manifest is not None
     units = swarm.manifest.model.units
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
@@ -76,7 +78,7 @@ def _portrait(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, 
 
 
 def _sent_as(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, str]:
-    """Which codec a peer's values travel in, by the stage that they go to."""
+    """Return the name of the codec of a peer's tensors, by the receiving stage."""
     return {
         digests[digest]: CODEC_NAMES.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in digests
     }

@@ -29,16 +29,16 @@ from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place, Section
 
 STANDS_BY = "stands by, and holds nothing"
-SEARCHED_GAPS = 8  # units that are looked for before a move that would fill them
-COMING_S = 600.0  # that a node waits for others of its plan which were never here; then they count as gone
+SEARCHED_GAPS = 8  # units whose holders are searched in the table before a move that would fill them
+COMING_S = 600.0  # how long a node waits for peers of its plan that never came; then they count as gone
 HOLDING = (State.LOADING, State.READY)
 
 
 class PlannedPlace:
-    """Of one node, from when it joins. `span` is empty where the plan does without it.
+    """The place of one node in a plan, from when it joins; `span` is empty if the plan gives it no units.
 
-    A plan is made for all of its peers. While they are where it puts them, or still come, each stays, however much better another
-    order may look with half of them here; once one has gone, or is elsewhere, they go on as all do.
+    A plan is made for all of its peers. While all of them are at their planned places or still coming, each stays, however much
+    better another order may look with half of them here. Once a peer has gone, or is elsewhere, all follow the usual rule.
     """
 
     def __init__(self, plan: PlanFile, host: Host) -> None:
@@ -55,7 +55,7 @@ class PlannedPlace:
         return f"<PlannedPlace {self.span}, {len(self._came)} of {len(self._spans)} peers came>"
 
     def holds(self) -> bool:
-        """Whether the node stays for the plan's sake."""
+        """Return whether the node stays where the plan puts it."""
         if not self.span.units:
             return False
         announced = self._host.directory.peers()
@@ -68,38 +68,39 @@ class PlannedPlace:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """How a node looks for its place."""
+    """Settings of a node's search for its place."""
 
     settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
     max_settle_s: float = 6.0
-    claim_look_s: float = 0.2  # between two looks at the others' claims, in a swarm of up to
-    claim_crowd: int = 5  # peers: when hundreds come at once, their looks must not be all that they do
-    look_s: float = 1.0  # between two looks for a better place, at least
-    calm_look_s: float = 5.0  # and at most, where nothing changes
-    first_pause_s: float = 30.0  # behind a move that disturbs others, and twice as long behind the next one, up to
-    longest_pause_s: float = 600.0  # lines that are measured meanwhile are busy with what the move has brought about
+    claim_look_s: float = 0.2  # interval between two looks at others' claims in a swarm of up to `claim_crowd` peers
+    claim_crowd: int = 5  # a larger swarm looks less often in proportion, so that looks do not fill its time
+    look_s: float = 1.0  # shortest interval between two looks for a better place
+    calm_look_s: float = 5.0  # longest one, while nothing changes
+    first_pause_s: float = 30.0  # after a move that disturbs others; doubles with each further one
+    longest_pause_s: float = 600.0  # links measured meanwhile are busy with the consequences of the move
     move_policy: MovePolicy = field(default_factory=MovePolicy)
 
 
 def endless() -> float:
-    """How long something goes on of which nobody knows an end, in seconds."""
+    """Return infinity: the default for work without a known end, in seconds."""
     return math.inf
 
 
 async def at_once() -> None:
-    """Nothing is under way."""
+    """Return at once: the default for a node without work that a move would interrupt."""
 
 
 @dataclass(frozen=True)
 class _Wish:
-    """To be elsewhere: since when, on the monotonic clock."""
+    """Wish to move, and when it arose on the monotonic clock."""
 
     move: Move
     since_s: float
 
 
 class Placement:
-    """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory."""
+    """Placement decisions of one node, from the directory alone. `capacity_units` is the number of units that fit into its
+    memory."""
 
     def __init__(
         self, host: Host, capacity_units: int, config: PlacementConfig, rule: PlacementRule = BY_THROUGHPUT
@@ -126,7 +127,11 @@ class Placement:
         return f"<Placement for {self._capacity_units} units, {wish}, a move takes {self._move_s:.1f} s>"
 
     async def claim(self, *introduction: Section) -> Span:
-        """Claim a span, look around, and claim again until the claim stands for a while."""
+        """Claim a span in the announcement, look at the others' claims, and claim again until the claim has stood for `settle_s`
+        seconds; return it.
+
+        Gives up changing it after `max_settle_s` seconds. The span is empty if the node should stand by.
+        """
         directory = self._host.directory
         claim = Span(0, self._capacity_units)
         directory.announce(Place(state=State.JOINING, span=(claim.start, claim.end)), *introduction)
@@ -152,10 +157,13 @@ class Placement:
         rest_s: Callable[[], float] = endless,
         settled: Callable[[], Awaitable[None]] = at_once,
     ) -> Move:
-        """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
+        """Wait until a move pays and it is this node's turn, and return the move. While `bound` returns true the node stays.
 
-        `news` is what the node's announcement says of its work; it is refreshed at each look. `rest_s`: how long the work goes on;
-        `settled` waits for a moment in which it may be left, where nobody lacks this node elsewhere.
+        Args:
+            bound: Whether the node must stay.
+            news: The sections of the node's announcement about its work, read at each look.
+            rest_s: The seconds that the work still takes.
+            settled: Waits for a moment at which the work may be left; not used if the move fills a gap.
         """
         self._wish = None
         self._rest_s = rest_s
@@ -182,7 +190,7 @@ class Placement:
             await self._pause(revision)
 
     async def _pause(self, revision: int) -> None:
-        """Until the next look: a moment while a wish waits for its turn, else until something differs from `revision`."""
+        """Wait for the next look: a moment while a wish waits for its turn, else until the directory differs from `revision`."""
         await asyncio.sleep(self.config.look_s)
         if self.awaits_others():
             self._host.directory.hurry()
@@ -192,7 +200,10 @@ class Placement:
                 await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
 
     async def _reconsider(self) -> tuple[View, Move | None]:
-        """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
+        """Return the view of the directory and the move that pays; None if none does.
+
+        The directory of a large swarm is a sample: the table is searched for holders of units before they count as missing.
+        """
         directory, view = self._host.directory, self._view()
         move = await self._wish_in(view)
         if move is None or not move.fills or directory.crowd <= len(directory.peers()):
@@ -206,16 +217,16 @@ class Placement:
         return await asyncio.to_thread(self._rule.reconsider, view, self._joiner(), self._move_policy())
 
     def awaits_others(self) -> bool:
-        """Whether work that is to begin had better wait: by the last look others are still on their way to their places."""
+        """Return whether new work had better wait: at the last look other peers were still moving to their places."""
         return self._rule.awaits_others()
 
     def arrived(self) -> None:
-        """The node serves again after a move: what it cost is known now, and counts next time."""
+        """Note that the node serves again after a move; the measured duration is the estimate for the next move."""
         if self._leaving_s is not None:
             self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
 
     def _stands(self, move: Move) -> bool:
-        """Whether the wish has stood long enough, and the last move was long enough ago."""
+        """Return whether the wish has stood long enough, and the last move that disturbed others is long enough ago."""
         if self._wish is not None and move.is_same_wish(self._wish.move):
             self._wish = replace(self._wish, move=move)
         else:
@@ -224,16 +235,16 @@ class Placement:
         return not rests and self._clock() - self._wish.since_s >= move.delay_s
 
     def _note_stay(self, view: View, *, fixed: bool) -> None:
-        """Where it is, there it remains."""
+        """Note the decision to stay, and why."""
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
         reason = (
-            f"every unit has somebody, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
+            f"every unit has a holder, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
         )
         if not own.span[1]:
             reason = "every unit has two holders, and a step would not be shorter with this node"
         if fixed:
-            reason = "these units were fixed with --span or --plan, are trained by nobody else, or are being finished"
+            reason = "these units were fixed with --span or --plan, have no other trainer, or are being finished"
         self._note(view, f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
@@ -251,14 +262,15 @@ class Placement:
 
     def _joiner(self) -> Joiner:
         own = self._host.directory.own
-        assert own is not None  # a claim or a span was announced before anybody decides
+        assert own is not None  # a claim or a span is announced before the first decision
         manifest = self._host.swarm.manifest
         trains = manifest is not None and manifest.mode == TRAIN
         units_per_s = own.training_units_per_s if trains else own.decode_units_per_s * own.parallel_speedup
         return Joiner(self._host.peer_id, self._capacity_units, units_per_s, own.started_at)
 
     def _move_policy(self) -> MovePolicy:
-        """Where only a sample is known, one peer's part in the whole is smaller than it seems by as much."""
+        """Return the policy with the measured time of a move. In a sample one peer's share looks larger than it is, so the
+        hysteresis grows in proportion."""
         directory = self._host.directory
         share = min(1.0, len(directory.peers()) / max(1.0, directory.crowd))
         move_policy = self.config.move_policy
@@ -269,6 +281,6 @@ class Placement:
 
 def _reasons(move: Move) -> tuple[str, str]:
     gain = (
-        "it gives units a holder that have none" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
+        "it gives a holder to units without one" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
     )
-    return gain, f"such a wish must stand for {move.delay_s:.1f} s before it is this node's turn"
+    return gain, f"the reason must last for {move.delay_s:.1f} s before it is this node's turn"

@@ -1,4 +1,5 @@
-"""Questions to one peer, and the server that answers them: to each peer one at a time, since an answer is much longer."""
+"""Questions to one peer, and the server that answers them, one at a time for each peer, since an answer is much longer than its
+question."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from swarmnode.peer.local_peer import LocalPeer
 log = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 1.0
-SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
-MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
+SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (the link's heartbeat finds a peer that hangs altogether)
+MAX_WAITING = 16  # answers received and not taken yet: more than a run of chunks has
 Reply = TypeVar("Reply", bound=Body)
 
 
 class Answer(NamedTuple):
-    """What a question is answered with: an ERROR where it cannot be, END where there is nothing to say."""
+    """Answer to a question: an Error body if it cannot be answered, an End body if there is nothing to say."""
 
     body: Body
     payload: Sequence[Buffer] = ()
@@ -36,8 +37,11 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class QuestionServer:
-    """Server for questions of the type `question` (or of several): `answer` makes the answer of (asker, question). Questions carry
-    no payload."""
+    """Server for questions of the body type `question`, or of a union of types. `answer` makes the answer from the asking peer and
+    its question.
+
+    Questions carry no payload. A peer that asks again before its answer has been sent gets BUSY.
+    """
 
     peer: LocalPeer
     protocol: str
@@ -54,11 +58,11 @@ class QuestionServer:
         return f"<QuestionServer {self._board!r}>"
 
     async def start(self) -> None:
-        """Answer from now on."""
+        """Start to answer."""
         await self._board.start()
 
     async def close(self) -> None:
-        """End all links."""
+        """End all links and stop."""
         await self._board.close()
         await self._tasks.close()
 
@@ -94,15 +98,16 @@ async def ask(
     payload: Sequence[Buffer] = (),
     silence_s: float = SILENCE_S,
 ) -> AsyncIterator[tuple[Frame, Body]]:
-    """The answers to a question, until the peer ends the conversation; each may take `silence_s`.
+    """Yield the answers (frame, body) of `peer` to a question until it ends the conversation.
 
-    Raises PeerLost, PeerRefused, NetworkDown.
+    Raises PeerLost if the peer is silent for `silence_s` seconds or its link is lost, PeerRefused if it answers with an error code.
+    Raises ProtocolError if it breaks the protocol, NetworkDown if there is no network.
     """
     answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
 
     def hear(frame: Frame, body: Body) -> None:
         if answers.qsize() >= MAX_WAITING:
-            raise ProtocolError("a peer sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
+            raise ProtocolError("it sends more answers than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
         if isinstance(body, Error):
             answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=peer))
         else:
@@ -137,9 +142,11 @@ async def ask_one(
     payload: Sequence[Buffer] = (),
     silence_s: float = SILENCE_S,
 ) -> tuple[Reply, Buffer]:
-    """Return the first answer of this kind, and its payload. Raises ProtocolError if there is none, PeerLost, PeerRefused,
-    NetworkDown."""
+    """Return the first answer of the type `kind`, and its payload.
+
+    Raises ProtocolError if the peer ends the conversation without such an answer; PeerLost, PeerRefused, NetworkDown as `ask`.
+    """
     async for frame, body in ask(board, peer, question, payload=payload, silence_s=silence_s):
         if isinstance(body, kind):
             return body, frame.payload
-    raise ProtocolError("a peer ended a conversation without an answer", peer=peer)
+    raise ProtocolError("it ended the conversation without an answer", peer=peer)

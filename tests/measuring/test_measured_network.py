@@ -55,5 +55,5 @@ def test_one_machine_is_a_network(tmp_path: Path) -> None:
 
 
 def test_where_nobody_lends_there_is_none() -> None:
-    with pytest.raises(LocalError, match="nobody lends a machine to friends"):
+    with pytest.raises(LocalError, match="no peer lends a machine to friends"):
         network_of(lender("gone", state=State.OFFLINE), lender("door", memory_bytes=0))

@@ -23,7 +23,7 @@ def test_a_report_is_made_where_something_is_new() -> None:
     now_s, tokens, sessions = 20.0, 50, 2
     second = reporter.report(Reachability.PUBLIC)
     assert second is not None and (second.tokens, second.sessions, second.tokens_per_s) == (60, 2, 5.0)
-    assert "2 sessions now, 5.0 tokens/s; others get here directly" in str(second)
+    assert "2 sessions now, 5.0 tokens/s; others reach this machine directly" in str(second)
     now_s, sessions = 30.0, 0
     last = reporter.report(Reachability.PUBLIC)
     assert last is not None and last.tokens_per_s == 0.0

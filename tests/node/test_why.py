@@ -55,5 +55,5 @@ async def test_a_route_and_a_place_are_explained(founded: Founded, tmp_path: Pat
             routing = told(client.why(), "routing")
             assert "takes a route" in routing and member.peer[-8:] in routing and "units/s" in routing
             assert client.why("a")["facts"][0].startswith("it is ready")
-            assert "nobody holds unit 99" in client.why("99")["facts"]
+            assert "no peer holds unit 99" in client.why("99")["facts"]
             assert client.why("nobody") == {"facts": [], "decisions": []}

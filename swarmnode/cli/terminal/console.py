@@ -23,7 +23,7 @@ import typer
 
 from swarmnode.cli.options.option import option, taking_settings
 from swarmnode.cli.terminal.formatting import json_line, printable
-from swarmnode.errors import ADVICE, SwarmnodeError, with_advice
+from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.net.tasks import cancel_the_rest, until_first
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
@@ -151,7 +151,7 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
         try:
             return taking(**typed)
         except SwarmnodeError as error:
-            fail(str(error), error.exit_code)
+            fail(with_remedy(error), error.exit_code)
         except (Interrupted, KeyboardInterrupt):
             say("interrupted", err=True)
             raise typer.Exit(1) from None

@@ -1,1 +1,1 @@
-"""Where peers are reached: multiaddrs, the local network, NAT."""
+"""Addresses of peers: multiaddrs, the local network, NAT."""

@@ -1,4 +1,4 @@
-"""Multiaddrs, as strings between components: parsed and checked by py-multiaddr here and nowhere else."""
+"""Multiaddrs as strings; parsed and checked by py-multiaddr in this file only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from multiaddr.exceptions import Error as MultiaddrError
 from swarmnode.errors import LocalError, UsageError, with_port_advice
 from swarmnode.net.interfaces import PeerId
 
-# This network; reserved, and to all of a network.
+# "This network", and the reserved range with the broadcast address.
 _OF_NOBODY = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "240.0.0.0/4")))
 
 
 def check(address: str, *, needs_peer: bool = False) -> str:
-    """The address, if it is a multiaddr. Raises UsageError where it is not, or lacks the /p2p/ part that it needs."""
+    """Return the address in normal form. Raises UsageError if it is no multiaddr, or if `needs_peer` and it does not end with /p2p/
+    and an id."""
     try:
         parsed = Multiaddr(address)
         if not address:
@@ -34,7 +35,11 @@ def check(address: str, *, needs_peer: bool = False) -> str:
 def check_all(
     option: str, addresses: Sequence[str], *, needs_peer: bool = False, dialled: bool = False
 ) -> tuple[str, ...]:
-    """What the user gave for an option; `dialled`: others shall call there, so that wildcards mean nothing. Raises UsageError."""
+    """Return the addresses that the user gave for `option`, in normal form.
+
+    Raises UsageError if one is no multiaddr, is no address of a single machine (a wildcard is fine for listening only), or, with
+    `needs_peer`, lacks its /p2p/ part or a port. `dialled`: other peers will dial the addresses.
+    """
     try:
         checked = tuple(check(address, needs_peer=needs_peer) for address in addresses)
     except UsageError as error:
@@ -42,7 +47,7 @@ def check_all(
     for address in checked:
         if not is_of_one_machine(address) and (dialled or needs_peer or not is_wildcard(address)):
             raise UsageError(
-                f"{option} {address}: nobody can dial {host_of(address)}; give the address that others reach"
+                f"{option} {address}: peers cannot dial {host_of(address)}; give the address that others reach"
             )
         if needs_peer and host_of(address) is not None and not port_of(address):
             raise UsageError(f"{option} {address}: it names no port to dial, like /ip4/203.0.113.7/tcp/4001/p2p/…")
@@ -50,7 +55,7 @@ def check_all(
 
 
 def _value(address: str, *protocols: str) -> str | None:
-    """The value of the first of these protocols that the address has."""
+    """Return the value of the first component of the address with one of these protocols; None if it has none."""
     parts = address.strip("/").split("/")
     for name, value in itertools.pairwise(parts):
         if name in protocols:
@@ -59,24 +64,24 @@ def _value(address: str, *protocols: str) -> str | None:
 
 
 def peer_of(address: str) -> PeerId | None:
-    """The peer id that the address ends with (the target's, where it goes over a relay)."""
+    """Return the peer id at the end of the address (the target's, if it goes over a relay); None if it ends otherwise."""
     head, found, tail = address.rpartition("/p2p/")
     return tail if found and head and "/" not in tail else None
 
 
 def with_peer(address: str, peer: PeerId) -> str:
-    """The address with /p2p/<peer> at its end."""
+    """Return the address with /p2p/<peer> at its end."""
     return address if address.endswith(f"/p2p/{peer}") else f"{address.rstrip('/')}/p2p/{peer}"
 
 
 def without_peer(address: str) -> str:
-    """The address without the /p2p/ part at its end."""
+    """Return the address without the /p2p/ part at its end."""
     peer = peer_of(address)
     return address if peer is None else address.removesuffix(f"/p2p/{peer}")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address leads to this machine alone."""
+    """Return whether the address leads to this machine alone."""
     host = _value(address, "ip4", "ip6")
     if host is not None:
         return ipaddress.ip_address(host).is_loopback
@@ -84,12 +89,13 @@ def is_loopback(address: str) -> bool:
 
 
 def host_of(address: str) -> str | None:
-    """The IP address or name at which it begins."""
+    """Return the IP address or host name in the address; None if it has neither."""
     return _value(address, "ip4", "ip6", "dns", "dns4", "dns6")
 
 
 def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address at which it begins; None for a name, since whose that is may change, and for what is no address."""
+    """Return the IP address in the address; None for a host name, which may come to mean another machine, and for an invalid
+    address."""
     try:
         return ipaddress.ip_address(host_of(address) or "")
     except ValueError:
@@ -97,35 +103,36 @@ def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def with_host(address: str, host: str) -> str:
-    """The address with another IP address at its beginning."""
+    """Return the address with another IP address at its beginning."""
     _, _protocol, _host, *rest = address.split("/")
     return "/".join(("", "ip6" if ":" in host else "ip4", host, *rest))
 
 
 def with_port(address: str, port: int) -> str:
-    """The address with another port."""
+    """Return the address with another port."""
     return re.sub(r"/(tcp|udp)/\d+", rf"/\g<1>/{port}", address, count=1)
 
 
 def port_of(address: str) -> int | None:
-    """The port that it names, where connections can be taken there: of TCP, or of QUIC's UDP."""
+    """Return the port of TCP or QUIC in the address; None if it has none."""
     port = _value(address, "tcp", "udp")
     return int(port) if port is not None and ("/tcp/" in address or "/quic" in address) else None
 
 
 def is_link_local(address: str) -> bool:
-    """Whether the address means another machine on each network."""
+    """Return whether the address is link-local, so that it means another machine on each network."""
     host = _value(address, "ip4", "ip6")
     return host is not None and ipaddress.ip_address(host).is_link_local
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether the address stands for every interface of a machine: to be listened on, not to be dialled."""
-    return host_of(address) in ("0.0.0.0", "::")  # nosec B104  # compared with
+    """Return whether the address stands for every interface of a machine: for listening, not for dialling."""
+    return host_of(address) in ("0.0.0.0", "::")  # nosec B104  # only compared
 
 
 def is_of_one_machine(address: str) -> bool:
-    """Whether one machine can have the address: no wildcard, and none of a group, of all, or of nobody. Names may lead anywhere."""
+    """Return whether one machine can have the address: no wildcard, multicast, broadcast or reserved address. True for host
+    names."""
     host = _value(address, "ip4", "ip6")
     if host is None:
         return True
@@ -134,7 +141,7 @@ def is_of_one_machine(address: str) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether the address is one of the open internet: a global IP address, or a name."""
+    """Return whether the address is on the open internet: a global IP address, or a name other than localhost."""
     host = _value(address, "ip4", "ip6")
     if host is not None:
         return ipaddress.ip_address(host).is_global
@@ -142,23 +149,23 @@ def is_public(address: str) -> bool:
 
 
 def is_relayed(address: str) -> bool:
-    """Whether the address leads over a relay."""
+    """Return whether the address leads over a relay."""
     return "/p2p-circuit" in address
 
 
 def tcp_endpoint(address: str) -> tuple[str, int] | None:
-    """(host, port) of an ip4 or ip6 TCP address; None for others."""
+    """Return the (IP address, port) of a TCP address; None for other transports and for host names."""
     return tcp_service(address) if _value(address, "ip4", "ip6") is not None else None
 
 
 def tcp_service(address: str) -> tuple[str, int] | None:
-    """(host or name, port) at which its TCP connections are taken; None for other transports."""
+    """Return the (IP address or host name, port) of a TCP address; None for other transports."""
     host, port = host_of(address), _value(address, "tcp")
     return (host, int(port)) if host is not None and port is not None else None
 
 
 def with_ports(configured: Sequence[str], listening: Sequence[str]) -> tuple[str, ...]:
-    """The configured addresses, ports that were left open (0) replaced by those that are listened on now."""
+    """Return the configured addresses with open ports (0) replaced by the ports in the addresses `listening`."""
     filled = []
     for address in configured:
         for transport in ("tcp", "udp"):
@@ -170,7 +177,8 @@ def with_ports(configured: Sequence[str], listening: Sequence[str]) -> tuple[str
 
 
 def check_port_free(address: str) -> None:
-    """Raise LocalError where somebody listens on the address already: p2pd would silently share the port."""
+    """Raise LocalError if a program listens on the address already: p2pd would silently share the port. Does nothing if the port
+    is 0."""
     endpoint = tcp_endpoint(address)
     if endpoint is None or endpoint[1] == 0:
         return
@@ -181,21 +189,21 @@ def check_port_free(address: str) -> None:
 
 
 def check_can_listen(option: str, host: str, port: int) -> None:
-    """Raise LocalError where `host`, an address or name of `option`, is none of this machine's, or its port is taken."""
+    """Raise LocalError if `host`, an address or name given for `option`, is not this machine's, or its port is taken."""
     try:
         if not host:
-            raise ValueError("it is empty; say 0.0.0.0 where everybody is meant")
+            raise ValueError("it is empty; 0.0.0.0 listens on all interfaces")
         bound(host, port).close()
     except OSError as error:
         reason = with_port_advice(error, "choose another address or port")
         raise LocalError(f"cannot listen at {option} {host}, port {port}: {reason}") from None
-    except ValueError as error:  # what cannot be a host's name
+    except ValueError as error:  # no host's name
         raise LocalError(f"cannot listen at {option} {host}, port {port}: {error}") from None
 
 
 def bound(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
-    """Return a TCP socket that has this address, at a free port if `port` is 0; with a `backlog` it listens. Raises OSError if the
-    address cannot be had."""
+    """Return a TCP socket bound to the address, at a free port if `port` is 0; with a `backlog` it listens. Raises OSError if the
+    address cannot be bound."""
     family, kind, protocol, _, endpoint = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     found = socket.socket(family, kind, protocol)
     try:
@@ -210,7 +218,7 @@ def bound(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on at the moment."""
+    """Return a TCP port that is free at the moment."""
     with bound(host, 0) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -1,8 +1,8 @@
 """Peers of the same swarm on the same local network, by multicast DNS (RFC 6762, 6763).
 
-Each peer announces the service `_swarmnode._tcp` with the first bytes of its swarm's id and the multiaddrs that other
-machines can reach, and browses for the others. What is heard is a hint from strangers: bounded, checked to be multiaddrs,
-and proven only when the network dials it and the peer id turns out right.
+Each peer announces the service `_swarmnode._tcp` with the first bytes of its swarm's id and the multiaddrs that other machines can
+reach, and browses for others. Answers are hints from strangers: they are bounded, checked to be multiaddrs, and proven only when
+the network dials them and the peer id turns out right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUEST_TIMEOUT_MS = 3000
 
 
 class LanDiscovery:
-    """Our announcement and what was heard of others. Made by `start`."""
+    """Announcement of this peer on the local network, and the addresses found there. Made by `start`."""
 
     def __init__(self, swarm_id: bytes, peer_id: PeerId, addresses: Sequence[str]) -> None:
         self._swarm = swarm_id[:SWARM_PREFIX_BYTES].hex()
@@ -37,7 +37,7 @@ class LanDiscovery:
         self._found: dict[PeerId, list[str]] = {}
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
-        self._tasks = Tasks("LAN discovery", on_crash=None)  # who says hello again is asked again
+        self._tasks = Tasks("LAN discovery", on_crash=None)  # a peer's next announcement is asked about again
 
     def __repr__(self) -> str:
         state = "announcing" if self._zeroconf is not None else "silent"
@@ -47,7 +47,7 @@ class LanDiscovery:
     async def start(cls, swarm_id: bytes, peer_id: PeerId, addresses: Sequence[str]) -> LanDiscovery:
         """Announce these addresses and look for peers of the same swarm on the interfaces that carry them.
 
-        Loopback addresses are nobody else's business: with none but them, nothing is sent. Raises LocalError.
+        Loopback addresses are not announced; if there are no others, nothing is sent. Raises LocalError if the announcement fails.
         """
         discovery = cls(swarm_id, peer_id, addresses)
         endpoints = [endpoint for address in discovery._own if (endpoint := tcp_endpoint(address))]
@@ -56,7 +56,7 @@ class LanDiscovery:
         hosts = sorted({host for host, _port in endpoints})
         try:
             discovery._zeroconf = AsyncZeroconf(interfaces=hosts)
-            # A peer id is nobody else's name: the second of probing for others that use it can be saved.
+            # A peer id is unique: the second of probing for others with this name can be saved.
             service = discovery._service(hosts, endpoints[0][1])
             await discovery._zeroconf.async_register_service(service, cooperating_responders=True)
         except OSError as error:
@@ -77,7 +77,7 @@ class LanDiscovery:
         )
 
     def addresses(self) -> list[str]:
-        """Multiaddrs of other peers of the swarm that were heard and have not said goodbye."""
+        """Return the multiaddrs of the swarm's other peers on the local network that have not left."""
         return [address for addresses in self._found.values() for address in addresses]
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
@@ -98,7 +98,7 @@ class LanDiscovery:
             log.debug("found on the local network: %s", self._found[peer])
 
     async def close(self) -> None:
-        """Say goodbye. Safe to call twice."""
+        """Withdraw the announcement and stop. Calling it again changes nothing."""
         await self._tasks.close()
         if self._browser is not None:
             await self._browser.async_cancel()
@@ -110,7 +110,7 @@ class LanDiscovery:
 
 
 def usable(told: Sequence[str], peer: PeerId) -> list[str]:
-    """The addresses among what a stranger told that can lead to this peer on another machine."""
+    """Return the addresses among `told`, a stranger's, that can lead to `peer` on another machine."""
     good = []
     for address in told:
         try:

@@ -19,7 +19,10 @@ MAX_ANSWER_BYTES = 2048
 
 
 def seen_at(port: socket.socket, server: tuple[str, int], timeout_s: float) -> tuple[str, int] | None:
-    """Where the server saw a request from this socket come from; None where it does not answer in time, or not in STUN."""
+    """Return the address and port that the STUN server sees as the sender of a request from the socket `port`.
+
+    None without a valid answer within `timeout_s` seconds.
+    """
     transaction = secrets.token_bytes(12)
     port.settimeout(timeout_s)
     try:
@@ -31,7 +34,7 @@ def seen_at(port: socket.socket, server: tuple[str, int], timeout_s: float) -> t
 
 
 def mapped_address(answer: bytes, transaction: bytes) -> tuple[str, int] | None:
-    """The IPv4 address and port in an answer to this request; None where it has none."""
+    """Return the IPv4 address and port in a STUN answer to the request `transaction`; None if it has none."""
     if len(answer) < HEADER.size:
         return None
     kind, size, cookie, asked = HEADER.unpack_from(answer)
@@ -49,16 +52,17 @@ def mapped_address(answer: bytes, transaction: bytes) -> tuple[str, int] | None:
 
 
 async def answering(addresses: Sequence[str], *, timeout_s: float) -> list[str]:
-    """Those multiaddrs at which somebody accepts a TCP connection; all of them where nobody does: then it may be us."""
+    """Return the multiaddrs that accept a TCP connection; all of them if none does, since then this machine may be offline."""
     tried = await asyncio.gather(*(answers(address, timeout_s) for address in addresses))
     return [address for address, yes in zip(addresses, tried, strict=True) if yes] or list(addresses)
 
 
 async def answers(address: str, timeout_s: float) -> bool:
-    """Whether somebody accepts a TCP connection there; also yes for other transports, of which that cannot be told."""
+    """Return whether the address accepts a TCP connection within `timeout_s` seconds; also true for other transports, which are not
+    tried."""
     service = tcp_service(address)
     if service is None:
-        return True  # another transport: nobody knows
+        return True  # another transport, which cannot be probed
     with contextlib.suppress(OSError, asyncio.TimeoutError):
         _, writer = await asyncio.wait_for(asyncio.open_connection(*service), timeout_s)
         writer.close()

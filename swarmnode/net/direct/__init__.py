@@ -1,1 +1,1 @@
-"""Direct TCP connections between peers that p2pd has introduced: what a stream carries then passes no other process."""
+"""Direct TCP connections between peers that p2pd has introduced: a stream's bytes then pass no other process."""

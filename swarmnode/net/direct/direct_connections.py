@@ -1,8 +1,8 @@
-"""Direct connections of a peer: asked for over p2pd, which has authenticated both sides, and then a TCP connection of their own.
+"""Direct connections of a peer: negotiated over p2pd, which has authenticated both sides, then separate TCP connections.
 
-The opener asks on a stream of p2pd's, the acceptor offers a port, and from the keys that they exchange both derive what the
-connection is to show and how it is sealed (`protocol/direct.md`). It leads to the IP address at which p2pd is connected with that
-very peer, so nobody can have us connect to somebody else. Where anything is missing the stream goes over p2pd, as ever.
+The opener asks on a stream of p2pd's, and the acceptor offers a port. From the keys that they exchange, both derive the token of
+the connection and its encryption keys (`protocol/direct.md`). The opener dials the IP address at which p2pd is connected with that
+very peer, so an offer cannot lead it to another machine. If anything is missing, the stream goes over p2pd.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = "/swarmnode/direct/1"
 REQUEST = struct.Struct(f"<{PUBLIC_KEY_BYTES}sB")  # the opener's key, and the length of the protocol id that follows
-OFFER = struct.Struct(f"<{PUBLIC_KEY_BYTES}sH")  # the acceptor's key and its port; 0: not by a direct connection
+OFFER = struct.Struct(f"<{PUBLIC_KEY_BYTES}sH")  # the acceptor's key and its port; 0: no direct connection
 LOWEST_PORT = 1024
 MAX_HOSTS = 2
 
-ANSWERING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # an offer needs no computing: who makes none hangs
-DIALLING = Deadline(floor_s=1.0, ceiling_s=2.0, slack=6.0)  # a router or firewall may drop it without a word
+ANSWERING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # an offer needs no computing: a peer without one hangs
+DIALLING = Deadline(floor_s=1.0, ceiling_s=2.0, slack=6.0)  # a router or firewall may drop the connection silently
 ASK_TIMEOUT_S = 2.0
 OFFER_TIMEOUT_S = 5.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0  # in which a peer that cannot be reached directly is not tried again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0  # before a peer that cannot be reached directly is tried again
 MOST_NOT_SHOWN = 128  # connections that have not shown a token yet
 SHOW_TIMEOUT_S = 2.0
 
 
 class Prologue(asyncio.BufferedProtocol):
-    """Reads one word and nothing beyond it. `settled` is called once: the word has come, or the connection is gone."""
+    """Protocol of a connection before its stream: reads one word of TOKEN_BYTES and nothing beyond it. `settled` is called once,
+    with the word read or the connection lost."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Prologue(asyncio.BufferedProtocol):
 
     @property
     def host(self) -> str:
-        """The IP address of the other side; empty where it is gone already."""
+        """IP address of the other side; empty if the connection is gone."""
         name = None if self._transport is None else self._transport.get_extra_info("peername")
         return str(name[0]) if name else ""
 
@@ -81,25 +82,25 @@ class Prologue(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self._word.done():
             self._word.set_exception(PeerLost("the direct connection was closed"))
-            self._word.exception()  # nobody may be waiting for it
+            self._word.exception()  # marks it as retrieved: `word` may have no caller
             self._settled(self)
 
     async def word(self) -> bytes:
-        """What the other side shows. Raises PeerLost."""
+        """Return the word that the other side shows. Raises PeerLost if the connection closes first."""
         return await asyncio.shield(self._word)
 
     @property
     def shown(self) -> bytes | None:
-        """The word, where it has come."""
+        """The word, if it has been read; else None."""
         return self._word.result() if self._word.done() and self._word.exception() is None else None
 
     def say(self, word: bytes) -> None:
-        """Show our own."""
+        """Send this side's word, unless the connection is gone."""
         if self._transport is not None:
             self._transport.write(word)
 
     def hand_over(self, stream: DirectStream) -> None:
-        """From now on the connection is the stream's."""
+        """Give the connection to the stream."""
         assert self._transport is not None
         self._transport.set_protocol(stream)
         stream.connection_made(self._transport)
@@ -112,20 +113,20 @@ class Prologue(asyncio.BufferedProtocol):
 
 
 class DirectListener:
-    """One port, on all addresses at which p2pd listens, too. Nobody need listen: then `port` is 0."""
+    """Listener for direct connections: one port on all IP addresses on which p2pd listens. `port` is 0 while it does not listen."""
 
     def __init__(self) -> None:
         self.port = 0
         self._servers: list[asyncio.AbstractServer] = []
         self._expected: dict[bytes, Callable[[Prologue], None]] = {}
-        self._groups: dict[Prologue, str] = {}  # of those that have not shown anything, in the order in which they came
+        self._groups: dict[Prologue, str] = {}  # address groups of connections without a token, the oldest first
         self._timers: dict[Prologue, asyncio.TimerHandle] = {}
 
     def __repr__(self) -> str:
         return f"<DirectListener on port {self.port}, {len(self._expected)} expected, {len(self._groups)} not shown>"
 
     async def open(self, hosts: Sequence[str]) -> None:
-        """Listen on each IP address; one on which that cannot be is left out."""
+        """Listen on each IP address. An address on which that fails is logged and left out."""
         loop = asyncio.get_running_loop()
         for host in hosts:
             try:
@@ -137,11 +138,11 @@ class DirectListener:
             self.port = server.sockets[0].getsockname()[1]
 
     def expect(self, token: bytes, on_shown: Callable[[Prologue], None]) -> None:
-        """`on_shown` takes over the connection that shows this token, once; until `forget`."""
+        """Let `on_shown` take over the first connection that shows this token, until `forget`."""
         self._expected[token] = on_shown
 
     def forget(self, token: bytes) -> None:
-        """Nobody is expected with it any more. Safe to call twice."""
+        """Expect the token no longer. Calling it again changes nothing."""
         self._expected.pop(token, None)
 
     def _came(self, prologue: Prologue) -> None:
@@ -166,7 +167,7 @@ class DirectListener:
             on_shown(prologue)
 
     def close(self) -> None:
-        """Listen no longer, and end what has not shown anything. Safe to call twice."""
+        """Stop listening, and close connections that have not shown a token. Calling it again changes nothing."""
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -177,19 +178,20 @@ class DirectListener:
 
 
 class Introducer(Protocol):
-    """What is asked of p2pd (`libp2p/p2pd_control.py`)."""
+    """The part of p2pd's control that direct connections use (`libp2p/p2pd_control.py`)."""
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
-        """A stream to a peer. Raises PeerLost, NetworkDown."""
+        """Open a stream to a peer. Raises PeerLost, NetworkDown."""
         ...
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
-        """The multiaddrs at which a peer is connected now. Raises NetworkDown."""
+        """Return the multiaddrs at which a peer is connected now. Raises NetworkDown."""
         ...
 
 
 class DirectConnections:
-    """Opens and accepts them. `serves` tells whether a protocol is served here; `on_stream` is given each one that came in."""
+    """Direct connections of this peer. `serves` returns whether this peer serves a protocol; `on_stream` gets each accepted
+    stream."""
 
     def __init__(self, serves: Callable[[str], bool], on_stream: Callable[[DirectStream], None]) -> None:
         self._serves = serves
@@ -205,13 +207,13 @@ class DirectConnections:
         return f"<DirectConnections: {len(self._streams)} open, {self._listener!r}>"
 
     async def start(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
-        """Listen beside p2pd, which has these addresses."""
+        """Listen on the hosts of p2pd's addresses."""
         self._peer_id = peer_id
         hosts = dict.fromkeys(host for address in addresses if (host := host_of(address)) is not None)
         await self._listener.open(list(hosts))
 
     def close(self) -> None:
-        """End all of them. Safe to call twice."""
+        """Close all connections. Calling it again changes nothing."""
         self._listener.close()
         for stream in list(self._streams):
             stream.drop()
@@ -221,9 +223,10 @@ class DirectConnections:
     async def open(
         self, introducer: Introducer, peer: PeerId, protocol: str, *, timeout_s: float
     ) -> DirectStream | None:
-        """A stream to a peer; None where there is no direct way, or p2pd has none either.
+        """Open a stream to a peer; None if there is no direct way to it (it offers none, its port cannot be reached, it is backing
+        off), or p2pd does not reach it.
 
-        Raises PeerLost where p2pd reaches the peer and it does not answer, NetworkDown.
+        Raises PeerLost if p2pd reaches the peer but it does not answer in time, NetworkDown if p2pd is gone.
         """
         if self._backoff.pause_s(peer):
             return None
@@ -233,7 +236,7 @@ class DirectConnections:
             asking = await introducer.open(peer, PROTOCOL, timeout_s=timeout_s)
         except PeerLost:
             return None
-        rtt_s = loop.time() - began_s  # at least one
+        rtt_s = loop.time() - began_s  # at least one round trip
         try:
             wait_s = min(end_s - loop.time(), ANSWERING.wait_s(rtt_s=rtt_s))
             offer = await self._ask(asking, Occasion(self._peer_id, peer, protocol), wait_s)
@@ -252,7 +255,7 @@ class DirectConnections:
         return self._begin(prologue, peer, protocol, seals=agreement.opener_key, opens=agreement.acceptor_key)
 
     async def _ask(self, asking: Stream, occasion: Occasion, wait_s: float) -> tuple[int, Agreement] | None:
-        """(the port, what is agreed on); None where the peer offers nothing. Raises PeerLost where it is silent."""
+        """Return the offered port and the agreement; None if the peer offers nothing. Raises PeerLost if it is silent."""
         pair, protocol = KeyPair(), occasion.protocol.encode()
         try:
             asking.write([REQUEST.pack(pair.public, len(protocol)) + protocol])
@@ -261,13 +264,17 @@ class DirectConnections:
             return (port, pair.as_opener(acceptor_public, occasion)) if port >= LOWEST_PORT else None
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {occasion.acceptor} does not answer", peer=occasion.acceptor) from None
-        except (PeerLost, ProtocolError):  # of those who know nothing of it p2pd tells late
+        except (PeerLost, ProtocolError):  # p2pd reports late that a peer does not know the protocol
             return None
 
     # -- accepting
 
     async def answer(self, asking: Stream) -> None:
-        """Serve one question: the offer lives as long as the stream on which it was made, and its place among them."""
+        """Answer one question for a direct connection. The offer is valid while its stream is open, at most OFFER_TIMEOUT_S
+        seconds.
+
+        Raises PeerLost if the question does not arrive in time, ProtocolError on a bad public key.
+        """
         public, size_bytes = REQUEST.unpack(await _in_time(_read_exactly(asking, REQUEST.size), asking.peer))
         name = await _in_time(_read_exactly(asking, size_bytes), asking.peer)
         protocol = name.decode(errors="replace")
@@ -283,7 +290,7 @@ class DirectConnections:
         arrived = asyncio.get_running_loop().create_future()
 
         def take(prologue: Prologue) -> None:
-            asking.give_place_up()  # else as many as a peer may have half open, at once, would be too many
+            asking.give_place_up()  # else both streams would count against the peer's limit of half-open ones
             prologue.say(agreement.welcome)
             seals, opens = agreement.acceptor_key, agreement.opener_key
             self._on_stream(self._begin(prologue, asking.peer, protocol, seals=seals, opens=opens))
@@ -305,13 +312,13 @@ class DirectConnections:
 
 
 async def _hosts_of(introducer: Introducer, peer: PeerId) -> list[str]:
-    """Where p2pd is connected with the peer, without a relay between."""
+    """Return the IP addresses at which p2pd is connected with the peer without a relay."""
     direct = (host_of(address) for address in await introducer.addresses_of(peer) if not is_relayed(address))
     return list(dict.fromkeys(filter(None, direct)))[:MAX_HOSTS]
 
 
 async def _dial(hosts: list[str], port: int, agreement: Agreement, wait_s: float) -> Prologue | None:
-    """The connection on which the peer has shown that it is the one that we agreed with; None where there is none in time."""
+    """Return a connection on which the peer has shown the agreed welcome; None if there is none within `wait_s` seconds."""
     with contextlib.suppress(asyncio.TimeoutError):
         return await asyncio.wait_for(_first_to_welcome(hosts, port, agreement), wait_s)
     return None
@@ -338,7 +345,7 @@ async def _first_to_welcome(hosts: list[str], port: int, agreement: Agreement) -
 
 
 async def _read_exactly(stream: Stream, size_bytes: int) -> bytes:
-    """Raises PeerLost where the stream ends before."""
+    """Read `size_bytes` bytes. Raises PeerLost if the stream ends before."""
     data, filled_bytes = memoryview(bytearray(size_bytes)), 0
     while filled_bytes < size_bytes:
         count = await stream.read_into(data[filled_bytes:])
@@ -349,8 +356,8 @@ async def _read_exactly(stream: Stream, size_bytes: int) -> bytes:
 
 
 async def _in_time(reading: Coroutine[Any, Any, bytes], peer: PeerId) -> bytes:
-    """What is read. Raises PeerLost where it takes too long."""
+    """Return the result of `reading`. Raises PeerLost after ASK_TIMEOUT_S seconds."""
     try:
         return await asyncio.wait_for(reading, ASK_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise PeerLost(f"peer {peer} does not say what it asks", peer=peer) from None
+        raise PeerLost(f"peer {peer} did not complete its question in time", peer=peer) from None

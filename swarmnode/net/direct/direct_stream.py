@@ -1,4 +1,4 @@
-"""A Stream over a direct TCP connection: everything travels in sealed records (`records.py`)."""
+"""Stream over a direct TCP connection, in encrypted records (`records.py`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from swarmnode.net.direct.records import READ_BYTES, DirectionKey, RecordReader,
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 
-MAX_UNREAD_BYTES = 256 * 1024  # with what one read completes on top; beyond that the sender has to wait
-LINGER_S = 2.0  # for the peer to end its direction, too, after we have ended ours
+MAX_UNREAD_BYTES = 256 * 1024  # beyond this the sender has to wait; one read may exceed it by its records
+LINGER_S = 2.0  # for the peer to end its direction after this side has ended its own
 
 
 class DirectStream(TransportStream, asyncio.BufferedProtocol):
-    """Bytes to and from a peer. They are sealed as the transport takes them, so that little is held twice."""
+    """Stream of bytes to and from a peer. Bytes are sealed only as the transport takes them, so that few are held twice."""
 
     def __init__(self, peer: PeerId, protocol: str, *, seals: DirectionKey, opens: DirectionKey) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
         self._unread: deque[memoryview] = deque()
         self._unread_bytes = 0
         self._reader: asyncio.Future[None] | None = None
-        self._closing = False  # by us: nothing is written any more, and what comes is thrown away
+        self._closing = False  # closed by this side: nothing more is written, and arriving data is dropped
         self._linger: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -36,7 +36,7 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
 
     @property
     def closed(self) -> asyncio.Future[None]:
-        """Done once the connection is gone."""
+        """Future that is done once the connection is gone."""
         return self._closed
 
     # -- asyncio's side
@@ -64,7 +64,7 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         if not self._ended:
             self._lost = EOFError("cut short")
-        return self._ended and self._linger is None  # our own direction stays open until we close
+        return self._ended and self._linger is None  # the own direction stays open until `close`
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -75,7 +75,7 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         waiting, self._writable = self._writable, None
         self._seal()
-        if self._writable is not None:  # paused again: who drains goes on waiting
+        if self._writable is not None:  # paused again: `drain` goes on waiting
             self._writable = waiting
         elif waiting is not None and not waiting.done():
             waiting.set_result(None)
@@ -139,8 +139,11 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
     # -- the end
 
     async def close(self) -> None:
-        """The peer reads the end. What it still sends is taken and thrown away for a while: a connection that is closed with
-        bytes unread is reset, and a reset overtakes what was sent last."""
+        """Send the end of the stream and close.
+
+        Data from the peer is taken and dropped for a while: a connection that is closed with bytes unread is reset, and a reset
+        overtakes the last bytes sent.
+        """
         if self._transport is None or self._closing:
             return
         self._closing = True
@@ -156,7 +159,7 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
         except (PeerLost, asyncio.TimeoutError):
             self.drop()
         else:
-            if self._transport.is_closing():  # the peer's reset came with the last of what we sent
+            if self._transport.is_closing():  # the peer reset the connection after the last bytes
                 return
             self._linger = self._loop.call_later(LINGER_S, self.drop)
             self._transport.write_eof()
@@ -164,7 +167,7 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
                 self._transport.close()
 
     def abort(self) -> None:
-        """A stream that was closed has nothing unsent."""
+        """Drop the stream, unless it was closed and waits only for the peer's end."""
         if self._linger is None:
             self.drop()
 

@@ -1,10 +1,11 @@
-"""Records of a direct connection, and the agreement on the keys that seal them.
+"""Records of a direct connection, and the agreement on the keys that encrypt them.
 
-A record is its length and so many bytes, sealed with AES-256-GCM (RFC 5116). The keys follow from an ephemeral key of each side.
+A record is its length and then that number of bytes, sealed with AES-256-GCM (RFC 5116). The keys follow from an ephemeral key of
+each side.
 
-The nonce is the record's number, so that one that is altered, missing, repeated or out of its place does not open. A record
-without contents is the end of what its sender has to say. After `RENEW_AFTER` records both sides take the next key (as TLS 1.3
-does, RFC 8446 section 7.2), long before AES-GCM's bound for one key.
+The nonce is the record's number, so a record that is altered, missing, repeated or out of order does not open. An empty record ends
+its sender's direction. After `RENEW_AFTER` records both sides take the next key (as TLS 1.3 does, RFC 8446 section 7.2), long
+before AES-GCM's bound for one key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEAD = struct.Struct("<I")
 TAG_BYTES = 16
 MAX_CONTENT_BYTES = 64 * 1024
 MAX_RECORD_BYTES = HEAD.size + MAX_CONTENT_BYTES + TAG_BYTES
-READ_BYTES = 4 * MAX_RECORD_BYTES  # at once: each read costs Python more than opening a record
+READ_BYTES = 4 * MAX_RECORD_BYTES  # per read: each read costs Python more than opening a record
 NONCE_BYTES = 12
 RENEW_AFTER = 1 << 22  # records: 256 GiB
 NEXT_KEY = b"swarmnode direct 1 next key"
@@ -38,7 +39,7 @@ LABEL = b"swarmnode direct 1"
 
 @dataclass(frozen=True)
 class Occasion:
-    """What a connection is for: a stream of `protocol` that `opener` opens to `acceptor`."""
+    """Purpose of a connection: a stream of `protocol` that `opener` opens to `acceptor`."""
 
     opener: PeerId
     acceptor: PeerId
@@ -51,12 +52,12 @@ class Agreement:
 
     token: bytes
     welcome: bytes
-    opener_key: bytes  # what the opener sends is sealed with it
+    opener_key: bytes  # seals the records that the opener sends
     acceptor_key: bytes
 
 
 class KeyPair:
-    """An ephemeral key of one side, for one agreement."""
+    """Ephemeral key pair of one side, for one agreement."""
 
     def __init__(self, private: bytes | None = None) -> None:
         self._private = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
@@ -66,18 +67,18 @@ class KeyPair:
         return f"<KeyPair {self.public.hex()}>"
 
     def as_opener(self, acceptor_public: bytes, occasion: Occasion) -> Agreement:
-        """Agree with the acceptor. Raises ProtocolError on a key that makes no secret."""
+        """Agree with the acceptor. Raises ProtocolError if its public key gives no shared secret."""
         return self._agree(acceptor_public, occasion, self.public + acceptor_public)
 
     def as_acceptor(self, opener_public: bytes, occasion: Occasion) -> Agreement:
-        """Agree with the opener. Raises ProtocolError on a key that makes no secret."""
+        """Agree with the opener. Raises ProtocolError if its public key gives no shared secret."""
         return self._agree(opener_public, occasion, opener_public + self.public)
 
     def _agree(self, theirs: bytes, occasion: Occasion, both_public: bytes) -> Agreement:
         try:
             secret = self._private.exchange(X25519PublicKey.from_public_bytes(theirs))
         except ValueError as error:  # a point of low order
-            raise ProtocolError(f"a public key that makes no secret: {error}") from error
+            raise ProtocolError(f"its public key gives no shared secret: {error}") from error
         names = "\0".join((occasion.opener, occasion.acceptor, occasion.protocol)).encode()
         info = b"\0".join((LABEL, names, both_public))
         derived = HKDF(SHA256(), 2 * TOKEN_BYTES + 2 * KEY_BYTES, salt=None, info=info).derive(secret)
@@ -91,7 +92,7 @@ class KeyPair:
 
 
 class DirectionKey:
-    """The key of one direction, and the number of its next record."""
+    """Key of one direction, and the number of its next record."""
 
     def __init__(self, key: bytes, *, renew_after: int = RENEW_AFTER) -> None:
         self._key = key
@@ -103,16 +104,16 @@ class DirectionKey:
         return f"<DirectionKey before record {self._number}>"
 
     def seal(self, content: Buffer) -> tuple[bytes, bytes]:
-        """(head, sealed contents) of the next record, of at most MAX_CONTENT_BYTES."""
+        """Return the (head, sealed contents) of the next record; `content` has at most MAX_CONTENT_BYTES."""
         head = HEAD.pack(len(content) + TAG_BYTES)
         return head, self._cipher.encrypt(self._nonce(), content, head)
 
     def open(self, head: Buffer, sealed: Buffer) -> bytes:
-        """The contents of the next record. Raises ProtocolError where it is not the one that the peer sealed."""
+        """Return the contents of the next record. Raises ProtocolError if it was altered or is out of order."""
         try:
             return self._cipher.decrypt(self._nonce(), sealed, head)
         except InvalidTag:
-            raise ProtocolError("a record is not what its sender sealed") from None
+            raise ProtocolError("a record was altered or is out of order") from None
 
     def _nonce(self) -> bytes:
         if self._number == self._renew_after:
@@ -124,7 +125,7 @@ class DirectionKey:
 
 
 class RecordReader:
-    """Takes bytes as they come and gives the contents of whole records. `room` is where the next bytes belong."""
+    """Reader that takes bytes as they arrive, at `room`, and gives the contents of complete records."""
 
     def __init__(self, key: DirectionKey) -> None:
         self._key = key
@@ -135,11 +136,12 @@ class RecordReader:
         return f"<RecordReader with {self._filled_bytes} bytes of a record>"
 
     def room(self) -> memoryview:
-        """Never empty."""
+        """Return the buffer for the next bytes, never empty."""
         return self._data[self._filled_bytes :]
 
     def advance(self, count: int) -> Iterator[bytes]:
-        """The contents of the records that `count` bytes complete. Raises ProtocolError."""
+        """Take `count` bytes put into `room`, and yield the contents of the records that they complete. Raises ProtocolError on a
+        bad record."""
         self._filled_bytes += count
         start = 0
         while (end := self._end_of_record(start)) is not None:
@@ -151,18 +153,18 @@ class RecordReader:
             self._filled_bytes = len(rest)
 
     def _end_of_record(self, start: int) -> int | None:
-        """Where the record that begins here ends; None where it is not complete."""
+        """Return the end of the record that begins at `start`; None if it is incomplete. Raises ProtocolError on a bad length."""
         if self._filled_bytes - start < HEAD.size:
             return None
         (sealed_bytes,) = HEAD.unpack_from(self._data, start)
         if not TAG_BYTES <= sealed_bytes <= MAX_CONTENT_BYTES + TAG_BYTES:
-            raise ProtocolError(f"a record of {sealed_bytes} bytes")
+            raise ProtocolError(f"a record of {sealed_bytes} bytes is out of bounds")
         end: int = start + HEAD.size + sealed_bytes
         return end if end <= self._filled_bytes else None
 
 
 def contents(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
-    """Buffers as the contents of records: small ones together, large ones in pieces without a copy."""
+    """Yield the buffers as contents of records: small ones joined, large ones in pieces without a copy."""
     small, small_bytes = [], 0
     for buffer in buffers:
         if len(buffer) + small_bytes <= MAX_CONTENT_BYTES:

@@ -1,1 +1,1 @@
-"""The real network: hivemind's p2pd, its child process, its sockets, and the table's calls."""
+"""The real network: hivemind's p2pd, its process, its sockets, and the table's calls over it."""

@@ -1,7 +1,7 @@
-"""p2pd as a child process: started, watched, ended; never left behind.
+"""p2pd as a child process: started, watched and ended; never left behind.
 
-Sockets live in a private folder of the temp directory that carries our process id and holds a file that we have locked, so that
-folders of processes that were killed can be told and removed at the next start.
+Its sockets live in a private folder in the temp directory. The folder's name has the process id, and it holds a locked file, so
+that the folders of killed processes can be recognised and removed at the next start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarmnode.net.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
-FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS), of which hivemind's names take 26
+FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS), and hivemind's names take 26
 MAX_FOLDER_CHARS = 76
 LOCK_FILE = "lock"  # in the folder, held by its process
 START_TIMEOUT_S = 15.0
@@ -36,7 +36,7 @@ DESCRIPTORS = 16_384
 
 
 class SocketFolder:
-    """A private folder for the control sockets between us and p2pd."""
+    """A private folder for the control sockets between this process and p2pd."""
 
     def __init__(self) -> None:
         remove_stale_folders()
@@ -52,18 +52,18 @@ class SocketFolder:
         return f"<SocketFolder {self.path}>"
 
     def new_socket(self, name: str) -> Path:
-        """A path that no other process has listened on: the file of one that was killed is still there."""
+        """Return a new path for a socket; the file of a killed process may still be at an old one."""
         return self.path / f"{name}-{next(self._sockets)}.sock"
 
     def remove(self) -> None:
-        """Delete the folder with all that is in it; no error where it is gone."""
+        """Delete the folder with its contents; no error if it is gone."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
 
 
 def remove_stale_folders() -> None:
-    """Remove what processes of ours left that were killed."""
+    """Remove the folders that killed processes of this user left behind."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
@@ -72,12 +72,12 @@ def remove_stale_folders() -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """On Windows every user has a folder for such things."""
+    """Return whether the folder is this user's. On Windows every user has a temp directory of their own."""
     return sys.platform == "win32" or folder.stat().st_uid == os.getuid()
 
 
 def _is_held(folder: Path) -> bool:
-    """By a process that we cannot see: containers may share a folder, but not the numbers of their processes."""
+    """Return whether a process holds the folder's lock: containers may share a folder, but do not see each other's processes."""
     if sys.platform == "win32":
         return False
     lock = lock_alone(folder / LOCK_FILE)
@@ -97,7 +97,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and its p2pd have as many sockets as the system permits: 256 is what some shells leave them."""
+    """Raise the limit of open sockets of this process and its p2pd as far as the system permits; some shells set it to 256."""
     if sys.platform == "win32":  # it has no such limit
         return
     import resource
@@ -110,7 +110,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Daemon:
-    """One run of p2pd. Made by `start`; `exited` resolves with its exit code however it ends."""
+    """Run of p2pd. Made by `start`; `exited` resolves with its exit code however it ends."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: Path) -> None:
         self.socket = socket
@@ -127,7 +127,7 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     @property
@@ -137,7 +137,7 @@ class Daemon:
 
     @classmethod
     async def start(cls, binary: Path, flags: Sequence[str], socket: Path) -> Daemon:
-        """Start p2pd and wait until it answers. Raises LocalError with its last words where it does not come up."""
+        """Start p2pd and wait until it answers. Raises LocalError with its last line of output if it does not start."""
         try:
             process = await asyncio.create_subprocess_exec(
                 str(binary),
@@ -148,7 +148,7 @@ class Daemon:
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
                 preexec_fn=die_with_parent,
-                start_new_session=True,  # a Ctrl-C at the terminal is for us: p2pd is needed while we drain
+                start_new_session=True,  # a Ctrl-C at the terminal must not end p2pd, which is needed for draining
             )
         except OSError as error:
             processes = {errno.EAGAIN: "allow more processes (ulimit -u)"}
@@ -184,7 +184,7 @@ class Daemon:
                 self._ready.set()
 
     async def stop(self) -> None:
-        """End it: politely, then not. Safe to call twice."""
+        """Stop p2pd: SIGTERM, then SIGKILL after STOP_TIMEOUT_S seconds. Calling it again changes nothing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:

@@ -1,4 +1,4 @@
-"""The DHT of the real network: the table of `net/table`, over p2pd's calls."""
+"""The DHT of the real network: the table of `net/table` over p2pd's calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable, id_byt
 log = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW_S = 3.0
-MAX_WARNINGS = 8  # of clocks: whoever says something else of the time may be many
+MAX_WARNINGS = 8  # of clocks: the peers with another time may be many
 
 T = TypeVar("T")
 
 
 class EngineDht(Dht):
-    """A peer's place in the table. The calls below are new ones after each restart of p2pd, what is known and kept stays."""
+    """A peer's part in the table. Each restart of p2pd brings a new routing table and new calls; stored records and known keepers
+    stay."""
 
     def __init__(
         self, valid: RecordValidator | None, groups: AddressGroups, *, client_mode: bool, timeout_s: float
@@ -69,14 +70,14 @@ class EngineDht(Dht):
         self._stopped = asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
-        """p2pd is gone."""
+        """End the calls: p2pd is gone."""
         calls, self._calls = self._calls, None
         if calls is not None:
             self._stopped.set_result(None)
             await calls.close()
 
     async def meet(self, peer: PeerId) -> bool:
-        """Ask a connected peer for its place in the table. False where it has none."""
+        """Ask a connected peer for its place in the table. Returns False if it has none or does not answer."""
         asked_at = time.time()
         theirs = await self._running().ping(peer)
         if theirs is not None:
@@ -84,11 +85,11 @@ class EngineDht(Dht):
         return theirs is not None
 
     def neighbours(self) -> set[PeerId]:
-        """The peers that the table here has a place for."""
+        """Return the peers in the routing table; empty while p2pd is down."""
         return self._routing_table.peers() if self._calls is not None else set()
 
     async def explore(self) -> None:
-        """Learn our neighbourhood in the table from the peers that we have met."""
+        """Look for the neighbours in the table, starting with the known peers. Does nothing while p2pd is down."""
         if self._calls is not None:
             await self._look_up({node_id(self._peer): {}})
 
@@ -116,11 +117,11 @@ class EngineDht(Dht):
         keepers = await self._keepers.of(key, self._find_keepers)
         calls = self._running()
         answers = await asyncio.gather(*(calls.store(keeper, key, [(subkey, record)]) for keeper in keepers))
-        if not all(answers):  # None: it is gone
+        if not all(answers):  # None: the keeper is gone
             self._keepers.forget(key)
         taken = any(answer is not None and any(answer) for answer in answers)
-        # Where there are few keepers we are one, so that whoever asks us finds it. Where there are enough we are not: a
-        # reader who came upon a key with this record alone would take it for all.
+        # This peer is a keeper, too, if there are few, so that peers that ask it find the record. Otherwise it is not:
+        # a reader would take a key with this record alone for complete.
         farthest = max((node_id(keeper) ^ key for keeper in keepers), default=0)
         ours = len(keepers) < REPLICAS or node_id(self._peer) ^ key < farthest
         own = Claimant("", self._peer)
@@ -140,7 +141,7 @@ class EngineDht(Dht):
         return {key: self._believed(place, found.records(place)) for place, key in keys_at.items()}
 
     def _believed(self, key: int, records: Mapping[bytes, Record]) -> dict[bytes, Record]:
-        """What still holds of what this peer keeps, too: a member that was one until a moment ago."""
+        """Return the records that are still valid, this peer's own included: a membership may have ended a moment ago."""
         valid, digest = self._valid, id_bytes(key)
         return {
             subkey: record
@@ -162,13 +163,13 @@ class EngineDht(Dht):
         ).run()
 
     async def _while_running(self, work: Coroutine[Any, Any, T]) -> T:
-        """hivemind's calls hang where p2pd dies under them: raise NetworkDown instead."""
+        """Return the result of `work`. hivemind's calls hang if p2pd ends meanwhile: raises NetworkDown instead."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._stopped}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise NetworkDown("p2pd ended in the middle of it")
+                raise NetworkDown("p2pd ended in the middle of an operation on the DHT")
             return task.result()
         finally:
             task.cancel()

@@ -1,7 +1,7 @@
-"""The real network: libp2p by hivemind's p2pd, and the table over its calls. Everything of theirs stays behind `interfaces.py`.
+"""The real network: libp2p by hivemind's p2pd, and the table over its calls, behind `interfaces.py`.
 
-p2pd runs as a child process with one identity and one set of ports from start to close. One that dies is started again:
-streams break at once, protocols are registered anew, and the table is entered again through the peers that led to it.
+p2pd runs as a child process with one identity and one set of ports from start to close. If it dies it is started again: streams
+break at once, protocols are registered anew, and the table is joined again through the known peers.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ MAX_KNOWN_PEERS = 32
 MAX_DIALLED = 4096
 DIAL_TIMEOUT_S = 5.0
 REJOIN_TIMEOUT_S = 5.0
-SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
+SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again after a longer delay each time
 MAX_RESTART_DELAY_S = 5.0
-MOST_FAILED_STARTS = 10  # one after the other, within some 40 s: then this machine cannot
+MOST_FAILED_STARTS = 10  # in a row, within some 40 s: then this machine cannot run p2pd
 NOT_ADMITTED = "not admitted"
 SETTLE_S = 4.0
 
 
 class Connections(Protocol):
-    """What p2pd is connected with, and how to end it (`p2pd_control.py`)."""
+    """The part of p2pd's control for its connections (`p2pd_control.py`)."""
 
     async def connected(self) -> dict[PeerId, list[str]]: ...
     async def disconnect(self, peer: PeerId) -> None: ...
 
 
 async def prepare(control: Connections, *, settle_s: float = SETTLE_S) -> None:
-    """Wait until a young p2pd knows where it is seen, and end what it opened over relays before: who calls anew gets a hole."""
+    """Wait until a young p2pd knows its public address, and close the connections that it opened over relays before: a peer that
+    connects anew gets a hole punched."""
     await asyncio.sleep(settle_s)
     for peer, addresses in (await control.connected()).items():
         if all(map(is_relayed, addresses)):
@@ -61,13 +62,13 @@ async def prepare(control: Connections, *, settle_s: float = SETTLE_S) -> None:
 
 @dataclass(frozen=True)
 class EngineConfig(NetworkConfig):
-    """How this peer is on the network, and what libp2p need not find out by itself."""
+    """Network settings of this peer, and facts that spare libp2p from finding them out."""
 
-    hidden: bool = False  # nobody gets in directly (`net/addressing/reachability.py`)
+    hidden: bool = False  # no peer can connect directly (`net/addressing/reachability.py`)
     dht_timeout_s: float = 2.0
 
     def flags(self) -> list[str]:
-        """p2pd's command line."""
+        """Return the command-line flags of p2pd."""
         flags = [
             f"-id={self.identity_path}",
             f"-hostAddrs={','.join(self.host_maddrs)}",
@@ -77,12 +78,12 @@ class EngineConfig(NetworkConfig):
             "-autonat=1",
             "-connManager=1",
             "-relay=1",
-            f"-relayService={int(self.public)}",  # else whoever libp2p finds public relays, asked or not
+            f"-relayService={int(self.public)}",  # else every peer that libp2p finds public would relay
             "-persistentConnMaxMsgSize=1048576",
             "-tls=1",
             "-dhtClient=1" if self.client_mode else "-dhtServer=1",
             "-b=0",
-            "-idleTimeout=30s",  # ends by itself where we die before the first lasting connection, on every system
+            "-idleTimeout=30s",  # p2pd ends by itself if this process dies before the first lasting connection
         ]
         if self.public or self.hidden:
             flags.append(f"-forceReachability{'Public' if self.public else 'Private'}=1")
@@ -94,7 +95,7 @@ class EngineConfig(NetworkConfig):
 
 
 class Engine(Network):
-    """A peer on the real network. Its p2pd is watched: one that dies is started again with the same identity and port."""
+    """A peer on the real network. If its p2pd dies it is started again with the same identity and ports."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -110,12 +111,10 @@ class Engine(Network):
         self._control: P2pdControl | None = None
         self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
         self._handlers: dict[str, StreamHandler] = {}
-        self._known: Recent[PeerId, str] = Recent(
-            MAX_KNOWN_PEERS
-        )  # addresses that led into the DHT, to come back by after a restart
-        self._dialled: Recent[PeerId, None] = Recent(MAX_DIALLED)  # by us: whoever else is connected came by itself
+        self._known: Recent[PeerId, str] = Recent(MAX_KNOWN_PEERS)  # addresses that led into the DHT, for restarts
+        self._dialled: Recent[PeerId, None] = Recent(MAX_DIALLED)  # other connected peers came by themselves
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
-        self._dialling = Tasks("dialling", on_crash=None)  # whoever is alone dials again
+        self._dialling = Tasks("dialling", on_crash=None)  # a peer that stays alone dials again
         self._streams = Tasks("streams", on_crash=config.supervisor.ends_conversation)
         self._limits = StreamLimits()
         self._direct = DirectConnections(self._handlers.__contains__, self._incoming)
@@ -130,7 +129,10 @@ class Engine(Network):
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
-        """Come up. Raises LocalError where a port is in use or p2pd does not start; nobody else need be reachable."""
+        """Join the network; other peers need not be reachable.
+
+        Raises LocalError if a port is in use or p2pd does not start, UsageError if an address is no multiaddr.
+        """
         for address in (*config.host_maddrs, *config.announce_maddrs, *config.relays):
             check(address)
         for address in config.host_maddrs:
@@ -162,7 +164,7 @@ class Engine(Network):
         self._p2p = await _Client.connect(self._daemon.socket, self._folder.path, self.config.gate)
         if self.config.hidden:
             await prepare(control)
-        self._control = control  # before the table: its calls may have to be introduced
+        self._control = control  # before the table, whose calls may need an introduction over a link
         await self._dht.start(self._p2p)
 
     async def _stop_daemon(self) -> None:
@@ -175,7 +177,7 @@ class Engine(Network):
             await self._daemon.stop()
 
     async def _watch(self) -> None:
-        """Start p2pd again whenever it ends. Raises LocalError where it does not come up any more."""
+        """Start p2pd again whenever it ends. Raises LocalError after MOST_FAILED_STARTS failed starts in a row."""
         delay_s, failed = 0.0, 0
         while True:
             assert self._daemon is not None
@@ -187,7 +189,7 @@ class Engine(Network):
             self.restarts += 1
             try:
                 await self._start_daemon()
-            except Exception as error:  # whatever went wrong with a young p2pd, the next one may do better
+            except Exception as error:  # any failure of a young p2pd: the next one may work
                 log.warning("p2pd did not come up: %s", error)
                 await self._stop_daemon()
                 failed += 1
@@ -235,7 +237,7 @@ class Engine(Network):
             self._limits.leave(stream)
             stream.abort()
 
-    # -- where we are, and who else is there
+    # -- own addresses, and other peers
 
     async def addresses(self) -> list[str]:
         _, addresses = await self._running().identify()
@@ -251,7 +253,7 @@ class Engine(Network):
 
     async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
         self._running()
-        # Each attempt goes on in the background after the first success: the more peers we know, the better.
+        # Each attempt goes on in the background after the first success: more known peers are better.
         attempts = [
             self._dialling.spawn(self._meet(peer, address), f"connect to {address}")
             for address in dict.fromkeys(addresses)
@@ -264,7 +266,7 @@ class Engine(Network):
         return False
 
     async def _meet(self, peer: PeerId, address: str) -> bool:
-        """Dial one address and, where a peer of the DHT answers, enter the DHT by it."""
+        """Dial one address and, if a peer of the DHT answers, join the DHT through it; return whether one did."""
         self._dialled[peer] = None
         try:
             await self._running().connect(peer, address, timeout_s=DIAL_TIMEOUT_S)
@@ -291,9 +293,9 @@ class Engine(Network):
 
 
 class _Client(P2P):
-    """hivemind's client of a p2pd that we started ourselves; the DHT speaks through it.
+    """hivemind's client of the own p2pd; the DHT speaks through it.
 
-    p2pd ends itself when the lasting connection that this client holds is closed, by us or by our death.
+    p2pd ends when the lasting connection of this client is closed, also by the death of this process.
     """
 
     _gate: Gate = OPEN_GATE
@@ -305,7 +307,7 @@ class _Client(P2P):
         return await client.replicate(HivemindMultiaddr(f"/unix{socket}"))
 
     async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
-        """Calls of the table are answered to those whom the gate admits; others read one word."""
+        """Register a handler that answers peers that the gate admits; others get NOT_ADMITTED."""
 
         async def guarded(request: Any, context: Any) -> Any:
             if not self._gate.admits(context.remote_id.to_base58()):
@@ -316,21 +318,22 @@ class _Client(P2P):
         await super().add_protobuf_handler(name, served, input_protobuf_type, **options)
 
     async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
-        """Peers that guard their tables are called upon first; one that was restarted has forgotten that we were there."""
+        """Call a peer of the table, after an introduction if tables are guarded; again if the peer has restarted and forgotten this
+        one."""
         if not self._gate.guards_table:
             return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
         peer = peer_id.to_base58()
         await self._gate.introduce(peer)
         try:
             return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
-        except Exception as error:  # p2pd's answer carries the words of the other side, in an error of hivemind's
+        except Exception as error:  # hivemind raises errors of its own kinds with the text of the other side
             if NOT_ADMITTED not in str(error):
                 raise
         await self._gate.introduce(peer, anew=True)
         return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
 
     async def shutdown(self) -> None:
-        """Also after p2pd's death, without a word about the connection that it took along."""
+        """Shut down, also after p2pd's death, without errors about the connection lost with it."""
         await super().shutdown()
         tasks = (self._client.control._read_task, self._client.control._write_task)
         await cancel_and_wait(*(task for task in tasks if task is not None))

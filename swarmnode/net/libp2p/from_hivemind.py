@@ -1,9 +1,9 @@
-"""All that is taken from hivemind: p2pd, its client of it, their messages. The only file that imports it.
+"""Everything taken from hivemind: p2pd, its client and their messages. The only file that imports hivemind.
 
-hivemind's packages import everything that hivemind can do (averaging, optimisers, torch, scipy) as soon as one module of
-them is wanted: 1.3 s and 150 MiB where these modules alone take 0.2 s and 23 MiB. So while they are imported, the packages
-around them are stand-ins without contents. Afterwards hivemind is gone from `sys.modules`: who imports it later in the same
-process gets it whole, as if it had never been here. Where it is loaded already, it is used as it is.
+To import one module of hivemind's packages means to import all of it (averaging, optimisers, torch, scipy): 1.3 s and 150 MiB,
+while the modules used here take 0.2 s and 23 MiB. So during their import the packages around them are empty stand-ins. Afterwards
+hivemind is removed from `sys.modules`, so that a later import in the same process gets the whole of it. If hivemind was imported
+before, it is used as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from swarmnode.hollow_package import folders_of, put_hollow_package
 
 _HOLLOW = ("hivemind", "hivemind.utils")
-_UTILS = {  # what the modules below ask of hivemind.utils itself, and where that has it from
+_UTILS = {  # names that the modules below import from hivemind.utils, and the submodules that define them
     "get_logger": "logging",
 }
 
@@ -53,7 +53,7 @@ with _hollow_packages():
 
 P2PD = Path(_binaries.__path__[0]) / "p2pd"
 
-logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # its warnings are our normal life: peers come and go
+logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # it warns of peers that come and go, which is normal here
 
 __all__ = [
     "P2P",

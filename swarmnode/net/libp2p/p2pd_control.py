@@ -1,6 +1,6 @@
-"""Questions to a running p2pd, and the streams that it opens or hands over: each has a unix connection of its own.
+"""Questions to a running p2pd, and the streams that it opens or hands over; each has a unix connection of its own.
 
-A message is a protobuf behind its length as a varint (go-libp2p-daemon, specs/CONTROL.md).
+A message is a protobuf after its length as a varint (go-libp2p-daemon, specs/CONTROL.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, p2pd_pb2
 from swarmnode.net.libp2p.peers import peer_bytes, peer_name
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 
-MAX_ANSWER_BYTES = 4 << 20  # some 60 for each address of a connection, of which a bootstrap peer has thousands
+MAX_ANSWER_BYTES = 4 << 20  # some 60 bytes per address of a connection; a bootstrap peer has thousands
 MAX_VARINT_BYTES = 10
-MOST_TEXTS = 1024  # that are remembered: the same peers are connected each time
+MOST_TEXTS = 1024  # cached addresses: the same peers are connected each time
 PIECE_BYTES = 1 << 20  # p2pd is slower with larger writes
 STAGING_BYTES = 16 * 1024
 MAX_PREAMBLE_BYTES = STAGING_BYTES
@@ -33,10 +33,10 @@ Request = p2pd_pb2.Request
 
 
 class SocketStream(TransportStream, asyncio.BufferedProtocol):
-    """Bytes to and from a peer. `preamble` is the daemon's length-prefixed message that comes before them.
+    """Stream of bytes to and from a peer. `preamble` is the daemon's length-prefixed message before them.
 
-    The socket is read straight into the buffer of whoever waits in `read_into`; what comes while nobody waits is staged,
-    and when the staging buffer is full the peer has to wait.
+    The socket is read straight into the buffer of a waiting `read_into`. Without one, data goes into a staging buffer; when that is
+    full the peer has to wait.
     """
 
     def __init__(self, on_preamble: Callable[[SocketStream, bytes], None] = lambda _stream, _preamble: None) -> None:
@@ -45,7 +45,7 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
         self._preamble: asyncio.Future[bytes] = self._loop.create_future()
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._staged_bytes = 0
-        self._target: memoryview | None = None  # the buffer of the reader who waits
+        self._target: memoryview | None = None  # the buffer of a waiting `read_into`
         self._reader: asyncio.Future[int] | None = None
 
     def __repr__(self) -> str:
@@ -69,13 +69,13 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._ended = True
         self._wake_reader(0)
-        return True  # the other direction stays open until we close
+        return True  # the other direction stays open until `close`
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         if not self._preamble.done():
             self._preamble.set_exception(PeerLost("p2pd closed the connection"))
-            self._preamble.exception()  # nobody may be waiting for it
+            self._preamble.exception()  # marks it as retrieved: `preamble` may have no caller
         self._wake_reader(0)
 
     def _wake_reader(self, count: int) -> None:
@@ -99,7 +99,8 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
             self._on_preamble(self, preamble)
 
     async def preamble(self) -> bytes:
-        """The daemon's message, once. Raises PeerLost where the daemon closed instead."""
+        """Return the daemon's message; to be called once. Raises PeerLost if the daemon closes instead, ProtocolError if the
+        message is too large."""
         return await self._preamble
 
     # -- the peer's bytes
@@ -148,11 +149,11 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
             return
         self._transport.close()
         await asyncio.wait([self._closed], timeout=CLOSE_TIMEOUT_S)
-        self._transport.abort()  # the peer does not take what is left
+        self._transport.abort()  # drops what the peer has not taken
 
 
 def read_varint(data: bytes) -> tuple[int, int]:
-    """(value, bytes used) of an unsigned LEB128 number; (0, 0) where it is not complete."""
+    """Return the (value, bytes used) of the unsigned LEB128 number at the start of `data`; (0, 0) if it is incomplete."""
     value = shift = 0
     for position, byte in enumerate(data[:MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << shift
@@ -163,7 +164,7 @@ def read_varint(data: bytes) -> tuple[int, int]:
 
 
 def write_varint(value: int) -> bytes:
-    """The unsigned LEB128 form of a number."""
+    """Return the unsigned LEB128 form of a number."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -173,7 +174,7 @@ def write_varint(value: int) -> bytes:
 
 
 class P2pdControl:
-    """What p2pd can be asked. Every question raises NetworkDown where p2pd does not answer."""
+    """Questions to p2pd. All raise NetworkDown if p2pd does not answer, ProtocolError if its answer is too large."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
@@ -182,12 +183,12 @@ class P2pdControl:
         return f"<P2pdControl {self.socket}>"
 
     async def identify(self) -> tuple[PeerId, list[str]]:
-        """(our peer id, the multiaddrs at which we may be reached now)."""
+        """Return this peer's id and the multiaddrs at which it may be reached now."""
         answer = await self._ask(Request(type=Request.IDENTIFY))
         return peer_name(answer.identify.id), _texts(answer.identify.addrs)
 
     async def connect(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
-        """Dial an address and check that this peer answers there. Raises PeerLost."""
+        """Dial an address and check that this peer answers there. Raises PeerLost if it does not."""
         target = peer_bytes(peer)
         place = Multiaddr(without_peer(address)).to_bytes()
         connect = p2pd_pb2.ConnectRequest(peer=target, addrs=[place], timeout=math.ceil(timeout_s))
@@ -196,14 +197,14 @@ class P2pdControl:
             raise PeerLost(f"peer {peer} cannot be reached at {address}: {_reason(answer)}", peer=peer)
 
     async def connected(self) -> dict[PeerId, list[str]]:
-        """The peers that are connected now, and the multiaddrs at which they are."""
+        """Return the connected peers and the multiaddrs of their connections."""
         connected: dict[PeerId, list[str]] = {}
         for connection in await self._connections():
             connected.setdefault(peer_name(connection.id), []).extend(_texts(connection.addrs))
         return connected
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
-        """The multiaddrs at which one peer is connected now."""
+        """Return the multiaddrs of the connections with one peer; empty if there is none."""
         wanted = peer_bytes(peer)
         return [text for each in await self._connections() if each.id == wanted for text in _texts(each.addrs)]
 
@@ -211,12 +212,12 @@ class P2pdControl:
         return (await self._ask(Request(type=Request.LIST_PEERS))).peers
 
     async def disconnect(self, peer: PeerId) -> None:
-        """Close every connection with a peer, if there is one."""
+        """Close all connections with a peer, if there are any."""
         disconnect = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
         await self._ask(Request(type=Request.DISCONNECT, disconnect=disconnect))
 
     async def serve(self, protocol: str, inbox: Path) -> None:
-        """Have p2pd connect to the unix socket `inbox` for each incoming stream. Raises LocalError where it refuses."""
+        """Let p2pd connect to the unix socket `inbox` for each incoming stream of the protocol. Raises LocalError if it refuses."""
         # py-multiaddr drops the leading slash of a unix path, hivemind's own keeps it
         place = HivemindMultiaddr(f"/unix{inbox}").to_bytes()
         handler = p2pd_pb2.StreamHandlerRequest(addr=place, proto=[protocol], balanced=False)
@@ -225,7 +226,8 @@ class P2pdControl:
             raise LocalError(f"p2pd refused the protocol {protocol}: {_reason(answer)}")
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> SocketStream:
-        """A stream to a peer. Raises PeerLost."""
+        """Open a stream to a peer. Raises PeerLost if it is not reached within `timeout_s` seconds or does not serve the
+        protocol."""
         opening = p2pd_pb2.StreamOpenRequest(peer=peer_bytes(peer), proto=[protocol], timeout=math.ceil(timeout_s))
         question = self._exchange(Request(type=Request.STREAM_OPEN, streamOpen=opening))
         try:
@@ -239,7 +241,7 @@ class P2pdControl:
         return stream
 
     async def _ask(self, request: Any) -> Any:
-        """The answer, which may be long. Raises ProtocolError where it is too long, too."""
+        """Return the answer to a request. Raises NetworkDown if p2pd is gone, ProtocolError if the answer is too large."""
         with _reached():
             reader, writer = await asyncio.open_unix_connection(str(self.socket))
         try:
@@ -247,13 +249,14 @@ class P2pdControl:
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await _message(reader))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise NetworkDown("p2pd ended while it was asked something") from error
+            raise NetworkDown("p2pd ended before it answered") from error
         finally:
             writer.transport.abort()
         return answer
 
     async def _exchange(self, request: Any) -> tuple[SocketStream, Any]:
-        """Ask for a stream on a new connection, which becomes that stream; (the connection, the answer)."""
+        """Send a request on a new connection, which becomes the stream asked for; return the connection and the answer. Raises
+        NetworkDown if p2pd is gone."""
         loop = asyncio.get_running_loop()
         with _reached():
             _, stream = await loop.create_unix_connection(SocketStream, str(self.socket))
@@ -262,7 +265,7 @@ class P2pdControl:
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await stream.preamble())
         except PeerLost as error:
-            raise NetworkDown("p2pd ended while it was asked something") from error
+            raise NetworkDown("p2pd ended before it answered") from error
         except BaseException:
             stream.abort()
             raise
@@ -270,7 +273,7 @@ class P2pdControl:
 
 
 class Inbox:
-    """The unix socket to which p2pd connects for each incoming stream."""
+    """Unix socket that p2pd connects to for each incoming stream."""
 
     def __init__(self, path: Path, on_stream: Callable[[SocketStream], None]) -> None:
         self.path = path
@@ -292,7 +295,7 @@ class Inbox:
         self._on_stream(stream)
 
     def close(self) -> None:
-        """Listen no longer; streams that are open stay so. Safe to call twice."""
+        """Stop listening; open streams stay open. Calling it again changes nothing."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -312,7 +315,8 @@ def _framed(request: Any) -> bytes:
 
 
 async def _message(reader: asyncio.StreamReader) -> bytes:
-    """The next length-prefixed one. Raises ProtocolError, asyncio.IncompleteReadError."""
+    """Read the next length-prefixed message. Raises ProtocolError if it is too large, asyncio.IncompleteReadError at the end of the
+    stream."""
     head = b""
     while not head or head[-1] & 0x80:
         if len(head) == MAX_VARINT_BYTES:

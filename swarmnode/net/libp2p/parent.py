@@ -1,4 +1,4 @@
-"""No process outlives the one that started it, however that one dies."""
+"""A child process that ends with the process that started it, however that one ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: ask the kernel to kill this process when the thread that forked it ends (Linux; elsewhere no-op)."""
+    """Ask the kernel to kill this process when the thread that forked it ends; for `preexec_fn`. Does nothing on systems other than
+    Linux."""
     if _prctl is None or sys.platform == "win32":
         return
     parent = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died between the fork and the call
+    if os.getppid() != parent:  # the parent died between the fork and the call
         os.kill(os.getpid(), signal.SIGKILL)

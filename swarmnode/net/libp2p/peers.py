@@ -1,6 +1,6 @@
-"""Peers as p2pd has them: their ids as texts and as bytes of the wire, and the address groups in which they are.
+"""Peers as p2pd names them: their ids as text and as bytes, and their address groups.
 
-Both are remembered, as base58 is slow in Python and a question to p2pd slower, and a node meets the same peers again.
+Both are cached: base58 is slow in Python, a question to p2pd is slower, and a node meets the same peers again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from swarmnode.net.limits.address_group import address_group
 from swarmnode.net.limits.fair_share import Recent
 
 MAX_ID_BYTES = 64
-MOST_IDS, MOST_GROUPS = 4096, 8192  # that are remembered
+MOST_IDS, MOST_GROUPS = 4096, 8192  # entries in the caches
 
 Connected = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
-"""The peers that are connected now, and their multiaddrs. Raises NetworkDown"""
+"""Function that returns the connected peers and their multiaddrs. Raises NetworkDown."""
 
 
 class AddressGroups:
-    """Remembers the group of a peer from when it was first seen. All who ask at one time share one question to p2pd."""
+    """Address groups of peers, remembered from the first meeting. Callers at the same time share one question to p2pd."""
 
     def __init__(self, connected: Connected) -> None:
         self._connected = connected
@@ -35,11 +35,11 @@ class AddressGroups:
         return f"<AddressGroups of {len(self._known)} peers>"
 
     def of(self, peer: PeerId) -> str:
-        """The group of a peer as far as it is known; its id where it is not."""
+        """Return the group of a peer; its id if the group is not known."""
         return self._known.get(peer, peer)
 
     async def learn(self, peer: PeerId) -> str:
-        """The group of a peer that is connected; its id where it is not any more."""
+        """Return the group of a connected peer, asking p2pd if needed; its id if the peer is not connected or p2pd is gone."""
         if peer not in self._known:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask(), name="address groups")
@@ -57,8 +57,8 @@ class AddressGroups:
 
 
 def peer_name(raw: bytes) -> PeerId:
-    """A peer id as others write it; empty where it is none."""
-    return _name(raw) if len(raw) <= MAX_ID_BYTES else ""  # strangers send them: what is too long is not remembered
+    """Return the peer id in text form; empty if the bytes are no peer id."""
+    return _name(raw) if len(raw) <= MAX_ID_BYTES else ""  # strangers send them: long ones do not enter the cache
 
 
 @lru_cache(MOST_IDS)
@@ -72,7 +72,7 @@ def _name(raw: bytes) -> PeerId:
 
 @lru_cache(MOST_IDS)
 def hivemind_id(peer: PeerId) -> PeerID:
-    """As hivemind's calls take it. Raises PeerLost where it is no peer id."""
+    """Return the peer id as hivemind's object. Raises PeerLost if it is no peer id."""
     try:
         return PeerID.from_base58(peer)
     except ValueError as error:
@@ -80,6 +80,6 @@ def hivemind_id(peer: PeerId) -> PeerID:
 
 
 def peer_bytes(peer: PeerId) -> bytes:
-    """What `peer_name` is made of. Raises PeerLost where it is no peer id."""
+    """Return the bytes of a peer id; the inverse of `peer_name`. Raises PeerLost if it is no peer id."""
     raw: bytes = hivemind_id(peer).to_bytes()
     return raw

@@ -1,7 +1,7 @@
-"""The table's calls over p2pd: PING, STORE and FIND, in hivemind's messages. What comes from others is bounded here, and counted
-for whoever sent it.
+"""The table's calls over p2pd: PING, STORE and FIND, in hivemind's messages.
 
-Nothing is kept but what is valid under its key, and there is no cache: what a keeper gives is what was stored with it.
+Data from others is bounded here, and counted for its sender. Only records that are valid under their key are kept. There is no
+cache: a keeper gives the records that were stored with it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 PING, STORE, FIND = "Table.ping", "Table.store", "Table.find"
 MAX_STORES = 32  # records in one call
-MAX_ANSWER_BYTES = 768 * 1024  # with the neighbours below the 1 MiB that p2pd takes as one message
+MAX_ANSWER_BYTES = 768 * 1024  # together with the neighbours below the 1 MiB that p2pd takes as one message
 CALLS = Pace(40, 200), Pace(400, 2000)  # of a peer, of an address group
 ANSWERS_BYTES = Pace(128 << 10, 2 << 20), Pace(1 << 20, 16 << 20)
-PATIENCE_S = 1.0  # who would have to wait longer is refused
-FAILED_S, MAX_FAILED_S = 5.0, 80.0  # who did not answer is left in peace for so long
-MAX_REMEMBERED = 512  # peers that failed, or were handed what belongs to them
+PATIENCE_S = 1.0  # a call that would have to wait longer is refused
+FAILED_S, MAX_FAILED_S = 5.0, 80.0  # pause after a call without an answer, doubled up to the maximum
+MAX_REMEMBERED = 512  # peers that failed, and peers that were handed their records
 KEY_BYTES = ID_BITS // 8
 
 _decoder = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, float]])
 
 
 class TableCalls:
-    """Asks others, and answers them; a client only asks. Made anew with each p2pd; the store and the routing table stay."""
+    """Calls to other peers of the table, and answers to theirs; a client only calls. Made anew with each p2pd."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TableCalls:
         self._timeout_s = timeout_s
         self._calls = FairPace(*CALLS)
         self._answers_bytes = FairPace(*ANSWERS_BYTES)
-        self._failed: Recent[PeerId, tuple[float, float]] = Recent(MAX_REMEMBERED)  # until when, and how long it was
+        self._failed: Recent[PeerId, tuple[float, float]] = Recent(MAX_REMEMBERED)  # (end of the pause, its seconds)
         self._handed_over: Recent[PeerId, None] = Recent(MAX_REMEMBERED)
         self._tasks = Tasks("table calls", on_crash=None)
         self._closed = False
@@ -74,7 +74,7 @@ class TableCalls:
         return f"<TableCalls with {self._store!r}, {self._routing_table!r}>"
 
     async def serve(self) -> None:
-        """Answer from now on; not as a client."""
+        """Start to answer calls. A client answers none."""
         if self._client_mode:
             return
         for name, answer, request in (
@@ -85,21 +85,21 @@ class TableCalls:
             await self._p2p.add_protobuf_handler(name, answer, request)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the tasks in the background."""
         self._closed = True
         await self._tasks.close()
 
     # -- asking
 
     async def ping(self, peer: PeerId) -> float | None:
-        """Its clock (unix time, seconds); None where it has no place in the table, or does not answer."""
+        """Return the clock of a peer (unix time in seconds); None if it has no place in the table or does not answer."""
         answer = await self._call(peer, PING, dht_pb2.PingRequest(peer=self._info), dht_pb2.PingResponse)
         if answer is None or not answer.peer.node_id:
             return None
         return float(answer.dht_time)
 
     async def store(self, peer: PeerId, key: int, records: Sequence[tuple[bytes, Record]]) -> list[bool] | None:
-        """Have a peer keep records under a key; which of them it took. None where it does not answer."""
+        """Ask a peer to keep records under a key; return for each record whether it was kept. None if the peer does not answer."""
         request = dht_pb2.StoreRequest(
             keys=[id_bytes(key)] * len(records),
             subkeys=[subkey for subkey, _ in records],
@@ -111,7 +111,8 @@ class TableCalls:
         return None if answer is None else list(answer.store_ok)
 
     async def find(self, peer: PeerId, keys: Sequence[int]) -> list[FoundThere] | None:
-        """What a peer has under keys, as far as it is valid there, and whom it knows near them."""
+        """Return the peer's valid records under each key and the peers that it knows near the key. None if it does not answer, or
+        is left alone after a failure."""
         until_s, _ = self._failed.get(peer, (0.0, 0.0))
         if time.monotonic() < until_s:
             return None
@@ -138,7 +139,7 @@ class TableCalls:
         try:
             calling = self._p2p.call_protobuf_handler(hivemind_id(peer), name, request, answer_type)
             answer = await asyncio.wait_for(calling, self._timeout_s)
-        except Exception as error:  # hivemind raises many kinds, asyncio's and the other side's among them
+        except Exception as error:  # hivemind raises many kinds of errors: asyncio's, the other side's, its own
             log.debug("peer %s does not answer for the table: %s", peer, error)
             self._routing_table.lost(peer)
             self._note_failure(peer)
@@ -153,10 +154,11 @@ class TableCalls:
         lasted_s = min(MAX_FAILED_S, 2 * lasted_s)
         self._failed[peer] = (time.monotonic() + lasted_s, lasted_s)
 
-    # -- who is there
+    # -- known peers
 
     async def _heard(self, peer: PeerId) -> None:
-        """A peer that takes part has spoken: know it, and give it what it is to keep."""
+        """Note a call or answer of a peer of the table: enter it into the routing table, and give a newcomer the records that it
+        should keep."""
         group = await self._groups.learn(peer)
         if self._closed:
             return
@@ -169,7 +171,8 @@ class TableCalls:
             self._tasks.spawn(self._hand_over(peer), f"hand over to {peer}")
 
     async def _hand_over(self, peer: PeerId) -> None:
-        """Give a newcomer the records that it is now nearer to than somebody who keeps them, if we are the nearest that does."""
+        """Give a newcomer the records to whose keys it is among the nearest peers, unless another known peer is nearer than this
+        one."""
         own = node_id(self._p2p.peer_id.to_base58())
         due: dict[int, list[tuple[bytes, Record]]] = {}
         for key, subkey, record in list(self._store.items()):
@@ -189,7 +192,7 @@ class TableCalls:
     # -- answering
 
     async def _admit(self, context: Any, info: Any) -> Claimant:
-        """Who calls. Raises PermissionError where it calls too often."""
+        """Return the calling peer and its address group. Raises PermissionError if it calls too often."""
         peer: PeerId = context.remote_id.to_base58()
         claimant = Claimant(await self._groups.learn(peer), peer)
         await _take_turn(self._calls, claimant)
@@ -205,7 +208,7 @@ class TableCalls:
         claimant = await self._admit(context, request.peer)
         rows = list(zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=True))
         if len(rows) > MAX_STORES or any(len(key) != KEY_BYTES for key, *_ in rows):
-            raise ValueError(f"more than {MAX_STORES} records, or keys that are none")
+            raise ValueError(f"more than {MAX_STORES} records, or keys of a wrong length")
         taken = [self._keep(int.from_bytes(key, "big"), *rest, claimant=claimant) for key, *rest in rows]
         return dht_pb2.StoreResponse(store_ok=taken, peer=self._info)
 
@@ -216,7 +219,7 @@ class TableCalls:
     async def _answer_find(self, request: dht_pb2.FindRequest, context: Any) -> dht_pb2.FindResponse:
         claimant = await self._admit(context, request.peer)
         if len(request.keys) > MAX_FIND_KEYS or any(len(key) != KEY_BYTES for key in request.keys):
-            raise ValueError(f"more than {MAX_FIND_KEYS} keys, or ones that are none")
+            raise ValueError(f"more than {MAX_FIND_KEYS} keys, or keys of a wrong length")
         answer = dht_pb2.FindResponse(peer=self._info)
         keys = list(dict.fromkeys(int.from_bytes(raw, "big") for raw in request.keys))
         left_bytes = MAX_ANSWER_BYTES
@@ -227,7 +230,7 @@ class TableCalls:
         return answer
 
     def _find_here(self, key: int, asker: PeerId, room_bytes: int) -> Any:
-        """What we have, as far as there is room for it, and whom we know."""
+        """Return the own records under a key, as many as fit, and the known peers near it without the asking one."""
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         records = self._store.some(key, room_bytes)
         if records:

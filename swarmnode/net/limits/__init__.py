@@ -1,1 +1,1 @@
-"""What one peer, or one address group, may take of this peer's: places, and pace."""
+"""Limits on one peer's, or one address group's, use of this peer: places and pace."""

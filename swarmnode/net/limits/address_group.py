@@ -1,6 +1,6 @@
-"""Address groups: who is likely one and the same, however many peer ids it has.
+"""Address groups: peers that are likely one and the same party, however many peer ids it has.
 
-Of the open internet a /24 or a /48, which is what one customer gets; of a private network every address for itself.
+On the open internet a group is a /24 or a /48, the range that one customer gets; in a private network it is a single address.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ IPV6_HOME_BITS = 64
 
 
 class Claimant(NamedTuple):
-    """Whom a limit counts something for. `group` is that of the peer's address; its id where the address is not known."""
+    """Party that a limit counts for. `group` is the group of the peer's address; the peer's id if the address is unknown."""
 
     group: str
     peer: PeerId
 
 
 def address_group(address: str) -> str:
-    """The group of a multiaddr. Who comes over a relay is of the relay's."""
+    """Return the group of a multiaddr: a network, an address or a host name. Addresses over a relay share the relay's group."""
     host, ip = host_of(address) or "", ip_of(address)
     if ip is None:
         return host
@@ -34,22 +34,22 @@ def address_group(address: str) -> str:
 
 
 def is_wide(group: str) -> bool:
-    """Whether a group is one of the open internet: its peers should not be all that is asked, or all that is believed."""
+    """Return whether a group is one of the open internet: its peers should not be the only ones asked or believed."""
     return "/" in group
 
 
 @lru_cache(maxsize=4096)
 def wide_group(addresses: tuple[str, ...]) -> str:
-    """The group of the open internet in which somebody with these multiaddrs is; empty where in none. Homes behind one relay have
-    nothing in common."""
+    """Return the first group of the open internet among the multiaddrs of a peer; empty if there is none. Relayed addresses do not
+    count: homes behind one relay have nothing in common."""
     groups = (address_group(address) for address in addresses if not is_relayed(address))
     return next(filter(is_wide, groups), "")
 
 
 @lru_cache(maxsize=4096)
 def home_of(addresses: tuple[str, ...]) -> str:
-    """The address on the open internet of somebody with these multiaddrs, which all at home share, and with it the line; of IPv6
-    the /64 that a home has. Empty where none is known."""
+    """Return the public address among a peer's multiaddrs, which all machines at home share with their line; of IPv6 the home's
+    /64. Empty if there is none."""
     ips = (ip_of(address) for address in addresses if not is_relayed(address))
     ip = next((one for one in ips if one is not None and one.is_global), None)
     if ip is None:
@@ -58,5 +58,5 @@ def home_of(addresses: tuple[str, ...]) -> str:
 
 
 def owner_of(claimant: Claimant) -> str:
-    """Whose something is where only one name counts: the group's on the open internet, else the peer's."""
+    """Return the name to count under if only one name counts: the group on the open internet, else the peer."""
     return claimant.group if is_wide(claimant.group) else claimant.peer

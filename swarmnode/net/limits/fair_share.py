@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class Recent(dict[Key, Value]):
-    """Mapping of at most `most` entries, the one set least recently first, which goes if there are more. Set by `[key] =` only."""
+    """Mapping of at most `most` entries, ordered from the least recently set, which goes first. Set by `[key] =` only."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -37,27 +37,29 @@ class Recent(dict[Key, Value]):
 
 @dataclass(frozen=True)
 class Pace:
-    """How much a second, and how much at once after a rest."""
+    """Rate limit: `per_s` per second, and `at_once` after a rest."""
 
     per_s: float
     at_once: float
 
 
 class FairPace:
-    """Asked before something is done for somebody. An amount is whatever is counted: calls, bytes, frames."""
+    """Rate limit by peer and by address group, asked before work for a peer. An amount is any count: calls, bytes, frames."""
 
     def __init__(self, peer: Pace, group: Pace, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._peer = peer
         self._group = group
         self._clock = clock
-        self._free_at_s: Recent[Hashable, float] = Recent(MAX_BUCKETS)  # when all that was taken has been paid for
+        self._free_at_s: Recent[Hashable, float] = Recent(MAX_BUCKETS)  # when the rate has made up for all amounts
 
     def __repr__(self) -> str:
         return f"<FairPace of {self._peer} for a peer, {self._group} for a group, {len(self._free_at_s)} known>"
 
     def wait_s(self, claimant: Claimant, amount: float = 1.0, *, within_s: float = math.inf) -> float:
-        """Take the amount; how long to wait before it is this claimant's turn, in seconds. Where that is longer than `within_s`
-        nothing is taken: what one peer is refused must not be paid for by the others of its group."""
+        """Take the amount and return the seconds to wait before the claimant's turn.
+
+        If they are more than `within_s` nothing is taken: the refusals of one peer must not count against the others of its group.
+        """
         paces: tuple[tuple[Hashable, Pace], ...] = ((claimant, self._peer), (claimant.group, self._group))
         free_at_s = {whose: self._free_after_s(whose, amount, pace) for whose, pace in paces}
         wait_s = max(0.0, max(free_at_s.values()) - self._clock())
@@ -72,14 +74,15 @@ class FairPace:
 
 
 class FairShare(Generic[Item]):
-    """Places, counted by address group and, within one, by peer. A flood takes what nobody else wants, and no more."""
+    """Places in max-min fairness, counted by address group and, within one, by peer. A flood takes only places that no other peer
+    wants."""
 
     def __init__(self, places: int, *, of_peer: int | None = None, of_group: int | None = None) -> None:
         self._places = places
         self._of_peer = math.inf if of_peer is None else of_peer
         self._of_group = math.inf if of_group is None else of_group
         self._claimants: dict[Item, Claimant] = {}
-        self._groups: dict[str, dict[PeerId, dict[Item, None]]] = {}  # items in the order in which they came
+        self._groups: dict[str, dict[PeerId, dict[Item, None]]] = {}  # items, the oldest first
         self._sizes: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -92,7 +95,8 @@ class FairShare(Generic[Item]):
         return item in self._claimants
 
     def take(self, item: Item, claimant: Claimant) -> Item | None:
-        """Give `item` a place. Returns whose place it takes, to be removed; `item` itself where it gets none."""
+        """Give `item` a place. Returns None if a place was free, else the item that lost its place, which the caller removes:
+        `item` itself if it gets none."""
         if self.held(claimant) >= self._of_peer or self._sizes.get(claimant.group, 0) >= self._of_group:
             return item
         yielding = self._yields_to(claimant) if len(self) >= self._places else None
@@ -106,7 +110,7 @@ class FairShare(Generic[Item]):
         return yielding
 
     def leave(self, item: Item) -> None:
-        """Free the place of an item; no error where it has none."""
+        """Free the place of an item; no error if it has none."""
         claimant = self._claimants.pop(item, None)
         if claimant is None:
             return
@@ -119,17 +123,18 @@ class FairShare(Generic[Item]):
             del self._groups[claimant.group], self._sizes[claimant.group]
 
     def move(self, item: Item, claimant: Claimant) -> None:
-        """From now on the item counts for this claimant."""
+        """Count the item for `claimant` from now on."""
         if self._claimants[item] != claimant:
             self.leave(item)
             self.take(item, claimant)
 
     def held(self, claimant: Claimant) -> int:
-        """Places of a peer."""
+        """Return the number of places of a peer."""
         return len(self._groups.get(claimant.group, {}).get(claimant.peer, ()))
 
     def _yields_to(self, newcomer: Claimant) -> Item | None:
-        """The newest item of the peer with most in the group with most; None where the newcomer would then hold more than they."""
+        """Return the newest item of the peer with most in the group with most; None if the newcomer would then hold more than
+        they."""
         group = max(self._sizes, key=self._sizes.__getitem__)
         if self._sizes[group] <= self._sizes.get(newcomer.group, 0):
             group = newcomer.group

@@ -1,4 +1,4 @@
-"""What streams others may open here, before and after they have been let in."""
+"""Limits on the streams that other peers open here, before and after they have been admitted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from swarmnode.net.interfaces import Stream
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_share import FairPace, FairShare, Pace
 
-# Not greeted yet; who does not greet is dropped after seconds.
+# Streams without a greeting yet; one that stays without is dropped after seconds.
 HALF_OPEN, HALF_OPEN_OF_PEER, HALF_OPEN_OF_GROUP = 512, 32, 128
 OPEN, OPEN_OF_PEER, OPEN_OF_GROUP = 2048, 64, 512
 NEW_OF_PEER, NEW_OF_GROUP = Pace(32, 128), Pace(128, 512)  # streams
 
 
 class StreamLimits:
-    """Incoming streams of all protocols together. Each is a socket and some 128 KiB, so none is free."""
+    """Limits on incoming streams of all protocols together. Each stream takes a socket and some 128 KiB."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._half_open: FairShare[Stream] = FairShare(
@@ -30,23 +30,23 @@ class StreamLimits:
 
     @property
     def half_open(self) -> int:
-        """How many have not been greeted yet."""
+        """Number of streams that have not been greeted yet."""
         return len(self._half_open)
 
     def enter(self, stream: Stream) -> bool:
-        """A stream has come in; whether it may stay. One of whoever has most may have to go for it."""
+        """Count a new stream and return whether it may stay. A stream of the peer with most may be aborted for it."""
         claimant = Claimant(stream.group, stream.peer)
         return self._pace.wait_s(claimant, within_s=0) == 0 and _take(self._half_open, stream, claimant)
 
     def let_in(self, stream: Stream) -> None:
-        """Its peer was let in: it counts among the open ones."""
+        """Count a stream among the open ones, as its peer was admitted. It is aborted if there is no place."""
         if stream in self._half_open:
             self._half_open.leave(stream)
             if not _take(self._open, stream, Claimant(stream.group, stream.peer)):
                 stream.abort()
 
     def leave(self, stream: Stream) -> None:
-        """It is over. Safe to call twice."""
+        """Count a stream no longer. Calling it again changes nothing."""
         self._half_open.leave(stream)
         self._open.leave(stream)
 
@@ -59,7 +59,7 @@ def _take(shares: FairShare[Stream], stream: Stream, claimant: Claimant) -> bool
 
 
 class CountedStream(Stream):
-    """`limits` counts it; None where we have opened it ourselves."""
+    """Stream counted by `limits`; None for a stream that this peer opened."""
 
     limits: StreamLimits | None = None
 

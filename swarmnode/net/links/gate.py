@@ -1,6 +1,7 @@
-"""The gate: whom this peer speaks with. The base is that of an open swarm; of members: `membership/access_control.py`.
+"""The gate: decides which peers this peer speaks with. `Gate` is that of an open swarm; `membership/access_control.py` has the one
+for members.
 
-Every link of every protocol passes it on both sides, and every call of the table.
+Every link of every protocol passes it on both sides, and so does every call of the table.
 """
 
 from __future__ import annotations
@@ -15,61 +16,64 @@ from swarmnode.net.interfaces import PeerId
 
 
 class GuardedLink(Protocol):
-    """What a gate sees of a link (`link.py`)."""
+    """The part of a link that a gate uses (`link.py`)."""
 
     peer: PeerId
-    closed: bool  # whether nothing can be sent any more
+    closed: bool  # true if nothing more can be sent
 
     def send(self, body: Body) -> None:
         """Queue a frame. Raises PeerLost on a closed link."""
 
     async def drain(self) -> None:
-        """Wait until the send queue is short. Raises PeerLost where the link died meanwhile."""
+        """Wait until the send queue is short. Raises PeerLost if the link died meanwhile."""
 
     def cut(self, code: ErrorCode) -> None:
-        """Refuse the peer, and end the link."""
+        """Refuse the peer with `code`, and end the link."""
 
 
 class Gate:
-    """Admits everybody, and shows nothing."""
+    """Gate that admits every peer and shows no certificate."""
 
-    guards_table = False  # whether calls of the table must be let through, too
+    guards_table = False  # whether calls of the table must be admitted, too
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 
     def greeting(self, hello: Hello) -> Hello:
-        """What we greet with."""
+        """Return the greeting to send, with this peer's certificate if the swarm needs one."""
         return hello
 
     def admit(self, peer: PeerId, protocol: str, theirs: Hello, *, answers: bool) -> None:
-        """Let a peer in that greeted; `answers` where we opened the link and it is to serve us. Raises ProtocolError."""
+        """Admit a peer by its greeting `theirs`. `answers`: this peer opened the link, and the other will serve it. Raises
+        ProtocolError if it is refused."""
 
     def opened(self, link: GuardedLink) -> None:
-        """A link has passed."""
+        """Note a link that was admitted."""
 
     def closed(self, link: GuardedLink) -> None:
-        """A link is over. Also called for one that never passed, and more than once."""
+        """Note the end of a link. Also called for a link that was never admitted, and more than once."""
 
     def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
-        """The peer told of a revocation list, or sent it. Raises ProtocolError where it is false."""
+        """Take the `number` of the peer's revocation list, or the list itself (`revocations`, else empty). Raises ProtocolError if
+        it is not the owner's."""
 
     def may_feed(self, peer: PeerId) -> bool:
-        """Whether the peer may feed a training."""
+        """Return whether the peer may feed a training."""
         return True
 
     def may_lead(self, peer: PeerId, stages: Iterable[PeerId]) -> bool:
-        """Whether the peer may lead a training that has these stages."""
+        """Return whether the peer may lead a training that has these stages."""
         return True
 
     # -- the table
 
     def admits(self, peer: PeerId) -> bool:
-        """Whether calls of a peer are answered."""
+        """Return whether calls of a peer to the table are answered."""
         return True
 
     async def introduce(self, peer: PeerId, *, anew: bool = False) -> None:
-        """Make sure that the peer will answer our calls; `anew` where it has forgotten us. Raises PeerError, NetworkDown."""
+        """Make sure that the peer answers this peer's calls of the table; `anew` if it has forgotten this peer. Raises PeerError,
+        NetworkDown."""
 
 
 OPEN_GATE = Gate()

@@ -1,8 +1,8 @@
-"""Hop: the live edge from one stage of a session to the next, with everything that is needed to move it to another peer.
+"""Hop: the edge from one stage of a session to the next, and the recovery that moves it to another peer.
 
-The client's edge to the first stage and a stage's edge to the next are both Hops, so there is one mechanism of recovery:
-the sender keeps a journal of the encoded inputs that it sent; when the session moves to a newer epoch, the (new) peer says
-how many positions it holds, and the sender sends the rest again.
+The client's edge to the first stage and a stage's edge to the next are both Hops, so there is one mechanism of recovery. The sender
+keeps a journal of the encoded inputs that it sent. When the session moves to a newer epoch, the (new) peer says how many positions
+it holds, and the sender sends the rest again.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 
 ENTRY_BYTES = 768  # of Python's objects around one entry of a journal
-OPENING = Deadline(floor_s=2.0, ceiling_s=10.0, slack=8.0)  # for READY, which a peer says before it computes anything
+OPENING = Deadline(floor_s=2.0, ceiling_s=10.0, slack=8.0)  # for READY, which a peer sends before it computes anything
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """Encoded positions [start, start + count) of a session, as they were or will be sent. A struct for speed, as a frame is."""
+    """Encoded positions [start, start + count) of a session, for sending. A msgspec struct for speed, like Frame."""
 
     start: int
     count: int
     body: Input
     payload: Sequence[Buffer]
-    truncate: Truncate | None = None  # before it
+    truncate: Truncate | None = None  # sent before it
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """Position after the last."""
         return self.start + self.count
 
     @property
     def payload_bytes(self) -> int:
-        """Of its inputs, encoded."""
+        """Bytes of the encoded inputs."""
         return sum(map(len, self.payload))
 
 
 class Hop:
-    """One session's edge to its next stage: a journal, and for each epoch a channel.
+    """Edge from one stage of a session to the next: a journal, and a channel for each epoch.
 
-    `on_frame` hears all frames of the current channel but READY, ERROR and END. `on_fault(error)` is called once per epoch,
-    when the peer is lost or refuses after `open` had succeeded. `reservation` counts the journal, where nobody has reserved
-    memory for all that it may come to.
+    `on_frame` gets all frames of the current channel except READY, ERROR and END. `on_fault(error)` is called once per epoch if the
+    peer is lost or refuses after `open` has succeeded. `reservation` counts the journal; None if its memory is reserved elsewhere.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class Hop:
         self._on_frame = on_frame
         self._on_fault = on_fault
         self._reservation = reservation
-        self.journal: list[Entry] = []  # what was sent, and may have to be sent again
-        self.journal_bytes = 0  # of its payloads
+        self.journal: list[Entry] = []  # entries that may have to be sent again
+        self.journal_bytes = 0  # of their payloads
         self.end = 0  # positions journalled
-        self.had = 0  # positions that the current peer held when it was bound: it was sent what lies beyond
-        self.truncations = 0  # how often positions were taken back: the number of the last time
+        self.had = 0  # positions that the current peer held when it was bound; later ones were sent to it
+        self.truncations = 0  # number of the last truncation
         self._channel: Channel | None = None
         self._ready: asyncio.Future[int] | None = None
         self._error: PeerError | None = None
         self._live = False
-        self._attempt = 0  # counts bindings: what an earlier one still hears or awaits is void
+        self._attempt = 0  # counts bindings: callbacks of an earlier one are ignored
 
     def __repr__(self) -> str:
         where = f"to {self._channel.peer}" if self._channel else "unbound"
@@ -83,16 +82,17 @@ class Hop:
 
     @property
     def peer(self) -> PeerId | None:
-        """The next hop, or None while there is none."""
+        """Peer of the next stage; None while the hop is not bound."""
         return self._channel.peer if self._channel else None
 
     @property
     def rtt_s(self) -> float | None:
-        """Round trip to the current peer in seconds, as far as it is known."""
+        """Round trip to the current peer in seconds; None if it is not bound or not measured."""
         return self._channel.rtt_s if self._channel else None
 
     async def open(self, peer: PeerId, body: Open, text: Buffer = b"") -> None:
-        """Bind to `peer` for the epoch of `body`, which `text` goes with, wait for READY, send what the peer lacks, and go live.
+        """Bind the hop to `peer` for the epoch of `body`, sent with the payload `text`: wait for READY, send the positions that the
+        peer lacks, and go live.
 
         Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
         """
@@ -122,10 +122,10 @@ class Hop:
 
     async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
         sent = 0
-        self._check_bound(attempt, channel)  # an error may have come together with READY
-        # A peer that has not heard of a truncation holds what is not in the journal any more.
+        self._check_bound(attempt, channel)  # an error may have arrived together with READY
+        # A peer that missed a truncation holds positions that are not in the journal any more.
         lacking = min([have, *(entry.start for entry in self.journal if entry.truncate is not None)])
-        while sent < len(self.journal):  # the journal may grow while we wait for the link to drain
+        while sent < len(self.journal):  # the journal may grow while the link drains
             entry = self.journal[sent]
             sent += 1
             if entry.end > lacking:
@@ -141,8 +141,8 @@ class Hop:
             raise self._error
 
     def send(self, entry: Entry, *, at_once: bool = False) -> None:
-        """Journal an entry and, while the hop is live, send it; `at_once` where nothing goes with it. Entries already journalled
-        are ignored."""
+        """Journal an entry and, while the hop is live, send it; `at_once` if no other frame goes with it. Entries already
+        journalled are ignored."""
         if self.record(entry) and self._live and self._channel is not None:
             try:
                 _send(self._channel, entry, at_once=at_once)
@@ -150,7 +150,8 @@ class Hop:
                 self._lost(self._attempt, error)
 
     def record(self, entry: Entry) -> bool:
-        """Journal an entry without sending it (the peer got it in another way). False where it was there already."""
+        """Journal an entry without sending it (the peer gets it in another way). Returns False if its positions were journalled
+        already."""
         if entry.truncate is not None and entry.truncate.number > self.truncations:
             self._truncate(entry.truncate)
         if entry.end <= self.end:
@@ -162,8 +163,11 @@ class Hop:
         return True
 
     def begin_as(self, other: Hop, end: int) -> int:
-        """Journal the first positions of another session's edge, of which the peer hears otherwise; their bytes are there once.
-        Returns how many: at most `end`, and none of an entry that only is to be had whole."""
+        """Journal the first positions of another session's edge without sending them, sharing their bytes; return the number of
+        positions journalled.
+
+        These are at most `end`; an entry that cannot be divided is taken whole or not at all.
+        """
         for entry in other.journal:
             is_cut = entry.count < entry.body.tensor.shape[1] or entry.end > end
             if entry.start >= end or (is_cut and not _is_divisible(entry)):
@@ -172,16 +176,17 @@ class Hop:
         return self.end
 
     def cut(self, truncate: Truncate) -> None:
-        """Forget what lies beyond, of which the peer hears otherwise."""
+        """Forget the positions after the truncation; the peer learns of it in another way. Ignored if it is not newer than the
+        last."""
         if truncate.number > self.truncations and truncate.to < self.end:
             self._truncate(truncate)
 
     def truncation(self, to: int) -> Truncate:
-        """The next one, for an entry that begins at position `to`."""
+        """Return the next truncation, for an entry that begins at position `to`."""
         return Truncate(self.truncations + 1, to)
 
     def _truncate(self, truncate: Truncate) -> None:
-        """Forget what lies beyond. Of an entry across it the front counts."""
+        """Forget the positions after the truncation; of an entry across it the front stays."""
         self.truncations, self.end = truncate.number, truncate.to
         self.journal = [
             entry if entry.end <= truncate.to else _front(entry, truncate.to - entry.start)
@@ -196,24 +201,24 @@ class Hop:
             self._reservation.count(self.journal_bytes + ENTRY_BYTES * len(self.journal))
 
     def tell(self, body: Body) -> None:
-        """Send a frame that needs no journal, if the hop is bound."""
+        """Send a frame that needs no journal; dropped if the hop is not bound."""
         if self._channel is not None and self._channel.open:
             self._channel.send(body)
 
     def unbind(self) -> None:
-        """Leave the current peer in order, and give up an `open` that is under way; the journal stays for the next one."""
+        """Leave the current peer in order, and give up an `open` in progress; the journal stays for the next peer."""
         channel = self._release()
         if channel is not None:
             channel.close()
 
     def _release(self) -> Channel | None:
-        """Forget the binding, or the `open` that is under way; its channel is still to be closed."""
+        """Forget the binding, or the `open` in progress, and return its channel for the caller to close; None if there was none."""
         channel, self._channel = self._channel, None
         self._attempt += 1
         self._live = False
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(_superseded(channel.peer if channel else None))
-            self._ready.exception()  # nobody may be waiting any more
+            self._ready.exception()  # marks it as retrieved: `open` may have been given up
         return channel
 
     def _leave(self, attempt: int) -> None:
@@ -246,7 +251,8 @@ class Hop:
 
 
 async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
-    """What READY says. Raises PeerLost where it does not come in time; a payload of another session may be ahead of it."""
+    """Return the positions that the peer holds, from READY. Raises PeerLost if it does not come in time; another session's payload
+    may be ahead of it."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     while not ready.done():
@@ -254,12 +260,13 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
         left_s = began_s + timeout_s - loop.time()
         if left_s <= 0:
             raise PeerLost(f"peer {channel.peer} did not get ready within {timeout_s:.1f} s", peer=channel.peer)
-        await asyncio.wait([ready], timeout=min(left_s, OPENING.floor_s))  # of a new link little is known yet
+        await asyncio.wait([ready], timeout=min(left_s, OPENING.floor_s))  # a new link's round trip is not yet known
     return ready.result()
 
 
 def _front(entry: Entry, count: int) -> Entry:
-    """The first positions of an entry. Where they are not the first bytes it is sent whole, and what follows it cuts it."""
+    """Return the entry with its first `count` positions. If these are not the first bytes the payload stays whole; the entry sent
+    after it cuts it."""
     if not _is_divisible(entry):
         return replace(entry, count=count)
     info = entry.body.tensor
@@ -270,7 +277,7 @@ def _front(entry: Entry, count: int) -> Entry:
 
 
 def _is_divisible(entry: Entry) -> bool:
-    """Whether its first positions are its first bytes."""
+    """Return whether the entry's first positions are its first bytes."""
     info = entry.body.tensor
     return info.shape[0] == 1 and info.codec in (Codec.NONE, Codec.BF16, Codec.FP16)
 

@@ -1,4 +1,4 @@
-"""Link: frames over a stream to one peer, with a handshake, a heartbeat, and an end that is told from a cut."""
+"""Link: frames over a stream to one peer, with a handshake, a heartbeat, and an orderly end that differs from a cut."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from swarmnode.net.measuring.traffic import MEASURED_BYTES, ThroughputMeter, pro
 
 OnFrame = Callable[[Frame, Body], None]
 
-ROOM_TIMEOUT_S = 1.0  # for a payload to find memory: less than the peer's patience with our silence
+ROOM_TIMEOUT_S = 1.0  # for a payload to find memory: less than the peer's patience with silence
 ROOM_AGAIN_S = 0.05
-MAX_PAUSE_S = 0.25  # in which whoever sends too much is not read: less than its patience with our silence
+MAX_PAUSE_S = 0.25  # without reading a peer that sends too much: less than its patience with silence
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
 
 
 def read_greeting(frame: Frame, peer: PeerId) -> Hello:
-    """What a peer's first frame says. Raises ProtocolError where it is no HELLO, PeerRefused where it is a refusal."""
+    """Return the HELLO in a peer's first frame. Raises ProtocolError if the frame is another one, PeerRefused if it is ERROR."""
     body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None
     if isinstance(body, Error):
         raise refusal(body.code, retry_s=body.retry_s, peer=peer)
     if not isinstance(body, Hello):
-        raise ProtocolError("the first frame of a link must be HELLO", peer=peer)
+        raise ProtocolError("its first frame on a link is not HELLO", peer=peer)
     return body
 
 
 def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
-    """Raises ProtocolError where the peer and we have no version in common, or it is of another swarm."""
+    """Raise ProtocolError if the peer and this one have no protocol version in common, or the peer is of another swarm."""
     (oldest, newest), (our_oldest, our_newest) = theirs.spoken, ours.spoken
     if newest < our_oldest or our_newest < oldest:
         spoken = newest if newest < our_oldest else oldest
-        text = f"peer {peer} speaks version {spoken} of the protocol, we speak {our_newest}; one must upgrade"
+        text = f"peer {peer} speaks version {spoken} of the protocol, this node {our_newest}; upgrade the older one"
         raise ProtocolError(text, code=ErrorCode.VERSION, peer=peer)
     if theirs.swarm != ours.swarm:
         raise ProtocolError(f"peer {peer} belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)
 
 
 class Link:
-    """A framed stream to a peer. Made by `connect` or `accept`, read by `run`; `busy` says that answers are expected."""
+    """Framed stream to a peer. Made by `connect` or `accept`, read by `run`; `busy` says that answers are expected."""
 
     def __init__(self, stream: Stream, config: LinkConfig) -> None:
         self.peer: PeerId = stream.peer
         self.received_bytes = 0
-        self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
+        self.bandwidth_bps: float | None = None  # of sent data, as the peer measured it
         self._config = config
         self.claimant = Claimant(stream.group or stream.peer, stream.peer)
         self._protocol = protocol_name(stream.protocol)
@@ -68,10 +68,10 @@ class Link:
         self._reader = FrameReader(config.max_payload_bytes, config.ledger, greeted=False)
         self._throughput_meter = ThroughputMeter(config.clock, config.link_statistics.arrivals(self.peer))
         self._round_trips = RoundTrips(config.clock)
-        self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
+        self._unasked_bytes = 0  # sent in large frames since the last ping asked for their rate
         self._early: list[Frame] = []  # frames that came in one read with HELLO
         self._sending = SendQueue(self._stream, config.ledger)
-        self.closed = False  # whether nothing can be sent any more
+        self.closed = False  # true if nothing more can be sent
         self._ended_here = False
         self._lost: PeerError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -83,22 +83,22 @@ class Link:
 
     @property
     def sent_bytes(self) -> int:
-        """Handed to the network so far."""
+        """Sum of the bytes handed to the network."""
         return self._sending.sent_bytes
 
     @property
     def rtt_s(self) -> float | None:
-        """The round trip, once one was measured."""
+        """Round trip in seconds; None before the first measurement."""
         return self._round_trips.rtt_s
 
     @property
     def received_bps(self) -> float | None:
-        """How fast the peer's large frames came in lately, in bits/s; None where none has."""
+        """Rate of the peer's recent large frames in bits/s; None if there were none."""
         return self._throughput_meter.rate_bps
 
     @property
     def moving(self) -> bool:
-        """Whether a large payload is on its way, there or here: who is slow to take or to send it does not stand still."""
+        """Whether a large payload is on its way, in either direction: a slow transfer is no standstill."""
         return self._unasked_bytes > 0 or self._round_trips.payload_ahead or self._reader.pending_bytes > 0
 
     @property
@@ -109,7 +109,7 @@ class Link:
     @busy.setter
     def busy(self, busy: bool) -> None:
         if busy and not self.busy:
-            self._heartbeat.heard(self._loop.time())  # silence before anything was expected does not count
+            self._heartbeat.heard(self._loop.time())  # earlier silence does not count: no answer was expected
         self._heartbeat.busy = busy
         self._tick_soon()
 
@@ -117,13 +117,13 @@ class Link:
 
     @classmethod
     async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
-        """Open a stream to a peer and greet. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
+        """Open a stream to a peer and exchange greetings. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
         began_s, rtt_s = asyncio.get_running_loop().time(), config.link_statistics.expected_rtt_s(peer)
         stream = await network.open(peer, protocol, timeout_s=config.connecting.wait_s(rtt_s=rtt_s))
         link = cls(stream, config)
         try:
             link.send(config.gate.greeting(hello))
-            # To reach it took a round trip at least: so a process that hangs is told from a way that is long.
+            # Reaching it took at least one round trip, which tells a hanging process from a long path.
             theirs = await link._handshake(link._loop.time() - began_s)
             link._let_in(theirs, hello, answers=True)
             config.gate.opened(link)
@@ -134,7 +134,8 @@ class Link:
 
     @classmethod
     async def accept(cls, stream: Stream, hello: Hello, *, config: LinkConfig) -> Link:
-        """Answer a peer's greeting. One of another swarm or version gets a refusal and nothing more."""
+        """Answer a peer's greeting. A peer of another swarm or version gets a refusal and nothing more. Raises ProtocolError,
+        PeerLost, PeerRefused."""
         link = cls(stream, config)
         try:
             theirs = await link._handshake(config.link_statistics.rtt_s(stream.peer))
@@ -151,7 +152,7 @@ class Link:
         return link
 
     def _let_in(self, theirs: Hello, ours: Hello, *, answers: bool) -> None:
-        """Admit the peer by its greeting; `answers` where it is to serve us. Raises ProtocolError."""
+        """Admit the peer by its greeting; `answers`: it will serve this peer. Raises ProtocolError if it is refused."""
         check_greeting(theirs, ours, self.peer)
         self._config.gate.admit(self.peer, self._stream.protocol, theirs, answers=answers)
         self._config.peer_versions.greeted(self.claimant, theirs)
@@ -187,16 +188,16 @@ class Link:
     def send(
         self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = (), at_once: bool = False
     ) -> None:
-        """Queue a frame; all frames of one turn of the loop leave in one write, with its last one that is to leave `at_once`.
-        Raises PeerLost on a closed link; one whose peer has not taken what was sent before is closed.
+        """Queue a frame. All frames of one turn of the event loop leave in one write, at its end or with a frame sent `at_once`.
 
-        The payload's parts are byte buffers that nobody changes until they are sent.
+        The payload's buffers must not change until they are sent. Raises PeerLost on a closed link. If the peer has not taken
+        MAX_UNSENT_BYTES of earlier data the link is closed, which `run` reports.
         """
         if self.closed:
             raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
         if self._sending.full:
             self._fail(PeerLost(f"peer {self.peer} does not take what it is sent", peer=self.peer))
-            return  # as any other loss, it is heard of where the link is read
+            return  # `run` raises it, like any other loss
         data = encode_body(body)
         payload_bytes = 0
         for part in payload:
@@ -220,17 +221,18 @@ class Link:
             self._fail(error)
 
     async def drain(self) -> None:
-        """Wait until the send queue is short. Raises PeerLost where the link died meanwhile."""
+        """Wait until the send queue is short. Raises PeerLost if the link died meanwhile."""
         self._flush()
         await self._stream.drain()
 
     # -- receiving
 
     async def run(self, on_frame: OnFrame) -> None:
-        """Read until the peer ends the link. Raises PeerLost where it is cut or silent, ProtocolError on what breaks the rules.
+        """Read until the peer ends the link. Raises PeerLost if it is cut or silent, PeerRefused if it sends ERROR, ProtocolError
+        if it breaks the rules.
 
-        `on_frame(frame, body)` is called for each frame but those of the link itself; a ProtocolError that it raises
-        is told to the peer and ends the link.
+        `on_frame(frame, body)` is called for each frame on a channel above 0. A ProtocolError that it raises is sent to the peer as
+        its code and ends the link.
         """
         try:
             self._tick()
@@ -239,7 +241,7 @@ class Link:
                 count = await self._read()
                 frames = list(self._reader.advance(count))
                 ended = self._dispatch(frames, on_frame)
-                await self._heard(count, len(frames))  # only now: nobody waits for it
+                await self._heard(count, len(frames))  # last, since no caller waits for it
             await self._stream.close()
         except ProtocolError as error:
             error.peer = self.peer
@@ -254,7 +256,7 @@ class Link:
             self._reader.give_up()
 
     async def _read(self) -> int:
-        """Bytes into the reader's room; how many."""
+        """Read bytes into the frame reader and return their number. Raises PeerLost if the link was lost or cut."""
         room, limiter = await self._room(), self._config.download_limiter
         count = await self._stream.read_into(room if limiter is None else room[: limiter.burst_bytes])
         if self._lost is not None:
@@ -264,8 +266,8 @@ class Link:
         return count
 
     async def _heard(self, count: int, frames: int) -> None:
-        """So many bytes came, which completed so many frames. Who sends faster than it may is read no further for a moment: it
-        finds the stream full, and slows down; others do not."""
+        """Count `count` bytes that completed `frames` frames. A peer that sends faster than it may is not read for a moment, so
+        that its stream fills up and it slows down."""
         now_s, limiter = self._loop.time(), self._config.download_limiter
         self._heartbeat.heard(now_s)
         self._config.link_statistics.heard(self.peer, now_s)
@@ -281,7 +283,8 @@ class Link:
             await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
 
     async def _room(self) -> memoryview:
-        """Where the next bytes belong. Raises ProtocolError (BUSY) where a payload has waited for memory for too long."""
+        """Return the buffer for the next bytes. Raises ProtocolError (BUSY) if a payload found no memory for ROOM_TIMEOUT_S
+        seconds."""
         end_s = self._loop.time() + ROOM_TIMEOUT_S
         while True:
             try:
@@ -293,16 +296,17 @@ class Link:
             await asyncio.sleep(ROOM_AGAIN_S)
 
     def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
-        """Handle frames; True where one of them ended the link."""
+        """Handle frames; return True if one of them ended the link. Raises PeerRefused on ERROR, ProtocolError on a frame that is
+        out of place."""
         for frame in frames:
             if frame.kind not in KNOWN_KINDS:
-                continue  # of a newer version: ignore what you do not know
+                continue  # unknown frames of a newer version are ignored
             body = decode_body(frame.kind, frame.body)
             if frame.channel:
                 on_frame(frame, body)
                 self._came()
             elif isinstance(body, Ping):
-                if not self.closed:  # what was sent before the end may still be on its way out
+                if not self.closed:  # frames sent before the end may still be leaving
                     self.send(Pong(self._throughput_meter.rate_bps or 0.0), seq=frame.seq)
                 if self._throughput_meter.rate_bps:
                     self._config.link_statistics.received(self.peer, self._throughput_meter.rate_bps)
@@ -315,14 +319,14 @@ class Link:
             elif isinstance(body, Error):
                 raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
             else:
-                raise ProtocolError(f"a {FrameKind(frame.kind).name} has no place on channel 0")
+                raise ProtocolError(f"a {FrameKind(frame.kind).name} came on channel 0")
         return False
 
     # -- heartbeat
 
     @property
     def silence_limit_s(self) -> float:
-        """How long the peer may be silent while something is expected of it."""
+        """Seconds that the peer may be silent while something is expected of it."""
         return self._heartbeat.limit_s(self.rtt_s, payload=self._round_trips.payload_ahead)
 
     def _left(self) -> None:
@@ -341,7 +345,7 @@ class Link:
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
         if heartbeat.wants_sign(self._sending.total_bytes):
-            self.send(Pong(self._throughput_meter.rate_bps or 0.0))  # to no PING in particular
+            self.send(Pong(self._throughput_meter.rate_bps or 0.0))  # answers no PING in particular
         if not self._round_trips.begun or self._unasked_bytes or heartbeat.wants_ping(now_s):
             self._send_ping(now_s)
         self._tick_at(now_s + (self._config.heartbeat.busy_s if self._reader.pending_bytes else heartbeat.beat_s))
@@ -350,7 +354,7 @@ class Link:
         self._timer = self._loop.call_at(at_s, self._tick, at_s)
 
     def _tick_soon(self) -> None:
-        """The link was idle, and is not any more: its next beat was to be far away."""
+        """Advance the next beat, which an idle link has far ahead."""
         soon_s = self._loop.time() + self._config.heartbeat.busy_s
         if self._timer is not None and not self.closed and self._timer.when() > soon_s:
             self._timer.cancel()
@@ -379,10 +383,10 @@ class Link:
     def _fail(self, error: PeerError) -> None:
         self._lost = error
         self._end()
-        self._stream.abort()  # wakes whoever reads
+        self._stream.abort()  # wakes `run`
 
     def cut(self, code: ErrorCode) -> None:
-        """End the link at once, letting the peer know why: it is not welcome any more."""
+        """End the link at once with an ERROR of `code`: the peer is not welcome any more."""
         if not self.closed:
             self.send(Error(code))
             self._flush()
@@ -396,7 +400,7 @@ class Link:
             self._timer.cancel()
 
     async def close(self) -> None:
-        """End the link in order: the peer reads END. Safe to call twice."""
+        """End the link in order: the peer reads END. Calling it again changes nothing."""
         if self.closed:
             return
         self.send(End())

@@ -1,4 +1,4 @@
-"""Settings of a link: its patience, the size of its frames, and what it shares with the node's other links."""
+"""Settings of a link: its patience, its frame size, and the objects that it shares with the node's other links."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.traffic import Traffic
 from swarmnode.net.tasks import Supervisor
 
-FRAMES = Pace(10_000, 20_000), Pace(20_000, 40_000)  # of a peer, of an address group
+FRAMES = Pace(10_000, 20_000), Pace(20_000, 40_000)  # frames of a peer, of an address group
 CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)
 PEERS_KEPT = 256
-FEWEST = 2  # what one peer says never decides
+FEWEST = 2  # peers needed for a conclusion: a single one never decides
 
 
 class PeerVersions:
-    """Versions of the protocol that peers speak, from the greetings on all the node's links; the latest greetings are kept."""
+    """Protocol versions that peers speak, from the latest greetings on all links of the node."""
 
     def __init__(self) -> None:
         self._newest: Recent[str, int] = Recent(PEERS_KEPT)
@@ -39,12 +39,13 @@ class PeerVersions:
         return len(self._newest)
 
     def greeted(self, by: Claimant, hello: Hello) -> None:
-        """A peer has said what it speaks."""
+        """Record the newest version in a peer's greeting."""
         self._newest[owner_of(by)] = hello.spoken[1]
 
     @property
     def newer(self) -> int | None:
-        """The version, newer than ours, that more than half of the peers speak at least; None while this is up to date."""
+        """The newest version that more than half of the peers speak, if it is newer than this node's; else None. None with fewer
+        than two peers."""
         ranked = sorted(self._newest.values(), reverse=True)
         if len(ranked) < FEWEST:
             return None
@@ -54,18 +55,18 @@ class PeerVersions:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """How patient a link is, how large its frames are, and what it shares with the node's other links."""
+    """Settings of a link: its patience, its frame size, and the objects that it shares with the node's other links."""
 
-    connecting: Deadline = CONNECTING  # to reach a peer, and again to be greeted by it
+    connecting: Deadline = CONNECTING  # to reach a peer, and again for its greeting
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
-    rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
-    download_limiter: RateLimiter | None = None  # the same, of what comes in
-    link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
+    rate_limiter: RateLimiter | None = None  # of uploads of all the node's links together; None: no limit
+    download_limiter: RateLimiter | None = None  # of downloads of all the node's links together; None: no limit
+    link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # measurements of all the node's links
     peer_versions: PeerVersions = field(default_factory=PeerVersions)  # of the peers that greeted on any of them
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together
-    pace: FairPace = field(default_factory=lambda: FairPace(*FRAMES))  # of what others send, over all the node's links
-    ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
-    supervisor: Supervisor = field(default_factory=Supervisor)  # of the peer: hears where its tasks die of a bug
+    pace: FairPace = field(default_factory=lambda: FairPace(*FRAMES))  # of received frames, over all the node's links
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: received payloads, journals
+    supervisor: Supervisor = field(default_factory=Supervisor)  # of the peer: learns of tasks that die of a bug
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only

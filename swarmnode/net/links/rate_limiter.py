@@ -1,4 +1,4 @@
-"""Rate limiter of what a node sends over all its links, and the queue of a link that keeps to it."""
+"""Rate limiter for all links of a node, and a stream that keeps to it."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from contextlib import suppress
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import Buffer, Stream
 
-PIECE_BYTES = 16 * 1024  # links take turns by pieces: small frames of one do not wait for a payload of another
+PIECE_BYTES = 16 * 1024  # links take turns by pieces: one link's small frames do not wait for another's payload
 BURST_S = 0.02
 CLOSE_TIMEOUT_S = 10.0
 LONGEST_BURST_S = 0.1
 
 
 class RateLimiter:
-    """A token bucket that is asked before bytes leave: `reserve` takes the tokens and says how long to wait for them."""
+    """Token bucket: `reserve` takes the tokens of bytes about to leave and returns how long to wait for them."""
 
     def __init__(self, rate_bps: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate_bps = rate_bps
         self._clock = clock
-        self._free_at_s = -1e18  # when all that was reserved has left
+        self._free_at_s = -1e18  # when all reserved bytes have left
 
     def __repr__(self) -> str:
         return f"<RateLimiter of {self.rate_bps / 1e6:.3g} Mbit/s>"
 
     @property
     def burst_bytes(self) -> int:
-        """What may go at once, so that nobody waits for long in silence."""
+        """Bytes that may go at once, few enough for short pauses."""
         return max(1024, int(self.rate_bps / 8 * LONGEST_BURST_S))
 
     def reserve(self, size_bytes: int) -> float:
-        """Seconds until these bytes may leave."""
+        """Reserve `size_bytes` and return the seconds until they may leave."""
         now_s = self._clock()
-        begin_s = max(self._free_at_s, now_s - BURST_S)  # what was not used a moment ago is not lost
+        begin_s = max(self._free_at_s, now_s - BURST_S)  # time unused within BURST_S is not lost
         self._free_at_s = begin_s + size_bytes * 8 / self.rate_bps
         return max(0.0, self._free_at_s - now_s)
 
 
 class RateLimitedStream(Stream):
-    """Takes buffers as a stream does, and writes them at the node's pace, in their order. `close` lets all of them out."""
+    """Stream that writes its buffers at the node's pace, in order. `close` lets them leave first."""
 
     def __init__(
         self, stream: Stream, rate_limiter: RateLimiter, *, on_left: Callable[[], None] = lambda: None
@@ -59,7 +59,6 @@ class RateLimitedStream(Stream):
         return f"<RateLimitedStream to {self.peer} with {self._waiting_bytes} bytes waiting, {self._rate_limiter!r}>"
 
     def write(self, buffers: Sequence[Buffer]) -> None:
-        """See `Stream`."""
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         self._waiting.extend(views)
         self._waiting_bytes += sum(map(len, views))
@@ -67,7 +66,7 @@ class RateLimitedStream(Stream):
             self._pump = asyncio.get_running_loop().create_task(self._run(), name=f"pace to {self.peer}")
 
     async def _run(self) -> None:
-        with suppress(PeerLost):  # whoever reads hears of it
+        with suppress(PeerLost):  # the reader of the stream gets it
             while self._waiting:
                 piece = self._next_piece()
                 size_bytes = sum(map(len, piece))
@@ -78,7 +77,7 @@ class RateLimitedStream(Stream):
                 await self._stream.drain()
 
     def _next_piece(self) -> list[Buffer]:
-        """The next buffers, up to a piece together."""
+        """Return the next buffers, together at most one piece."""
         piece: list[Buffer] = []
         room_bytes = PIECE_BYTES
         while self._waiting and room_bytes > 0:
@@ -91,26 +90,23 @@ class RateLimitedStream(Stream):
 
     @property
     def unsent_bytes(self) -> int:
-        """See `Stream`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
     @property
     def receive_bytes(self) -> int:
-        """See `Stream`."""
         return self._stream.receive_bytes
 
     async def drain(self) -> None:
-        """Wait until everything has left. Raises PeerLost."""
+        """Wait until everything has left. Raises PeerLost if the stream died meanwhile."""
         if self._pump is not None:
             await asyncio.wait([self._pump])  # an abort cancels it
         await self._stream.drain()
 
     async def read_into(self, buffer: memoryview) -> int:
-        """See `Stream`."""
         return await self._stream.read_into(buffer)
 
     async def close(self) -> None:
-        """Let everything out that leaves soon, then end the stream."""
+        """Let queued bytes leave for up to CLOSE_TIMEOUT_S seconds, then end the stream."""
         if self._pump is not None:
             _, late = await asyncio.wait([self._pump], timeout=CLOSE_TIMEOUT_S)  # an abort cancels it
             if late:
@@ -118,7 +114,7 @@ class RateLimitedStream(Stream):
         await self._stream.close()
 
     def abort(self) -> None:
-        """Drop what waits, and the stream."""
+        """Drop the queued bytes, and the stream."""
         self._waiting.clear()
         self._waiting_bytes = 0
         if self._pump is not None:

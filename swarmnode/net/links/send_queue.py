@@ -1,6 +1,7 @@
-"""What leaves on one link: frames of one turn of the loop go out in one write, and what the peer has not taken yet is bounded.
+"""Send queue of one link: frames of one turn of the event loop leave in one write, and unsent bytes are bounded.
 
-It is in the ledger, with what the stream holds of the other direction."""
+They count in the ledger, together with the stream's buffers for receiving.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from swarmnode.codec.frames import LARGE_BYTES, MAX_PAYLOAD_BYTES
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.interfaces import Buffer, Stream
 
-MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES  # before the last frame: who takes less than it asks for is not waited for
-SMALL_BYTES = LARGE_BYTES  # counted from the start, so that steps of sessions, which leave at once, need not be
+MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES  # before the last frame: a peer that takes too little is not waited for
+SMALL_BYTES = LARGE_BYTES  # always counted, so that the small frames of sessions need no counting
 
 
 class SendQueue:
-    """Buffers for a stream, between `put` and the network; nobody changes them before they have left."""
+    """Buffers for a stream, between `put` and the network. They must not change before they have left."""
 
     def __init__(self, stream: Stream, ledger: MemoryLedger) -> None:
         self.sent_bytes = 0  # handed to the stream
@@ -30,28 +31,29 @@ class SendQueue:
 
     @property
     def total_bytes(self) -> int:
-        """Ever put."""
+        """Sum of the bytes ever put."""
         return self.sent_bytes + self._waiting_bytes
 
     @property
     def unsent_bytes(self) -> int:
-        """Put, and still held by this process."""
+        """Bytes put that this process still holds."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
     @property
     def full(self) -> bool:
-        """Whether more must not be put."""
+        """Whether no more may be put."""
         return self.unsent_bytes > MAX_UNSENT_BYTES
 
     def put(self, buffers: Sequence[Buffer], size_bytes: int) -> bool:
-        """Add buffers of so many bytes together. Whether they are the first ones since the last `flush`, which is due then."""
+        """Add buffers of `size_bytes` together. Returns whether they are the first since the last `flush`, so that the caller must
+        schedule one."""
         first = not self._waiting
         self._waiting += buffers
         self._waiting_bytes += size_bytes
         return first
 
     def flush(self) -> int:
-        """Hand everything to the stream; how many bytes. Raises PeerLost."""
+        """Hand everything to the stream and return the number of bytes. Raises PeerLost if the stream is closed."""
         waiting, self._waiting = self._waiting, []
         size_bytes, self._waiting_bytes = self._waiting_bytes, 0
         if waiting:
@@ -61,12 +63,12 @@ class SendQueue:
         return size_bytes
 
     def count(self) -> None:
-        """Write into the ledger what is held now."""
+        """Update the ledger's reservation to the bytes held now."""
         held_bytes = self._stream.receive_bytes + max(SMALL_BYTES, self.unsent_bytes)
         if held_bytes != self._reservation.size_bytes:
             self._reservation.count(held_bytes)
 
     def give_up(self) -> None:
-        """Nothing leaves any more."""
+        """Drop everything and release the memory."""
         self._waiting, self._waiting_bytes = [], 0
         self._reservation.release()

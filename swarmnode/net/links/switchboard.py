@@ -1,7 +1,8 @@
-"""Conversations over few long-lived links: a switchboard keeps one outgoing link per peer and tells frames apart by channel.
+"""Conversations over few long-lived links: a switchboard keeps one outgoing link per peer, and a channel number tells conversations
+apart.
 
-The opener of a link numbers its channels upwards. So a frame on a number that was seen before but is not registered any
-more belongs to a conversation that is over (an older epoch, say), and is dropped; a higher number is a new conversation.
+The opener of a link numbers its channels upwards. So a frame on a known number without a channel belongs to a conversation that is
+over (an older epoch, for example), and is dropped; a higher number begins a new conversation.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ OnLost = Callable[[PeerError], None]
 
 
 class Channel:
-    """One conversation on a link. The two callbacks may be exchanged while it lives; both are called from the loop."""
+    """Conversation on a link. The callbacks `on_frame` and `on_lost` may be replaced while it lives; both are called on the event
+    loop."""
 
     __slots__ = ("_line", "claimant", "number", "on_frame", "on_lost", "peer")
 
     def __init__(self, line: _Line, number: int, on_frame: OnFrame, on_lost: OnLost) -> None:
         self._line = line
         self.peer: PeerId = line.link.peer  # at the other end
-        self.claimant: Claimant = line.link.claimant  # for whom a limit counts what is done here
+        self.claimant: Claimant = line.link.claimant  # for limits
         self.number = number
         self.on_frame = on_frame
         self.on_lost = on_lost
@@ -42,22 +44,22 @@ class Channel:
 
     @property
     def rtt_s(self) -> float | None:
-        """Round trip of the link below, in seconds, as far as it is known."""
+        """Round trip of the link in seconds; None before the first measurement."""
         return self._line.link.rtt_s
 
     @property
     def bandwidth_bps(self) -> float | None:
-        """How fast the peer has seen our large frames come in, in bits/s, as far as it is known."""
+        """Rate of large frames to the peer in bits/s, as it measured them; None if unknown."""
         return self._line.link.bandwidth_bps
 
     @property
     def received_bps(self) -> float | None:
-        """How fast the peer's large frames came in, in bits/s, as far as it is known."""
+        """Rate of large frames from the peer in bits/s; None if unknown."""
         return self._line.link.received_bps
 
     @property
     def moving(self) -> bool:
-        """Whether a large payload is on its way on the link below, there or here."""
+        """Whether a large payload is on its way on the link, in either direction."""
         return self._line.link.moving
 
     @property
@@ -66,15 +68,15 @@ class Channel:
         return self._line.channels.get(self.number) is self and not self._line.link.closed
 
     def send(self, body: Body, *, seq: int = 0, payload: Sequence[Buffer] = (), at_once: bool = False) -> None:
-        """Queue a frame, and with `at_once` write what is queued. Raises PeerLost where the link is gone."""
+        """Queue a frame; `at_once` also writes the queue to the network. Raises PeerLost if the link is closed."""
         self._line.link.send(body, channel=self.number, seq=seq, payload=payload, at_once=at_once)
 
     async def drain(self) -> None:
-        """Wait until the link's send queue is short again. Raises PeerLost where it died meanwhile."""
+        """Wait until the link's send queue is short. Raises PeerLost if the link died meanwhile."""
         await self._line.link.drain()
 
     def close(self, last: Body | None = None) -> None:
-        """Finish the conversation with `last` (END by default). Frames that still come are dropped."""
+        """Finish the conversation with `last` (END by default). Frames that arrive later are dropped."""
         if self._line.channels.pop(self.number, None) is not self:
             return
         self._line.update_busy()
@@ -83,7 +85,7 @@ class Channel:
 
 
 class _Line:
-    """A link and the channels on it."""
+    """A link and its channels."""
 
     def __init__(self, link: Link, accept: Callable[[Channel, Frame, Body], None] | None) -> None:
         self.link = link
@@ -123,10 +125,10 @@ class _Line:
 
 
 class Switchboard:
-    """All links of one protocol: outgoing ones, one per peer, opened when first called; incoming ones, served.
+    """All links of one protocol: outgoing links, one per peer, opened at the first call; and incoming links, served.
 
-    `accept(channel, frame, body)` is called for the first frame of every conversation that a peer begins; it sets the
-    channel's callbacks. `on_peer_lost(error)` hears of every link that ended other than in order.
+    `accept(channel, frame, body)` is called for the first frame of every conversation that a peer begins; it sets the channel's
+    callbacks. `on_peer_lost(error)` is called for every link that did not end in order.
     """
 
     def __init__(
@@ -146,9 +148,9 @@ class Switchboard:
         self._accept = accept
         self._on_peer_lost = on_peer_lost
         self._outgoing: dict[PeerId, _Line] = {}
-        self._incoming: dict[_Line, None] = {}  # in the order in which they came
+        self._incoming: dict[_Line, None] = {}  # the oldest first
         self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
-        self.peer_id = network.peer_id  # our own
+        self.peer_id = network.peer_id
         self._tasks = Tasks(f"links of {protocol}", on_crash=config.supervisor.ends_conversation)
         self._closed = False
 
@@ -157,7 +159,7 @@ class Switchboard:
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Of the memory that its conversations take."""
+        """Ledger of the memory of its conversations."""
         return self._config.ledger
 
     async def start(self) -> None:
@@ -165,9 +167,10 @@ class Switchboard:
         await self._network.serve(self._protocol, self._serve)
 
     async def call(self, peer: PeerId, on_frame: OnFrame, on_lost: OnLost) -> Channel:
-        """Begin a conversation with a peer over the one link to it. Raises PeerLost, PeerRefused or NetworkDown.
+        """Begin a conversation with a peer over the one link to it, dialling if needed. Raises PeerLost, PeerRefused, ProtocolError
+        or NetworkDown.
 
-        Its first frame is to be sent at once, before anything else is awaited: numbers must arrive in their order.
+        The caller must send the first frame before it awaits anything else: channel numbers must arrive in order.
         """
         line = self._outgoing.get(peer)
         if line is None or line.link.closed:
@@ -175,22 +178,22 @@ class Switchboard:
         return line.new_channel(on_frame, on_lost)
 
     def rtt_s(self, peer: PeerId) -> float | None:
-        """Measured round trip to a peer in seconds; None where there is no link."""
+        """Return the measured round trip to a peer in seconds; None if there is no outgoing link or no measurement."""
         line = self._outgoing.get(peer)
         return None if line is None else line.link.rtt_s
 
     def bandwidth_bps(self, peer: PeerId) -> float | None:
-        """How fast a peer has seen our large frames come in, in bits/s; None where that is not known."""
+        """Return the rate of large frames to a peer in bits/s, as it measured them; None if unknown."""
         line = self._outgoing.get(peer)
         return None if line is None else line.link.bandwidth_bps
 
     def received_bps(self, peer: PeerId) -> float | None:
-        """How fast a peer's large frames came in as answers, in bits/s; None where that is not known."""
+        """Return the rate of a peer's large frames, received as answers, in bits/s; None if unknown."""
         line = self._outgoing.get(peer)
         return None if line is None else line.link.received_bps
 
     async def _dial(self, peer: PeerId) -> _Line:
-        # Shielded: one caller giving up must not end the dialling that another waits for.
+        # Shielded: a caller that gives up must not end the dialling for another.
         if self._closed:
             raise NetworkDown("this node is closing its links")
         task = self._dialing.get(peer)
@@ -211,7 +214,7 @@ class Switchboard:
         return line
 
     async def _serve(self, stream: Stream) -> None:
-        """A node that lives on may serve the protocol again later, on another switchboard: no link must be left on this one."""
+        """Serve an incoming link. None may stay open after `close`, since another switchboard may serve the protocol later."""
         if self._closed:
             stream.abort()
             return
@@ -237,7 +240,7 @@ class Switchboard:
             line.lost(error)
 
     async def close(self) -> None:
-        """End every link in order; none is opened any more."""
+        """End every link in order; no link can be opened any more."""
         self._closed = True
         await asyncio.gather(*(line.link.close() for line in (*self._outgoing.values(), *self._incoming)))
         await self._tasks.close()

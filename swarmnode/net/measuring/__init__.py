@@ -1,1 +1,1 @@
-"""What links show of the paths to peers: round trips, throughput, traffic, network coordinates."""
+"""Measurements of the paths to peers from their links: round trips, throughput, traffic, network coordinates."""

@@ -1,4 +1,4 @@
-"""Traffic: what has gone over all links of a peer, by protocol. Links come and go, their bytes stay counted here."""
+"""Traffic on all links of a peer, by protocol: counted here, since links come and go."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 
-MEASURED_BYTES = 64 * 1024  # of one frame: less says more of latencies than of bandwidth
-FRAMES_KEPT = 5  # whose median counts: one that waited to be read came in no time, one that waited to be sent never
-KEPT_S = 30.0  # after which a frame says nothing beside a new one: few come on some paths, which may have changed since
+MEASURED_BYTES = 64 * 1024  # of one frame: smaller frames measure latency rather than bandwidth
+FRAMES_KEPT = 5  # the median counts: a frame that waited to be read looks too fast, one that waited to be sent too slow
+KEPT_S = 30.0  # age after which a frame does not count beside a new one: a rarely used path may have changed since
 SHORTEST_S = 1e-6
 
 
 class Arrivals:
-    """What comes of one peer, on all links to it."""
+    """Count and rate of one peer's data, on all links with it."""
 
     def __init__(self) -> None:
         self.total_bytes = 0
@@ -28,16 +28,16 @@ class Arrivals:
         return f"<Arrivals {self.total_bytes} bytes, {rate}>"
 
     def measured(self, rate_bps: float, now_s: float) -> None:
-        """While a large frame came, everything of the peer came so fast."""
+        """Record that data of the peer arrived at `rate_bps` while a large frame did, at `now_s`."""
         self._measured.append((now_s, rate_bps))
         self.rate_bps = statistics.median_low(bps for at_s, bps in self._measured if at_s >= now_s - KEPT_S)
 
 
 class ThroughputMeter:
-    """Of one link. Fed after every read with what has come and how much of it belongs to a frame that is not whole yet.
+    """Measurement of received throughput on one link, fed after every read.
 
-    Only the time within large frames counts: between frames the sender may have had nothing to say. What comes of the peer on its
-    other links meanwhile counts, too: they share the way.
+    Only the time within large frames counts: between frames the sender may have had nothing to send. Data on the peer's other links
+    during that time counts, too, since they share the path.
     """
 
     def __init__(self, clock: Callable[[], float], arrivals: Arrivals | None = None) -> None:
@@ -45,23 +45,23 @@ class ThroughputMeter:
         self._clock = clock
         self._began_s: float | None = None
         self._bytes = 0  # of the frame
-        self._before_bytes = 0  # of the peer, before it
+        self._before_bytes = 0  # of the peer before the frame
 
     def __repr__(self) -> str:
         return f"<ThroughputMeter, {self._arrivals!r}>"
 
     @property
     def rate_bps(self) -> float | None:
-        """How fast the peer's large frames come in, on whichever link; None where none has."""
+        """Rate of the peer's large frames in bits/s, on all links with it; None if there were none."""
         return self._arrivals.rate_bps
 
     def note(self, read_bytes: int, pending_bytes: int) -> None:
-        """`read_bytes` came; `pending_bytes` of all that came are of an unfinished frame."""
+        """Count a read of `read_bytes`; `pending_bytes` of all bytes received belong to an unfinished frame."""
         self._arrivals.total_bytes += read_bytes
         if self._began_s is not None:
             next_bytes = pending_bytes if pending_bytes < read_bytes else 0  # of the next frame
             self._bytes += read_bytes - next_bytes
-            if pending_bytes < read_bytes:  # the frame is whole, or another began: the measurement is over
+            if pending_bytes < read_bytes:  # the frame is complete: the measurement ends
                 self._finish(self._began_s, self._arrivals.total_bytes - self._before_bytes - next_bytes)
         if self._began_s is None and pending_bytes:
             self._began_s, self._bytes, self._before_bytes = self._clock(), 0, self._arrivals.total_bytes
@@ -74,7 +74,7 @@ class ThroughputMeter:
 
 
 class Traffic:
-    """Bytes as our frames have them; what libp2p adds is not seen here."""
+    """Bytes of frames sent and received, by protocol; libp2p's own overhead is not counted."""
 
     def __init__(self) -> None:
         self.sent_bytes: Counter[str] = Counter()
@@ -86,15 +86,15 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Sent and received."""
+        """Bytes sent and received."""
         return self.sent_bytes.total() + self.received_bytes.total()
 
     def note_round_trip(self, protocol: str, seconds: float) -> None:
-        """A ping came back."""
+        """Record a round trip of a ping in seconds."""
         self._round_trips.setdefault(protocol, Histogram()).observe(seconds)
 
     def readings(self) -> Readings:
-        """All of it."""
+        """Yield the metrics: bytes by protocol and direction, and round trips by protocol."""
         for direction, counts in (("sent", self.sent_bytes), ("received", self.received_bytes)):
             for protocol, count in counts.items():
                 yield Reading(table.LINK_BYTES, count, (protocol, direction))
@@ -103,5 +103,5 @@ class Traffic:
 
 
 def protocol_name(protocol: str) -> str:
-    """`session` for `/swarmnode/session/1`."""
+    """Return the short name of a protocol: `session` for `/swarmnode/session/1`."""
     return protocol.removeprefix("/swarmnode").strip("/").split("/")[0]

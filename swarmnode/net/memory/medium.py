@@ -1,4 +1,4 @@
-"""What lies between the peers of a fake world: latency, rate and loss of every path, and peers that hang."""
+"""Paths between the peers of a fake world: latency, rate and loss, and peers that hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RETRANSMISSION_S = 0.2  # TCP's minimum (Linux)
 
 
 class Island:
-    """Peers that have found one another, and the records that they share. Who only uses the table is none of its peers."""
+    """Peers that have found one another, and their shared records. A client uses the records without being one of the peers."""
 
     def __init__(self, peers: Iterable[PeerId]) -> None:
         self.peers = set(peers)
@@ -25,7 +25,7 @@ class Island:
         return f"<Island of {len(self.peers)} peers, {len(self.records)} keys>"
 
     def keep(self, key: bytes, subkey: bytes, record: Record) -> bool:
-        """Keep a record unless one that expires later is there."""
+        """Keep a record; return False, changing nothing, if one that expires later, or at the same time, is there."""
         known = self.records.setdefault(key, {}).get(subkey)
         if known is not None and known.expires_at >= record.expires_at:
             return False
@@ -33,7 +33,7 @@ class Island:
         return True
 
     def absorb(self, other: Island) -> None:
-        """Be one island with another from now on."""
+        """Take the peers and records of another island."""
         self.peers |= other.peers
         for key, records in other.records.items():
             for subkey, record in records.items():
@@ -42,8 +42,8 @@ class Island:
 
 @dataclass(frozen=True)
 class Path:
-    """One direction between two peers. `loss` is the share of writes that are lost once and come by retransmission. Directions of
-    one `line` send one after another."""
+    """Direction from one peer to another. `loss` is the share of writes that are lost once and arrive by retransmission. Directions
+    with the same `line` share it: they send one after another."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
@@ -52,33 +52,33 @@ class Path:
 
 
 class Medium:
-    """Carries bytes from pipe to pipe in the loop's time. `random` draws what is lost."""
+    """Transport of bytes from pipe to pipe in the event loop's time. `random` draws the losses."""
 
     def __init__(self, random: random.Random) -> None:
         self.default_path = Path()
         self._random = random
         self._paths: dict[tuple[PeerId, PeerId], Path] = {}
-        self._free_at: dict[object, float] = {}  # when a direction, or the line of several, has sent what it was given
+        self._free_at: dict[object, float] = {}  # when a direction, or the line of several, has sent all its bytes
         self._hanging: dict[PeerId, asyncio.Event] = {}
-        self._held: list[Pipe] = []  # whose next bytes wait for a hanging peer
+        self._held: list[Pipe] = []  # one entry for each arrival that waits for a hanging peer
 
     def __repr__(self) -> str:
         return f"<Medium with {len(self._paths)} paths of their own, {len(self._hanging)} peers hang>"
 
     def path(self, source: PeerId, target: PeerId) -> Path:
-        """What lies between two peers in this direction."""
+        """Return the path from `source` to `target`."""
         return self._paths.get((source, target), self.default_path)
 
     def set_path(self, one: PeerId, other: PeerId, path: Path, back: Path | None = None) -> None:
-        """Change what lies between two peers; `back`: from the other one, where that differs."""
+        """Set the path from `one` to `other`, and `back` (by default the same) in the other direction."""
         self._paths[one, other], self._paths[other, one] = path, back or path
 
     def hang(self, peer: PeerId) -> None:
-        """As by SIGSTOP, seen from outside: what it was sent and what it sent stays on the way. (Its own timers go on.)"""
+        """Let a peer hang as by SIGSTOP, seen from outside: data to and from it stays on the way. (Its own timers go on.)"""
         self._hanging.setdefault(peer, asyncio.Event())
 
     def wake(self, peer: PeerId) -> None:
-        """End a `hang`: everything that was held arrives."""
+        """End a `hang`: all held data arrives."""
         awake = self._hanging.pop(peer, None)
         if awake is not None:
             awake.set()
@@ -87,7 +87,7 @@ class Medium:
                 self._arrive(pipe)
 
     async def travel(self, source: PeerId, target: PeerId) -> None:
-        """Wait as long as a message takes that is too small to count; for a hanging peer, until it wakes."""
+        """Wait for the time of a very small message, and until neither peer hangs."""
         await asyncio.sleep(self.path(source, target).latency_s)
         for peer in (source, target):
             await self.awake(peer)
@@ -98,7 +98,7 @@ class Medium:
             await hanging.wait()
 
     def deliver(self, pipe: Pipe, size_bytes: int) -> None:
-        """Let what the pipe was given arrive in time."""
+        """Schedule the arrival of `size_bytes` that the pipe was given."""
         loop = asyncio.get_running_loop()
         direction = (pipe.source, pipe.target)
         path = self.path(*direction)

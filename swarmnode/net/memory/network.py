@@ -1,7 +1,7 @@
 """A network in one process, for tests and experiments: peers with latency, rate and loss between them, that can die and hang.
 
-It keeps every promise of `interfaces.py` that the real one keeps, and passes the same conformance suite. Together with
-`virtual_time` a run depends on its seed alone.
+It keeps the contract of `interfaces.py` as the real one does, and passes the same conformance suite. With `virtual_time` a run
+depends on its seed alone.
 
     world = FakeWorld(seed=1)
     alice, bob = world.join(), world.join()
@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 
 
 class FakeWorld(Medium):
-    """All peers and what lies between them. `clock` gives unix time in seconds, for the expiry of records."""
+    """All peers and the paths between them. `clock` gives unix time in seconds, for the expiry of records."""
 
     def __init__(self, seed: int = 0, clock: Callable[[], float] = time.time) -> None:
         super().__init__(random.Random(seed))
         self.clock = clock
         self._hosts = (str(host) for host in ipaddress.ip_network("10.0.0.0/8").hosts())
-        self._homes: dict[PeerId, str] = {}  # where each peer that there ever was listens
+        self._homes: dict[PeerId, str] = {}  # listening address of each peer that ever joined
         self._connections: set[frozenset[PeerId]] = set()
         self._networks: dict[PeerId, FakeNetwork] = {}
 
@@ -68,7 +68,8 @@ class FakeWorld(Medium):
         supervisor: Supervisor | None = None,
         host: str | None = None,
     ) -> FakeNetwork:
-        """A new peer at the IP address `host`, or one that comes back by its `identity`; alone until it connects to another one."""
+        """Add a peer at the IP address `host` (by default the next free one), or one that comes back by its `identity`. It is alone
+        until it connects."""
         identity = identity or Identity(self._random.randbytes(32))
         address = self._homes.setdefault(identity.peer_id, f"/ip4/{host or next(self._hosts)}/tcp/4001")
         supervisor = supervisor or Supervisor()
@@ -79,7 +80,7 @@ class FakeWorld(Medium):
         return network
 
     async def start(self, config: NetworkConfig) -> FakeNetwork:
-        """As `join`, for whoever takes any network. Where a peer listens is the world's business here."""
+        """Add a peer with these settings, as a `StartNetwork`; the world chooses its address."""
         return self.join(
             identity=Identity.load_or_create(config.identity_path),
             record_validator=config.record_validator,
@@ -89,7 +90,7 @@ class FakeWorld(Medium):
         )
 
     def kill(self, peer: PeerId) -> None:
-        """As by kill -9: its streams break, the others notice after the latency."""
+        """Kill a peer as by kill -9: its streams break, and the others notice after the latency."""
         network = self._networks[peer]
         self.leave(peer)
         self.wake(peer)
@@ -98,25 +99,25 @@ class FakeWorld(Medium):
     # -- what peers ask of the world
 
     def find(self, peer: PeerId) -> FakeNetwork | None:
-        """A peer that lives."""
+        """Return the network of a living peer; None if there is none."""
         return self._networks.get(peer)
 
     def leave(self, peer: PeerId) -> None:
-        """A peer is gone, with all its connections."""
+        """Remove a peer and its connections."""
         self._networks.pop(peer, None)
         self._connections = {pair for pair in self._connections if peer not in pair}
 
     def note_connection(self, one: PeerId, other: PeerId) -> None:
-        """Two peers speak with one another, and stay connected for as long as both are there."""
+        """Record that two peers are connected, for as long as both live."""
         self._connections.add(frozenset((one, other)))
 
     def connected(self, peer: PeerId) -> set[PeerId]:
-        """Whom a peer is connected with."""
+        """Return the peers connected with `peer`."""
         return {other for pair in self._connections if peer in pair for other in pair if other != peer}
 
 
 class FakeDht(Dht):
-    """One peer's view of its island's records."""
+    """View that one peer has of its island's records."""
 
     def __init__(self, network: FakeNetwork) -> None:
         self._network = network
@@ -151,7 +152,7 @@ class FakeDht(Dht):
 
 
 class FakeNetwork(Network):
-    """One peer of a FakeWorld."""
+    """Network of one peer of a FakeWorld."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class FakeNetwork(Network):
         self.address = f"{address}/p2p/{self.peer_id}"
         self._valid = valid
         self._dht = FakeDht(self)
-        self._dialled: set[PeerId] = set()  # by us: whoever else is connected came by itself
+        self._dialled: set[PeerId] = set()  # other connected peers came by themselves
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: list[FakeStream] = []
         self._tasks = Tasks("streams", on_crash=supervisor.ends_conversation)
@@ -210,7 +211,7 @@ class FakeNetwork(Network):
         await self._world.travel(peer, self.peer_id)
 
     def accept(self, stream: FakeStream) -> None:
-        """A stream that another peer opened. Raises PeerLost where nobody here serves its protocol."""
+        """Take a stream that another peer opened. Raises PeerLost if its protocol is not served here."""
         handler = self._handlers.get(stream.protocol)
         if handler is None:
             raise PeerLost(f"peer {self.peer_id} does not speak {stream.protocol}", peer=self.peer_id)
@@ -253,7 +254,7 @@ class FakeNetwork(Network):
         return False
 
     async def _meet(self, peer: PeerId) -> bool:
-        """Dial a peer and, where it answers for the table, share its island."""
+        """Dial a peer and, if it answers for the table, join its island; return whether it did."""
         await self._round_trip(peer)
         other = self._world.find(peer)
         if other is None:
@@ -286,11 +287,11 @@ class FakeNetwork(Network):
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether there is another peer in the island, be it one that does not answer us."""
+        """Whether there is another living peer in the island, even one that does not answer this peer."""
         return any(self._world.find(peer) is not None for peer in self.island.peers - {self.peer_id})
 
     async def table_neighbours(self) -> list[FakeNetwork]:
-        """The other living peers of the island that answer our calls, after the time that it takes to ask one of them."""
+        """Return the other living peers of the island that answer this peer, after the time of one question."""
         self._check_up()
         await asyncio.sleep(2 * self._world.default_path.latency_s)
         await self._world.awake(self.peer_id)
@@ -298,7 +299,7 @@ class FakeNetwork(Network):
         return [other for other in list(found) if other is not None and await self._is_answered_by(other)]
 
     async def _is_answered_by(self, other: FakeNetwork) -> bool:
-        """Whether a peer answers our calls of the table: one that guards it wants to know us first."""
+        """Return whether a peer answers this peer's calls of the table, after an introduction if tables are guarded."""
         for anew in (False, True):
             if self.gate.guards_table:
                 try:
@@ -310,7 +311,7 @@ class FakeNetwork(Network):
         return False
 
     def believes(self, key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        """Whether this peer keeps a record, or believes one that it reads."""
+        """Return whether this peer keeps and believes a record."""
         if len(value) > MAX_RECORD_BYTES or expires_at <= self._world.clock():
             return False
         return self._valid is None or self._valid(key_digest(key), subkey, value, expires_at)
@@ -320,7 +321,7 @@ class FakeNetwork(Network):
             raise NetworkDown("this peer has left the network")
 
     def die(self) -> None:
-        """Break everything at once; the others notice after the latency."""
+        """Break all streams at once; the others notice after the latency."""
         self._down = True
         loop = asyncio.get_running_loop()
         for stream in self._streams:

@@ -1,4 +1,4 @@
-"""Streams of the fake network: two pipes whose bytes arrive when the world says so."""
+"""Streams of the fake network: two pipes, whose bytes arrive at a time that the world chooses."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ HIGH_WATER_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
 
 Deliver = Callable[["Pipe", int], None]
-"""(pipe, bytes): the world calls the pipe's `arrive` once for each call, in order, when the bytes are there."""
+"""Function of (pipe, bytes): the world calls the pipe's `arrive` once for each call, in order, when the bytes arrive."""
 
 
 class Pipe:
-    """One direction of a stream."""
+    """Direction of a stream."""
 
     def __init__(self, source: PeerId, target: PeerId, deliver: Deliver) -> None:
         self.source = source
         self.target = target
         self.unread_bytes = 0  # on the way, or arrived and not read
-        self.last_arrival_s = 0.0  # of what was sent last; later bytes do not overtake it
+        self.last_arrival_s = 0.0  # of the bytes sent last; later ones do not overtake them
         self.ended = False
         self.broken = False
         self._deliver = deliver
         self._travelling: deque[bytes] = deque()
         self._arrived: deque[memoryview] = deque()
-        self._changed: dict[asyncio.Future[None], None] = {}  # in the order in which they wait
+        self._changed: dict[asyncio.Future[None], None] = {}  # waiting calls, the oldest first
 
     def __repr__(self) -> str:
         state = "broken" if self.broken else "ended" if self.ended else "open"
         return f"<Pipe to {self.target} {state}, {self.unread_bytes} bytes unread>"
 
     def send(self, data: bytes) -> None:
-        """Send bytes; none at all are the end."""
+        """Send bytes; empty `data` is the end."""
         self._travelling.append(data)
         self.unread_bytes += len(data)
         self._deliver(self, len(data))
 
     def arrive(self) -> None:
-        """What was sent first is there now."""
+        """Let the bytes sent first arrive now."""
         data = self._travelling.popleft()
         if data:
             self._arrived.append(memoryview(data))
@@ -52,18 +52,19 @@ class Pipe:
             self.end()
 
     def end(self) -> None:
-        """Nothing comes after what has arrived."""
+        """End the pipe after the bytes that have arrived."""
         self.ended = True
         self._wake()
 
     def break_off(self) -> None:
-        """Nothing arrives any more, nor is taken."""
+        """Break the pipe: arrived bytes are dropped, and a read raises PeerLost."""
         self.broken = True
         self._arrived.clear()
         self._wake()
 
     async def read_into(self, buffer: memoryview) -> int:
-        """What has arrived, as much of it as the buffer takes; 0 at the end. Raises PeerLost."""
+        """Wait for bytes, put as many as fit into `buffer` and return their number; 0 at the end. Raises PeerLost if the pipe is
+        broken."""
         while not self._arrived:
             if self.broken:
                 raise PeerLost(f"the stream to peer {self.source} was reset", peer=self.source)
@@ -80,7 +81,7 @@ class Pipe:
         return count
 
     async def drained(self) -> None:
-        """Wait until little is on the way, or everything is lost."""
+        """Wait until at most HIGH_WATER_BYTES are unread, or the pipe is broken."""
         while self.unread_bytes > HIGH_WATER_BYTES and not self.broken:
             await self._change()
 
@@ -99,7 +100,7 @@ class Pipe:
 
 
 class FakeStream(CountedStream):
-    """One end of a stream."""
+    """End of a stream."""
 
     def __init__(self, peer: PeerId, protocol: str, incoming: Pipe, outgoing: Pipe) -> None:
         self.peer = peer
@@ -135,7 +136,7 @@ class FakeStream(CountedStream):
 
     @property
     def over(self) -> bool:
-        """Whether nothing will be read or written here any more."""
+        """Whether nothing more can be read or written here."""
         return self._closed or self._incoming.broken
 
     async def close(self) -> None:
@@ -150,18 +151,18 @@ class FakeStream(CountedStream):
             self._outgoing.send(b"")
 
     def mute(self) -> None:
-        """Say and hear nothing any more; the peer is not told."""
+        """Close this end without telling the peer."""
         self._closed = True
         self._incoming.end()
 
     def break_off(self) -> None:
-        """The connection is gone, in both directions at once."""
+        """Break both directions at once."""
         self._incoming.break_off()
         self._outgoing.break_off()
 
 
 def connect(opener: PeerId, target: PeerId, protocol: str, deliver: Deliver) -> tuple[FakeStream, FakeStream]:
-    """The two ends of a new stream: the opener's, the target's."""
+    """Return the two ends of a new stream: the opener's and the target's."""
     there, back = Pipe(opener, target, deliver), Pipe(target, opener, deliver)
     near = FakeStream(target, protocol, incoming=back, outgoing=there)
     far = FakeStream(opener, protocol, incoming=there, outgoing=back)

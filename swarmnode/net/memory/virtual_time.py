@@ -1,8 +1,8 @@
 """An event loop without waiting: when nothing can run, the clock jumps to the next timer.
 
-A scenario of minutes takes milliseconds, and takes the same course each time. Only for code that waits for nothing but
-timers, its own tasks and what it gives to other threads (`asyncio.to_thread`), which is done at once, on the loop. A thread that
-somebody starts, or a socket, is not waited for while a timer is due.
+A scenario of minutes takes milliseconds, and takes the same course each time. It is only for code that waits for timers, its own
+tasks and work given to threads (`asyncio.to_thread`), which runs at once, on the loop. It does not wait for other threads or for
+sockets while a timer is due.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Selects without waiting, and adds up the time for which it should have waited."""
+    """Selector that does not wait, and adds up the times that it should have waited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if timeout is None:
             return super().select(None)
         if timeout == 0:
-            return []  # there is something to run: what came is looked for when there is nothing
+            return []  # something can run; events are looked for when nothing can
         events = super().select(0)
         if not events:
             self.now_s += timeout
@@ -38,7 +38,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs timers in order, at once; `time()` is seconds since the loop was made."""
+    """Event loop that runs timers in order, at once; `time()` is the seconds since the loop was made."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -54,7 +54,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # typeshed's packs the arguments' types
         self, executor: object, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Does the work as soon as the loop comes to it; that takes none of its time."""
+        """Run the work as soon as the loop comes to it; it takes no virtual time."""
         future: asyncio.Future[Any] = self.create_future()
         self.call_soon(_fulfil, future, func, *args)
         return future
@@ -62,7 +62,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]  # as above
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """On its own thread the loop need not be woken, by a socket that it then reads: nearly all calls are from there."""
+        """Schedule a callback. On the loop's own thread the loop need not be woken through a socket; nearly all calls come from
+        there."""
         is_awake = threading.get_ident() == self._thread
         schedule = self.call_soon if is_awake else super().call_soon_threadsafe
         return schedule(callback, *args, context=context)
@@ -77,12 +78,12 @@ def _fulfil(future: asyncio.Future[Any], work: Callable[..., Any], *args: Any) -
         return
     try:
         future.set_result(work(*args))
-    except Exception as error:  # whatever it is, it is for who asked
+    except Exception as error:  # for the caller, whatever it is
         future.set_exception(error)
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in virtual time."""
+    """Run `main` like `asyncio.run`, in virtual time, and return its result."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(main)

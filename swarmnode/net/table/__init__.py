@@ -1,1 +1,1 @@
-"""The distributed table: Kademlia, for records that anybody may store and nobody should be able to keep from others."""
+"""The distributed table: Kademlia, for records that any peer may store and no peer should be able to withhold from others."""

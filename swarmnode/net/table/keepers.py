@@ -1,6 +1,6 @@
-"""Keepers of records, which are the peers nearest to a key of the table, and an estimate of how many peers the table has.
+"""Keepers of records (the peers nearest to a key of the table), and an estimate of the number of peers in the table.
 
-Keepers are remembered for a while, as finding them costs most.
+Keepers are remembered for a while, since finding them costs most.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.table.routing_table import ID_BITS, node_id
 
 REPLICAS = 5
-REMEMBERED_S = 500.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
+REMEMBERED_S = 500.0  # meanwhile newcomers nearer to the key are overlooked; readers ask the next nearest, too
 MAX_KEYS = 64
 SAMPLES = 9  # of the population
 
 Find = Callable[[int], Awaitable[Sequence[PeerId]]]
-"""(place of a key) -> the peers nearest to it"""
+"""Function that returns the peers nearest to a place in the table."""
 
 
 class Population:
-    """Number of peers of the table: the median of the latest estimates, each from one random place."""
+    """Number of peers in the table: the median of the latest estimates, each from one random place."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
@@ -36,22 +36,23 @@ class Population:
 
     @property
     def peers(self) -> float:
-        """About how many there are; 0 before the first look."""
+        """Estimated number of peers; 0 before the first estimate."""
         return statistics.median(self._estimates) if self._estimates else 0.0
 
     def next_place(self) -> int:
-        """Where to look."""
+        """Return a random place for the next estimate."""
         return self._random.getrandbits(ID_BITS)
 
     def saw(self, place: int, nearest: Sequence[PeerId]) -> None:
-        """These peers answered, the nearest to the place: of N, the n-th stands about n/N of the way around."""
+        """Add an estimate from the peers `nearest` to `place`: of N peers, the n-th nearest is about n/N of the way around. None if
+        no peer answered."""
         if nearest:
             farthest = max(node_id(peer) ^ place for peer in nearest)
             self._estimates.append(max(len(nearest), (len(nearest) - 1) * (1 << ID_BITS) / (farthest + 1)))
 
 
 class Keepers:
-    """Of the keys that this peer writes to. Where fewer than `REPLICAS` are there, they are looked for each time."""
+    """Keepers of the keys that this peer writes to. Fewer than `REPLICAS` are not remembered, but looked for each time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +62,7 @@ class Keepers:
         return f"<Keepers of {len(self._known)} keys>"
 
     async def of(self, key: int, find: Find) -> Sequence[PeerId]:
-        """The keepers of a key, nearest first."""
+        """Return the keepers of a key, nearest first, remembered or found by `find`."""
         now_s = self._clock()
         until_s, keepers = self._known.get(key, (0.0, ()))
         if now_s >= until_s:
@@ -72,5 +73,5 @@ class Keepers:
         return keepers
 
     def forget(self, key: int) -> None:
-        """One of them is gone, or does not take what it is given: look for others the next time."""
+        """Forget the keepers of a key, since one of them is gone or refuses: they are looked for the next time."""
         self._known.pop(key, None)

@@ -1,8 +1,9 @@
-"""A look-up: asks its way to the peers that are nearest to keys, and merges what all of them have there.
+"""Look-up in the table: finds the peers nearest to some keys step by step, and merges the records of all of them.
 
-No answer counts for more than what it brings: a peer that tells of its friends alone, or keeps something back, is one of several.
-Those near a key may all be one stranger's, who can try identities until they are: so of an address group of the open internet few
-are asked while there are others, and who was named by them alone is taken for one of them until it has answered.
+No answer is trusted alone: a peer that names only its friends, or withholds records, is one of several. The peers near a key may
+all belong to one stranger, since identities can be tried until they lie there. Therefore only GROUP_PEERS peers of one address
+group of the open internet are asked while there are others. A peer named by such a group alone counts as one of it until it has
+answered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from swarmnode.net.table.routing_table import BUCKET_PEERS, GROUP_PEERS, diverse
 AT_ONCE = 4  # calls
 MAX_ASKED = 48  # peers for one key, however many are named
 MAX_KNOWN = 512
-MAX_FIND_KEYS = 8  # in one call: its answer has a bound
+MAX_FIND_KEYS = 8  # in one call, since its answer has a bound
 
 
 Records = Mapping[bytes, Record]
@@ -25,26 +26,26 @@ Records = Mapping[bytes, Record]
 
 @dataclass(frozen=True)
 class FoundThere:
-    """What one peer answers of a key."""
+    """Answer of one peer for a key: its records, and the peers that it knows nearer to the key."""
 
     records: Records
     nearer: Sequence[PeerId]
 
 
 Ask = Callable[[PeerId, Sequence[int]], Awaitable[Sequence[FoundThere] | None]]
-"""(peer, places of keys) -> what it has of each and whom it knows near it; None where it does not answer"""
+"""Function of (peer, places of keys) that returns the peer's answer for each key; None if it does not answer."""
 
 GroupOf = Callable[[PeerId], str]
 
 EnoughThere = Callable[[int, Records], bool]
-"""(place of a key, what has been found under it) -> whether nobody else need be asked"""
+"""Function of (place of a key, records found under it) that returns whether no more peers need be asked."""
 
 
 @dataclass
 class _Search:
-    """Of one key."""
+    """Search for one key."""
 
-    known: dict[PeerId, set[str]]  # with the address groups of those who named them
+    known: dict[PeerId, set[str]]  # with the address groups of the peers that named them
     records: dict[bytes, Record]
     asked: set[PeerId] = field(default_factory=set)
     silent: set[PeerId] = field(default_factory=set)
@@ -53,7 +54,7 @@ class _Search:
 
     @property
     def waits(self) -> bool:
-        """Whether somebody has been asked and may still answer."""
+        """Whether a peer that was asked may still answer."""
         return len(self.asked) > len(self.answered) + len(self.silent)
 
     def take(self, found: FoundThere, named_by: str, *, own: PeerId) -> None:
@@ -67,10 +68,10 @@ class _Search:
 
 
 class LookUp:
-    """One look-up of the peer `own` for some keys, with what itself keeps under them.
+    """Look-up of some keys by the peer `own`, starting with its own records under them (`kept`).
 
-    With `enough` the peers near a key are asked one after another until it is. Once one of them was silent they are asked side by
-    side, as without it: else each of those that are gone would be waited for.
+    With `enough` the peers near a key are asked one after another until it returns true. After one of them was silent they are
+    asked in parallel, as without `enough`, since waiting for each missing peer in turn would take too long.
     """
 
     def __init__(
@@ -97,17 +98,17 @@ class LookUp:
         return f"<LookUp of {len(self._searches)} keys>"
 
     def records(self, key: int) -> dict[bytes, Record]:
-        """What was found under a key, from all that answered."""
+        """Return the records found under a key, by subkey, from all peers that answered."""
         return self._searches[key].records
 
     def nearest(self, key: int, count: int) -> list[PeerId]:
-        """The nearest peers that answered, of different address groups where there are some."""
+        """Return the nearest `count` peers that answered, of different address groups if possible."""
         search = self._searches[key]
         answered = sorted(search.answered, key=lambda peer: node_id(peer) ^ key)
         return diverse(answered, {peer: self._group_of(peer) for peer in answered}, count)
 
     async def run(self) -> LookUp:
-        """Ask until nobody nearer is known."""
+        """Ask peers until no nearer ones are known, or until there is enough; return self."""
         calls: dict[asyncio.Future[Sequence[FoundThere] | None], tuple[PeerId, list[int]]] = {}
         try:
             while True:
@@ -123,7 +124,8 @@ class LookUp:
                 call.cancel()
 
     def _next(self) -> tuple[PeerId, list[int]] | None:
-        """Whom to ask next about which keys: the nearest for one, and for all others for which it is among the nearest."""
+        """Return the peer to ask next and the keys to ask for: the nearest peer to one key, and all keys that it is near to. None
+        if there is no peer to ask now."""
         fronts = {key: self._front(key) for key, search in self._searches.items() if not search.done}
         for key, front in fronts.items():
             if front:
@@ -139,7 +141,7 @@ class LookUp:
         return self._enough is not None and self._enough(key, search.records)
 
     def _front(self, key: int) -> list[PeerId]:
-        """Who is to be asked of those nearest to a key, nearest first."""
+        """Return the peers nearest to a key that are to be asked now, nearest first."""
         search = self._searches[key]
         one_by_one = self._enough is not None and not search.silent
         if len(search.asked) >= MAX_ASKED or (one_by_one and search.waits):
@@ -149,7 +151,8 @@ class LookUp:
         return [peer for peer in diverse(living, groups, BUCKET_PEERS) if peer not in search.asked]
 
     def _supposed_group(self, search: _Search, peer: PeerId) -> str:
-        """The group of a peer; before it has answered, that of those who named it, where they are many of one."""
+        """Return the address group of a peer. Before its answer: the group of the peers that named it, if that is one group with
+        many answers."""
         if peer not in search.answered and len(search.known[peer]) == 1:
             (group,) = search.known[peer]
             if sum(self._group_of(other) == group for other in search.answered) >= GROUP_PEERS:

@@ -1,4 +1,4 @@
-"""Records that this peer keeps for everybody, bounded, and shared fairly among those who stored them."""
+"""Records that this peer keeps for the table, bounded, and shared fairly among the peers that stored them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from swarmnode.net.limits.fair_share import FairShare
 MAX_RECORDS = 4096
 MAX_SUBKEYS = 256  # of a key
 MAX_SUBKEY_BYTES = 256
-PACKING_BYTES = 32  # of a record's answer, beside subkey and value: expiry, lengths
+PACKING_BYTES = 32  # overhead of a record in an answer: expiry, lengths
 
 Slot = tuple[int, bytes]
-"""(place of the key, subkey)"""
+"""Place of a key, and a subkey."""
 
 
 class RecordStore:
-    """Of each subkey the record that expires last. Where it is full, writers with most records give way to those with few: who
-    fills it with invented peers pushes out their own, and who wrote before a flood stays."""
+    """Store with the record of each subkey that expires last.
+
+    If it is full, writers with most records give way to writers with few. So a flood from invented peers pushes out only its own
+    records, and records from before it stay.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._keys: dict[int, dict[bytes, Record]] = {}
-        self._soonest_end = math.inf  # unix time, before which no record expires
+        self._soonest_end = math.inf  # unix time; no record expires before it
         self._all: FairShare[Slot] = FairShare(MAX_RECORDS)
         self._of_key: dict[int, FairShare[Slot]] = {}
 
@@ -37,13 +40,15 @@ class RecordStore:
         return len(self._keys)
 
     def get(self, key: int) -> Mapping[bytes, Record]:
-        """The records under a key that live."""
+        """Return the unexpired records under a key, by subkey."""
         self._expire(key)
         return dict(self._keys.get(key, {}))
 
     def some(self, key: int, room_bytes: int) -> dict[bytes, Record]:
-        """As many of them as fit, the shortest first: who fills a key with long ones must not hide the others, and of
-        MAX_SUBKEYS records none is hidden that is no longer than its part of the room."""
+        """Return as many records under a key as fit into `room_bytes`, the shortest first, so that long records cannot hide others.
+
+        Of MAX_SUBKEYS records, a record that is no longer than its share of the room is always included.
+        """
         found: dict[bytes, Record] = {}
         for subkey, record in sorted(self.get(key).items(), key=lambda item: len(item[1].value)):
             room_bytes -= len(subkey) + len(record.value) + PACKING_BYTES
@@ -53,13 +58,14 @@ class RecordStore:
         return found
 
     def items(self) -> Iterator[tuple[int, bytes, Record]]:
-        """All that live."""
+        """Yield all unexpired records, with key and subkey."""
         for key in list(self._keys):
             for subkey, record in self.get(key).items():
                 yield key, subkey, record
 
     def store(self, key: int, subkey: bytes, value: bytes, expires_at: float, claimant: Claimant) -> bool:
-        """Keep a record that was found valid. False where one that expires later is known, or there is no room for it."""
+        """Keep a valid record for `claimant`. Returns False if it is too large or expired, one that expires no earlier is known, or
+        there is no room."""
         if len(value) > MAX_RECORD_BYTES or len(subkey) > MAX_SUBKEY_BYTES or expires_at <= self._clock():
             return False
         known = self._keys.get(key, {}).get(subkey)
@@ -67,7 +73,7 @@ class RecordStore:
             return False
         if known is None and not self._take_place((key, subkey), claimant):
             return False
-        if known is not None and subkey == claimant.peer.encode():  # its author's, whoever brought it first
+        if known is not None and subkey == claimant.peer.encode():  # counts for its author, whichever peer brought it
             self._all.move((key, subkey), claimant)
             self._of_key[key].move((key, subkey), claimant)
         self._keys.setdefault(key, {})[subkey] = Record(value, expires_at)
@@ -87,7 +93,7 @@ class RecordStore:
         return True
 
     def _expire_all(self) -> None:
-        if self._clock() < self._soonest_end:  # a flood of records would have us look at all of them for each
+        if self._clock() < self._soonest_end:  # else each record of a flood would cost a look at all records
             return
         for key in list(self._keys):
             self._expire(key)

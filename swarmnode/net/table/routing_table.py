@@ -1,4 +1,4 @@
-"""The peers of the table that this one knows: some of every distance, most of the nearest."""
+"""Routing table: the peers of the table that this one knows, some at every distance, most among the nearest."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import NamedTuple
 from swarmnode.net.interfaces import PeerId, key_digest
 from swarmnode.net.limits.address_group import is_wide
 
-BUCKET_PEERS = 8  # Kademlia's k, as BitTorrent has it
-GROUP_PEERS = 2  # of one address group of the open internet that are preferred to those of no other
-DOUBTFUL_S = 60.0  # who was heard within them is taken to live: in a full bucket each call of a newcomer would have another asked
+BUCKET_PEERS = 8  # Kademlia's k, as in BitTorrent
+GROUP_PEERS = 2  # peers of one address group of the open internet; further ones come after those of other groups
+DOUBTFUL_S = (
+    60.0  # a peer heard of since is not pinged: else each call of a newcomer to a full bucket would cause a ping
+)
 ID_BITS = 160
 
 
 @lru_cache(maxsize=16_384)
 def node_id(peer: PeerId) -> int:
-    """The place of a peer."""
+    """Return the place of a peer in the table."""
     return int.from_bytes(hashlib.sha1(b"swarmnode peer " + peer.encode(), usedforsecurity=False).digest(), "big")
 
 
 def key_id(key: bytes) -> int:
-    """The place of a key."""
+    """Return the place of a key in the table."""
     return int.from_bytes(key_digest(key), "big")
 
 
 def id_bytes(place: int) -> bytes:
-    """As it travels, and as a validator is asked."""
+    """Return a place as the 20 bytes for messages and validators."""
     return place.to_bytes(ID_BITS // 8, "big")
 
 
@@ -40,8 +42,11 @@ class _Known(NamedTuple):
 
 
 class RoutingTable:
-    """A bucket for each length of the prefix that is shared with our own place. Whoever is known and answers stays: newcomers, who
-    cost nothing, do not push them out, but for those of address groups that have more than their share."""
+    """A bucket of peers for each length of the prefix shared with the own place.
+
+    Known peers that answer stay: newcomers, which cost nothing to make, do not push them out, except for peers of an address group
+    with more than its share.
+    """
 
     def __init__(self, own: PeerId, clock: Callable[[], float] = time.monotonic) -> None:
         self._own = node_id(own)
@@ -58,14 +63,15 @@ class RoutingTable:
         return peer in self._buckets.get(self._bucket_of(peer), {})
 
     def peers(self) -> set[PeerId]:
-        """All of them."""
+        """Return all peers of the table."""
         return {peer for bucket in self._buckets.values() for peer in bucket}
 
     def heard(self, peer: PeerId, group: str) -> PeerId | None:
-        """A peer has spoken. Where there is no room for it, returns whom to ask whether it still lives, if that is doubtful."""
+        """Note a sign of life of a peer and enter it. Returns None, or, if its bucket is full, a peer to ping because it may be
+        gone."""
         number = self._bucket_of(peer)
         if number == 0:
-            return None  # ourselves
+            return None  # this peer itself
         bucket, now_s = self._buckets.setdefault(number, {}), self._clock()
         if peer not in bucket and len(bucket) >= BUCKET_PEERS:
             crowding = self._crowding(bucket, group)
@@ -78,12 +84,14 @@ class RoutingTable:
         return None
 
     def lost(self, peer: PeerId) -> None:
-        """A peer does not answer."""
+        """Remove a peer that does not answer."""
         self._buckets.get(self._bucket_of(peer), {}).pop(peer, None)
 
     def nearest(self, place: int, count: int = BUCKET_PEERS) -> list[PeerId]:
-        """Those nearest to a place, of different address groups where there are some, without us. Else whoever has a crowd beside a
-        place would be all that its neighbours there ask, and all whom they name."""
+        """Return the `count` known peers nearest to a place, of different address groups if possible.
+
+        Else a crowd of one group beside a place would be all that its neighbours ask, and all that they name.
+        """
         groups = {peer: known.group for bucket in self._buckets.values() for peer, known in bucket.items()}
         return diverse(sorted(groups, key=lambda peer: node_id(peer) ^ place), groups, count)
 
@@ -92,7 +100,7 @@ class RoutingTable:
 
     @staticmethod
     def _crowding(bucket: dict[PeerId, _Known], newcomer: str) -> PeerId | None:
-        """The latest of a group that has more than its share, where the newcomer's has less."""
+        """Return the latest peer of a group with more than its share if the newcomer's group has less; else None."""
         sizes = Counter(known.group for known in bucket.values() if is_wide(known.group))
         if is_wide(newcomer) and sizes[newcomer] >= GROUP_PEERS:
             return None
@@ -100,7 +108,8 @@ class RoutingTable:
 
 
 def diverse(peers: Iterable[PeerId], groups: Mapping[PeerId, str], count: int) -> list[PeerId]:
-    """The first `count` peers, but of one address group of the open internet no more than `GROUP_PEERS` while there are others."""
+    """Return the first `count` peers, at most `GROUP_PEERS` of one address group of the open internet unless there are too few
+    others."""
     chosen: list[PeerId] = []
     passed_by: list[PeerId] = []
     sizes: Counter[str] = Counter()
