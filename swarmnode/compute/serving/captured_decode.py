@@ -131,8 +131,8 @@ class CapturedDecode:
     def step(self, cohort: Cohort, x: Tensor, shape: StepShape, ordinary: Callable[[], Tensor]) -> Tensor:
         """Return the output of a cohort's next step, which writes one column: that of the `ordinary` pass.
 
-        A captured step is replayed if there is one, else `ordinary` is called. `x` is ids_BT or hidden_BTH of T = 1. Raises the errors
-        of the ordinary pass, and any error if the card is lost.
+        A captured step is replayed if there is one, else `ordinary` is called. `x` is ids_BT or hidden_BTH of T = 1.
+        Raises the errors of the ordinary pass, and any error if the card is lost.
         """
         captured = self._captured.get(cohort)
         if captured is not None and not captured.columns.fits(cohort):

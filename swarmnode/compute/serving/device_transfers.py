@@ -61,7 +61,7 @@ def _aligned(part: Tensor) -> Tensor:
 class DeviceInputs:
     """Inputs of one pass on their way to the device: `add` them all, and the first call of `tensor` sends them.
 
-    Token ids stay on the host, where they are checked first.
+    Token ids stay on the host, which checks them first.
     """
 
     def __init__(self, device: torch.device) -> None:

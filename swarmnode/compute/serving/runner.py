@@ -188,7 +188,7 @@ class StageRunner:
         return opened.end - opened.start
 
     def truncate(self, session_id: Hashable, length: int) -> None:
-        """Forget a session's positions from `length` on. Raises ProtocolError if it is unknown or cannot be cut down so far."""
+        """Forget a session's positions from `length` on. Raises ProtocolError if it is unknown or cannot be cut to that."""
         self._opened(session_id)
         self.pool.truncate(session_id, length)
 

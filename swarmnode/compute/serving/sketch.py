@@ -41,7 +41,7 @@ def sketch(hidden_TH: Tensor, seed: bytes) -> Tensor:
 def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
     """Project the rows of each float tensor that is not empty to a sketch_TK. The last dimension makes a row.
 
-    From a tensor with more than MAX_SKETCHED rows it takes MAX_SKETCHED at equal distances, the first of which the seed chooses.
+    From a tensor with more than MAX_SKETCHED rows it takes MAX_SKETCHED at equal distances. The seed chooses the first one.
     """
     return [sketch(_rows(value, seed), seed) for value in values if value.is_floating_point() and value.numel()]
 
