@@ -33,7 +33,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device as a torch.device."""
+        """Device in torch's form."""
         return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device(self.kind)
 
     @property
@@ -151,7 +151,7 @@ def _probe_cuda(index: int | None) -> Device:
     """
     count = torch.cuda.device_count()
     if index is not None and index >= count:
-        raise LocalError(f"no device cuda:{index}: there are {count}")
+        raise LocalError(f"no device cuda:{index}: there are {count} cards")
     indices = range(count) if index is None else [index]
     memory = {number: _card_memory(number) for number in indices}
     best = max(memory, key=lambda number: memory[number][0])

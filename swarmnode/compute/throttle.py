@@ -32,9 +32,9 @@ class Throttle:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not units_per_s > 0:
-            raise ValueError(f"a throttle of {units_per_s} units/s")
+            raise ValueError(f"units_per_s is {units_per_s}: it must be above 0")
         if not 0 < share <= 1:
-            raise ValueError(f"a share of {share}")
+            raise ValueError(f"share is {share}: it must be above 0 and at most 1")
         self.units_per_s = units_per_s
         self.share = share
         self._owed_s = 0.0  # rest still due; negative after sleeps that were too long

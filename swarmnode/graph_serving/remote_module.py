@@ -130,7 +130,7 @@ class RemoteModule:
         results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
         computed = from_wire(self.layout, hop.end, results)
         if _has_nan(computed) and not _has_nan(values):
-            raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
+            raise PeerRefused(f"the results of peer {hop.peer} hold NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
         self.on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
         return computed
 

@@ -207,7 +207,7 @@ def told(infos: Sequence[TensorInfo]) -> list[Described]:
     Raises ProtocolError if it compresses one: the decompressed tensor might take any memory.
     """
     if any(info.codec != Codec.NONE for info in infos):
-        raise ProtocolError("the values of a pass travel as they are")
+        raise ProtocolError("the values of a pass must be sent uncompressed")
     return [(TORCH_DTYPE[info.dtype], info.shape) for info in infos]
 
 
@@ -254,7 +254,7 @@ def check_travel(layout: Layout) -> None:
         for value in boundary:
             if wire_dtype(value.type) not in DTYPE_OF:
                 raise CheckpointError(
-                    f"{value.ref.name} at boundary {number} is {value.type.dtype}, which does not travel"
+                    f"{value.ref.name} at boundary {number} is {value.type.dtype}, which cannot be sent to other peers"
                 )
 
 

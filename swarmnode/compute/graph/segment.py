@@ -129,8 +129,8 @@ class GraphSegment(Segment):
         outputs = tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
         if not self._ranges.all_well() and is_finite(outputs):  # NaN is the caller's to see, which may know better
             raise ProtocolError(
-                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range, or what the module "
-                "takes for granted is not so"
+                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range, or an assumption "
+                "of the module does not hold"
             )
         return outputs
 

@@ -183,7 +183,7 @@ def _check_atom(atom: Argument, known: dict[str, int]) -> None:
     elif isinstance(atom, Poly):
         _check_size(atom)
     elif isinstance(atom, Real) and atom.text not in _REALS:
-        raise CheckpointError("the graph has a float that is none")
+        raise CheckpointError("the graph has an invalid float")
     elif isinstance(atom, str) and len(atom) > MAX_TEXT:
         raise CheckpointError("the graph has a text that is too long")
     elif isinstance(atom, float) and not math.isfinite(atom):
@@ -193,12 +193,12 @@ def _check_atom(atom: Argument, known: dict[str, int]) -> None:
 def _check_ref(ref: Ref, known: dict[str, int]) -> None:
     results = known.get(ref.name, 0)
     if results == 0 or (ref.item is None) != (results == 1) or not 0 <= (ref.item or 0) < results:
-        raise CheckpointError(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before there is one")
+        raise CheckpointError(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists")
 
 
 def _check_name(name: str, known: dict[str, int]) -> None:
     if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in known:
-        raise CheckpointError(f"the graph has two values named {name[:MAX_TEXT]!r}, or a name that is none")
+        raise CheckpointError(f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid")
 
 
 def _check_type(kind: TensorType) -> None:

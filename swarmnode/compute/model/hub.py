@@ -33,7 +33,9 @@ def open_checkpoint(
     if path.is_dir():
         return Checkpoint(path)
     if path.is_file():
-        raise CheckpointError(f"{name}: not a folder with a checkpoint (of a GGUF file `create` and `host` make one)")
+        raise CheckpointError(
+            f"{name}: not a folder with a checkpoint (`create` and `host` can make one from a GGUF file)"
+        )
     repository, _, named = str(name).partition("@")
     if path.is_absolute() or str(name).startswith((".", "~")) or repository.count("/") > 1:
         raise CheckpointError(f"{name}: no such folder")

@@ -79,7 +79,7 @@ class ModelSpan:
 
     @property
     def config(self) -> Any:
-        """The whole model's transformers config."""
+        """Transformers config of the whole model."""
         return self.model.config
 
     @cached_property

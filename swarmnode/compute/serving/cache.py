@@ -82,7 +82,7 @@ class CacheBudget:
             before = self._claims[claim]
             if size_bytes > max(before, self.limit_bytes):
                 raise OutOfCache(
-                    f"{size_bytes / 1e6:.1f} MB of cache would be {claim.value}; there are {self.limit_bytes / 1e6:.1f} MB"
+                    f"{size_bytes / 1e6:.1f} MB of cache would be {claim.value}; the limit is {self.limit_bytes / 1e6:.1f} MB"
                 )
             self._claims[claim] = size_bytes
             most_bytes = max(self._claims.values())
@@ -177,7 +177,7 @@ class CachePool:
         """
         source, session = self.sessions[source_id], self.sessions[session_id]
         if source.cohort is None or source.lost or not max(1, source.floor) <= length <= source.length:
-            raise ProtocolError(f"{source!r} has not the first {length} positions", code=ErrorCode.NO_SESSION)
+            raise ProtocolError(f"{source!r} does not hold the first {length} positions", code=ErrorCode.NO_SESSION)
         capacity = min(session.max_length, length + max(GROW_COLUMNS, length // 4))
         try:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))

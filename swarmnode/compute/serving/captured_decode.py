@@ -206,7 +206,9 @@ class CapturedDecode:
         close_B = far_B <= TOLERANCES.get(ordinary_BTX.dtype, 0.0) * deviation_B
         agree = bool((close_B | ~sound_B).all())
         if not agree:
-            log.warning("a captured step of %r gave other numbers: this cohort's are not captured", self.span)
+            log.warning(
+                "a captured step of %r gave different numbers: steps of this cohort are not captured", self.span
+            )
         return agree
 
 

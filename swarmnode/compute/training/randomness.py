@@ -129,7 +129,7 @@ class CounterDropout(TorchFunctionMode):
         Raises ValueError if `p` is no probability.
         """
         if not 0 <= p <= 1:
-            raise ValueError(f"a probability of {p} to drop an element")
+            raise ValueError(f"a dropout of {p}: it must be from 0 to 1")
         kept = keep_mask(hashed(self._seed, self._unit, self._draws), input.shape, p, input.device)
         self._draws += 1
         return (input * (1 / (1 - p) if p < 1 else 0.0)).masked_fill(~kept, 0), kept

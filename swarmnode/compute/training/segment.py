@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from swarmnode.errors import CheckpointError
 
 Values = tuple[Tensor, ...]
-"""Values that cross the boundary before a unit: floats, some of which take gradients, and whole numbers that only pass by.
+"""Values that cross the boundary before a unit: floats (some take gradients), and whole numbers that only pass by.
 
-Whole numbers may stay on the host, where they are checked first; a unit moves those that it needs to its device.
+Whole numbers may stay on the host, which checks them first; a unit moves those that it needs to its device.
 """
 
 
@@ -93,11 +93,11 @@ class SplitSegment(Segment):
         return self._segments[0].positions
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
-        """See `Segment`."""
+        """Return the parameters of all segments by block, see `Segment`."""
         return {number: named for one in reversed(self._segments) for number, named in one.parameters().items()}
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """See `Segment`."""
+        """Return the buffers of all segments by unit, see `Segment`."""
         return {unit: named for one in self._segments for unit, named in one.buffers().items()}
 
     def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:

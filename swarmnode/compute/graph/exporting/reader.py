@@ -306,7 +306,7 @@ def _batch_symbol(program: Any) -> Any:
         raise CheckpointError("the inputs have batches of different sizes")
     symbol = next(iter(symbols), None)
     if symbol is not None and all(size.node.expr != symbol for size in _input_sizes(program)):
-        raise CheckpointError("the batch must be a multiple of a number")
+        raise CheckpointError("the batch must be a multiple of a number other than 1")
     return symbol
 
 

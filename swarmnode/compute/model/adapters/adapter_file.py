@@ -192,7 +192,7 @@ class AdapterFile:
             if tensor.dtype not in DTYPES or len(tensor.shape) != 2:
                 raise self._wrong(f"{name[:100]} is no matrix of floating-point numbers")
             if sides.setdefault(key["module"], {}).setdefault(key["side"], name) != name:
-                raise self._wrong(f"the layer {key['module'][:100]} is there twice")
+                raise self._wrong(f"the layer {key['module'][:100]} occurs twice")
         if not sides:
             raise self._wrong("it changes nothing")
         return {module: self._layer(module, pair) for module, pair in sides.items()}
@@ -291,9 +291,9 @@ def _opened(file: Path) -> Iterator[Callable[[str], Tensor]]:
 
 
 def adapter_in(folder: Path) -> AdapterFile:
-    """The adapter that peft has saved into a folder. Raises CheckpointError."""
+    """Open the adapter that peft saved into `folder`. Raises CheckpointError if a file is missing or does not fit."""
     if not (folder / CONFIG_NAME).is_file():
-        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; an adapter that peft has saved has one")
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; save the adapter with peft (save_pretrained)")
     if not (folder / WEIGHTS_NAME).is_file():
         raise CheckpointError(
             f"{folder} has no {WEIGHTS_NAME}; save the adapter with safe_serialization (pickles are never read)"

@@ -67,7 +67,7 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         if key in NAMES:
             values[NAMES[key]] = field.contents()
         elif field.contents():
-            raise CheckpointError(f"its {name} asks for a way to draw tokens that is not known here")
+            raise CheckpointError(f"its {name} asks for a way to draw tokens that is not supported here")
     if "temperature" in values:
         values["do_sample"] = values["temperature"] > 0
     return values
@@ -171,7 +171,7 @@ def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any],
     config = {**vars(defaults), **values, "head_dim": _head_size(values, defaults)}
     for key, value in header.items():
         if key not in read and not _is_neutral(key, value, config):
-            raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not read here")
+            raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not supported here")
     for key in ("split.count", "general.type"):
         found = header.general(key)
         if found not in (None, 0, 1, "model"):
@@ -264,7 +264,7 @@ def _scaling(header: GgufHeader, default: Mapping[str, Any]) -> dict[str, Any] |
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return {"rope_type": "yarn", "factor": factor, **_yarn(header, default, factor, attention), **beside}
-    raise CheckpointError(f"its positions are scaled by {kind}, which is not known here")
+    raise CheckpointError(f"its positions are scaled by {kind}, which is not supported here")
 
 
 def _yarn(header: GgufHeader, default: Mapping[str, Any], factor: float, attention: float | None) -> dict[str, Any]:

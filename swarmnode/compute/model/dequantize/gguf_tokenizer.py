@@ -65,7 +65,9 @@ class GgufTokenizer:
             key = name.removeprefix(PREFIX)
             known = key in READ or key in WITHOUT_EFFECT or key.startswith("chat_template.")
             if name.startswith(PREFIX) and not known and self._said(key) not in (False, []):
-                raise CheckpointError(f"its {name} is not read here: put the model's tokenizer.json beside the file")
+                raise CheckpointError(
+                    f"its {name} is not supported here: put the model's tokenizer.json beside the file"
+                )
 
     @property
     def ends(self) -> tuple[int, ...]:

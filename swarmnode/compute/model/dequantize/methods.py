@@ -225,7 +225,7 @@ def _of_gptq(settings: Mapping[str, Any]) -> Method:
     bits, form = settings.get("bits"), settings.get("checkpoint_format", "gptq")
     if bits not in GPTQ_BITS or form not in ("gptq", "gptq_v2"):
         raise CheckpointError(
-            f"the checkpoint is GPTQ of {bits} bits in the format {form!r}, which is not read: {ADVICE}"
+            f"the checkpoint is GPTQ of {bits} bits in the format {form!r}, which is not supported: {ADVICE}"
         )
     beside = (".qzeros", ".scales", ".g_idx")
     return Method(("I32",), ".qweight", ".weight", beside, WORD_BITS / bits, dequantize_gptq)
@@ -235,7 +235,9 @@ def _of_awq(settings: Mapping[str, Any]) -> Method:
     bits = settings.get("bits", settings.get("w_bit", AWQ_BITS))
     version = str(settings.get("version", "gemm")).lower()
     if bits != AWQ_BITS or version != "gemm":
-        raise CheckpointError(f"the checkpoint is AWQ of {bits} bits, version {version}, which is not read: {ADVICE}")
+        raise CheckpointError(
+            f"the checkpoint is AWQ of {bits} bits, version {version}, which is not supported: {ADVICE}"
+        )
     return Method(("I32",), ".qweight", ".weight", (".qzeros", ".scales"), WORD_BITS / AWQ_BITS, dequantize_awq)
 
 

@@ -34,7 +34,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
     """Return the pre-tokenizer that `tokenizer.ggml.pre` names. Raises CheckpointError if the name is unknown."""
     if name not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"its tokenizer splits text as {name[:64]!r} (tokenizer.ggml.pre), which is not known here: "
+            f"its tokenizer splits text as {name[:64]!r} (tokenizer.ggml.pre), which is not supported here: "
             "put the model's tokenizer.json beside the file"
         )
     return PRE_TOKENIZERS[name]

@@ -191,7 +191,7 @@ class AcpSgdCompressor(LowRankCompressor):
         warm_start, device = exchange.warm_start, exchange.local.device
         carried = self.carried
         if warm_start and not carried.factors and self._matrices:
-            raise ProtocolError("a REDUCE goes on from factors that are not here")
+            raise ProtocolError("a REDUCE continues from factors that this peer does not have")
         transposed = warm_start and carried.transposed
         older = (carried.factors[place] if warm_start else self._first_factor(place) for place in self._matrices)
         bases = [basis_of(factor_XR.to(device)) for factor_XR in older]

@@ -3,9 +3,9 @@
 *Centred clipping* (Karimireddy et al., arXiv 2012.10333). A member's contribution, divided by its weight, is an estimate of the
 mean gradient of the whole batch. Those of honest members lie around a centre, the further away the fewer samples they have. The
 owner of a part takes the median of each coordinate for the centre, and the median of the distances for those of honest members.
-A contribution beyond `RADIUS` times this distance is drawn back to that bound. Usually there is none, and then the sum is the same as
-without clipping, bit for bit. The radius is that of one part at a time, so that no part waits for the whole vector. It is at
-least the usual radius of this owner's parts: a part may have none of its own, if most members have nothing in it (rows of rare
+A contribution beyond `RADIUS` times this distance is drawn back to that bound. Usually there is none, and then the sum is the
+same as without clipping, bit for bit. The radius is that of one part at a time, so that no part waits for the whole vector. It is
+at least the usual radius of this owner's parts: a part may have none of its own, if most members have nothing in it (rows of rare
 tokens).
 
 *Outlier detection.* A contribution within the radius may still mislead a little, step for step. So each owner compares the members
