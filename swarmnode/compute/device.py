@@ -162,7 +162,7 @@ def _probe_cuda(index: int | None) -> Device:
 
 
 def _compute_on(card: torch.device, name: str) -> None:
-    """Multiply two matrices on the card, so that libraries take their workspaces. Raises LocalError if the result is wrong."""
+    """Multiply two matrices on the card, so that libraries take their workspaces. Raises LocalError if it fails or is wrong."""
     try:
         ones = torch.ones(16, 16, device=card)
         works = float((ones @ ones).sum()) == 16**3

@@ -106,7 +106,10 @@ def limit_bytes_for(need_bytes: int) -> int:
 
 
 def cache_tokens_that_fit(sizes: UnitSizes, limit_bytes: int, start: int, end: int) -> int:
-    """Return the cache positions (rows x positions) that fit beside units [start, end); 0 if these units cache nothing."""
+    """Return the cache positions (rows x positions) that fit beside units [start, end).
+
+    0 if there is no room, or these units cache nothing.
+    """
     per_token = sum(sizes.cache_bytes_per_token[start:end])
     left_bytes = usable_bytes(limit_bytes) - sum(sizes.weight_bytes[start:end])
     return max(0, left_bytes) // per_token if per_token else 0

@@ -154,9 +154,9 @@ def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
 
 
 def _as_tensor(array: Any, item: GraphInput) -> Tensor:
-    """Return an array as a tensor of the input's dtype.
+    """Return an array as a tensor of the input's dtype. Floats may be rounded.
 
-    Raises UsageError if it is no array, of another kind, holds NaN, or has numbers that the dtype cannot hold except by rounding.
+    Raises UsageError if it is no array, of another kind, holds NaN, or whole numbers beyond the dtype's range.
     """
     try:
         array = np.ascontiguousarray(array) if np.ndim(array) else np.asarray(array)

@@ -26,7 +26,7 @@ Filling = Callable[["LateModule"], None]
 
 
 class LateModule(types.ModuleType):
-    """Stand-in for a module: a name in it is replaced by the real object on first use.
+    """Stand-in for a module: any name in it is a stand-in, too, which imports the real object when it is called or looked into.
 
     The functions in `__put_right__` are called with the real module once it is executed.
     """

@@ -252,7 +252,7 @@ class Cohort(AttentionCache):
 def regroup(
     groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device, windows: Windows
 ) -> list[Cohort]:
-    """Copy sessions into new cohorts, given as (members, capacity). Other members of their old cohorts are lost.
+    """Copy sessions into new cohorts, given as (members, capacity). Other members of their old cohorts lose their positions.
 
     Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice. If that fails, all members
     of the old cohorts are marked `lost`.

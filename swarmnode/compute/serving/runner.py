@@ -130,7 +130,7 @@ class StageRunner:
     ) -> None:
         """Open a session over units [start, end) of the span (default: all), with the loaded adapter of this name ("": none).
 
-        Raises OutOfCache if the budget has no room, ProtocolError if the session cannot be.
+        Raises OutOfCache if the budget has no room, ProtocolError if the arguments are invalid or the session is open already.
         """
         start = self.span.start if start is None else start
         end = self.span.end if end is None else end

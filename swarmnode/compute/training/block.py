@@ -25,7 +25,7 @@ Changes = dict[str, Tensor]
 class OuterOptimizer:
     """Outer optimiser: the values that all replicas agreed on last (`anchor_N`), and the momentum, in float32.
 
-    Only `update` changes it, at a commit. The first `trained` elements are parameters; the statistics behind them are averaged.
+    It changes only at a commit. The first `trained` elements are parameters; the statistics behind them are averaged.
     """
 
     def __init__(self, values_N: Tensor, trained: int, averaging: Averaging) -> None:

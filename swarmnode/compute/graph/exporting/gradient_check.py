@@ -41,9 +41,10 @@ Gradients = dict[str, Tensor]
 def check_gradients(
     module: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], exported: Exported
 ) -> tuple[str, ...]:
-    """Compare loss and gradients of the example batch, and return remarks for the founder: none if they were compared.
+    """Compare loss and gradients of the example batch, and return remarks for the founder.
 
-    Raises UsageError if a gradient differs, naming the first parameter, or if the loss is a sum over the batch.
+    The remarks are empty if all was compared, else say that memory does not suffice. Raises UsageError if nothing is trained, the
+    loss or a gradient differs, or the loss is a sum over the batch.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:

@@ -232,7 +232,7 @@ class AdapterFile:
     def check(self, family: Family, model: nn.Module, start: int, end: int) -> None:
         """Check the adapter's layers in units [start, end) against `model`, which may be on the meta device.
 
-        Raises CheckpointError if the model lacks one of them, or it has another shape.
+        Raises CheckpointError if the model lacks a layer of the adapter, or one of these has another shape.
         """
         for module in self.layers:
             if not family.units_of_tensor(f"{module}.weight"):
