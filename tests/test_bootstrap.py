@@ -35,7 +35,9 @@ def test_new_doors_are_kept_where_the_file_may_be_written(tmp_path: Path, caplog
         assert load_swarm(path).bootstraps == (THERE,) and not caplog.records
         _keep(replace(swarm, bootstraps=(HERE,)), tmp_path / "read-only" / "friends.swarm")
     [warning] = caplog.records
-    assert "cannot write" in warning.message and "later invites do not know this bootstrap peer" in warning.message
+    assert (
+        "cannot write" in warning.message and "invites made later will not name this bootstrap peer" in warning.message
+    )
 
 
 MAPPED = "/ip4/5.5.5.16/tcp/4001/p2p/12D3KooWdoor"

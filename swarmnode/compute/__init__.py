@@ -1,1 +1,1 @@
-"""Tensors on this machine: devices, checkpoints, spans of a model, their caches and the runner. Knows nothing of peers."""
+"""Tensors on this machine: devices, checkpoints, spans of a model, their caches and the runner. Independent of peers."""

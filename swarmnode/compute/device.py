@@ -1,4 +1,4 @@
-"""What this machine computes on: which device, how much memory, which dtype."""
+"""Devices of this machine: their kind, memory and dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its memory when it was probed. `shared` says that its memory is the machine's own."""
+    """A device, with its memory when it was probed. `shared` says that its memory is the machine's own."""
 
     kind: str  # cuda, mps or cpu
     index: int
@@ -33,26 +33,28 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """For tensors."""
+        """Device in torch's form."""
         return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device(self.kind)
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """bfloat16 where the device computes in it at speed, float16 on older GPUs, float32 on CPUs."""
+        """Dtype to compute in by default: bfloat16 if the card is fast in it, float16 on other GPUs, float32 on CPUs."""
         if self.kind == "cuda":
             return torch.bfloat16 if computes_in_bfloat16(self.torch_device) else torch.float16
         return torch.float16 if self.kind == "mps" else torch.float32
 
     def dtype_for(self, own: torch.dtype, wanted: str = "auto") -> torch.dtype:
-        """To compute in with a checkpoint whose `own` it is: that, so that replicas agree, unless this device cannot or the user
-        wants another."""
+        """Return the dtype to compute in: `wanted`, or for "auto" the checkpoint's `own`, so that replicas agree.
+
+        If this device is slow in `own`, "auto" is the device's default dtype.
+        """
         if wanted != "auto":
             return DTYPES[wanted]
         slow = own is torch.float16 if self.kind == "cpu" else own is torch.bfloat16 and self.default_dtype is not own
         return self.default_dtype if slow else own
 
     def use(self) -> None:
-        """Let what this thread computes, and waits for, be on this device where nothing else is said."""
+        """Make this card the calling thread's current CUDA device. No effect on other kinds of devices."""
         if self.kind == "cuda":
             torch.cuda.set_device(self.torch_device)
 
@@ -61,25 +63,29 @@ class Device:
 
 
 def computes_in_bfloat16(card: torch.device) -> bool:
-    """Whether this CUDA device does so at speed: since Ampere, and on all of AMD's. Older ones emulate it."""
+    """Return whether a CUDA device is fast in bfloat16: NVIDIA since Ampere, and all of AMD's. Older cards emulate it."""
     major, _minor = torch.cuda.get_device_capability(card)
     return torch.version.hip is not None or major >= AMPERE
 
 
 def probe_devices(wanted: str = "auto") -> tuple[Device, ...]:
-    """The devices asked for, one or several ("cuda:0,cuda:1"; "all": every card). Raises LocalError where one is not here.
+    """Return the devices named by `wanted`: one or several ("cuda:0,cuda:1"), or "all" for every card.
 
-    CPU devices ("cpu:0,cpu:1") are threads that compute beside one another, at most as many as there are cores.
+    CPU devices ("cpu:0,cpu:1") are threads that compute side by side, at most as many as there are cores. Raises LocalError
+    if a device does not exist.
     """
     if wanted != "all":
         return tuple(probe_device(name) for name in wanted.split(","))
     if not torch.cuda.is_available():
-        raise LocalError("no device 'all': there is no card on this machine that torch can use")
+        raise LocalError("no device 'all': torch finds no usable card on this machine")
     return tuple(_probe_cuda(number) for number in range(torch.cuda.device_count()))
 
 
 def probe_device(wanted: str = "auto") -> Device:
-    """The device asked for ("auto": the GPU with most free memory, else the CPU). Raises LocalError where it is not here."""
+    """Return the device named by `wanted`; "auto" is the GPU with most free memory, else the CPU.
+
+    Raises LocalError if the device does not exist or cannot compute.
+    """
     kind, _, number = wanted.partition(":")
     if number and not number.isdecimal():
         raise LocalError(f"no device {wanted!r}: devices are numbered, as in cuda:1 or cpu:1")
@@ -96,7 +102,7 @@ def probe_device(wanted: str = "auto") -> Device:
 
 
 def _usable_kinds() -> list[str]:
-    """Names of devices that can be asked for on this machine."""
+    """Return the device names that are valid on this machine."""
     cards = ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     return [
         "auto",
@@ -115,19 +121,22 @@ def set_threads(count: int | None = None) -> int:
 
 
 def threads_each(wanted: str, threads: int | None, devices: int) -> int | None:
-    """Of `threads` that were asked for (None: as many as torch takes), how many each device has: CPU devices share the cores."""
+    """Return the threads for each of several devices: `threads` if given; else CPU devices named "cpu:N" share the cores.
+
+    None leaves the number to torch.
+    """
     if threads is None and wanted.startswith("cpu:"):
         return max(1, usable_cores() // devices)
     return threads
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _probe_cpu(index: int) -> Device:
-    """Each core may be one: their memory is the same."""
+    """Return the CPU as device `index`. Raises LocalError unless `index` is below the number of cores, which share the memory."""
     if index >= usable_cores():
         raise LocalError(f"no device cpu:{index}: there are {usable_cores()} cores")
     memory = psutil.virtual_memory()
@@ -136,21 +145,24 @@ def _probe_cpu(index: int) -> Device:
 
 
 def _probe_cuda(index: int | None) -> Device:
-    """By torch, which sees the devices that CUDA_VISIBLE_DEVICES leaves; memory is that of the whole card."""
+    """Return card `index`, or the one with most free memory if it is None. Raises LocalError if it is missing or cannot compute.
+
+    torch counts only the devices that CUDA_VISIBLE_DEVICES leaves. The memory is that of the whole card.
+    """
     count = torch.cuda.device_count()
     if index is not None and index >= count:
-        raise LocalError(f"no device cuda:{index}: there are {count}")
+        raise LocalError(f"no device cuda:{index}: there are {count} cards")
     indices = range(count) if index is None else [index]
     memory = {number: _card_memory(number) for number in indices}
     best = max(memory, key=lambda number: memory[number][0])
     name = torch.cuda.get_device_name(best)
     _compute_on(torch.device("cuda", best), name)
-    free_bytes, total_bytes = _card_memory(best)  # without what its context takes
+    free_bytes, total_bytes = _card_memory(best)  # measured again: its context now takes some
     return Device("cuda", best, name, total_bytes, free_bytes, shared=False)
 
 
 def _compute_on(card: torch.device, name: str) -> None:
-    """Let it multiply two matrices, for which libraries take their workspaces. Raises LocalError where it cannot."""
+    """Multiply two matrices on the card, so that libraries take their workspaces. Raises LocalError if it fails or is wrong."""
     try:
         ones = torch.ones(16, 16, device=card)
         works = float((ones @ ones).sum()) == 16**3
@@ -164,24 +176,24 @@ def _compute_on(card: torch.device, name: str) -> None:
 
 
 def _card_memory(index: int) -> tuple[int, int]:
-    """Free and total bytes, from the driver: asking CUDA takes some 300 MB of each card that is only looked at."""
+    """Return the free and total bytes, from the driver: a query through CUDA takes some 300 MB of each card."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
         memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-    except (pynvml.NVMLError, AttributeError):  # no driver library, or a torch that does not tell the card's name
+    except (pynvml.NVMLError, AttributeError):  # no driver library, or a torch that does not know the card's UUID
         return torch.cuda.mem_get_info(index)
     return int(memory.free), int(memory.total)
 
 
 def _container_limit_bytes() -> int | None:
-    """The memory limit of the control group (containers, systemd units), which psutil does not know."""
+    """Return the memory limit of the control group (containers, systemd units), which psutil ignores; None if there is none."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return int(Path(file).read_text())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # missing, or "max"
             continue
     return None
 
@@ -196,12 +208,12 @@ def _cpu_name() -> str:
 
 
 def free_memory() -> None:
-    """Give back what nobody uses any more: to other programs on the device, and to the system."""
-    gc.unfreeze()  # who serves sets aside what there is (`ServingStage.serve`), and its model may be in a circle
+    """Give unused memory back to other programs on the device, and to the system."""
+    gc.unfreeze()  # serving freezes all objects (`ServingStage.serve`), and its model may be in a reference cycle
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             trim(0)

@@ -1,4 +1,4 @@
-"""What an error on a device means: that something failed, or that the device is lost; and what it must not keep alive."""
+"""Errors on a device: whether one means that the device is lost, and how to drop the tensors that it keeps alive."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DEVICE_FAULTS = ("CUDA error", "HIP error")  # how the texts of such RuntimeErro
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether the device is lost to this process, as by a failed assertion on a card. To be asked on the thread that met the error.
+    """Return whether the device is lost to this process, for example after a failed assertion on a card.
 
-    A card tells of it late: what fails is whatever is launched next or waits for it next, and not always in so many words. So
-    after any error it is waited for.
+    Call it on the thread that met the error. A card reports its faults late: the next launch or wait fails, and not always with
+    a text that says so. So after any other error this waits for the card.
     """
     if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):  # torch 2.8 and later
         return True
@@ -25,8 +25,8 @@ def is_device_fault(error: BaseException) -> bool:
 
 
 def card_answers() -> bool:
-    """Waits; whether this thread's card, if it has one, does what it was told until now."""
-    torch = sys.modules.get("torch")  # who has not imported it has no card
+    """Wait for this thread's card to finish its submitted work. Returns whether it can; True if the thread has no card."""
+    torch = sys.modules.get("torch")  # a process that has not imported torch has no card
     if torch is None or not torch.cuda.is_initialized():
         return True
     try:
@@ -38,9 +38,11 @@ def card_answers() -> bool:
 
 
 def forget_traceback(error: BaseException) -> str:
-    """Drop the frames of an error and of what led to it, and with them the tensors of the pass that failed, which would lack where
-    it is tried again; what they were as text, for the log. To clear the frames' variables is not enough: functions that were made
-    in them keep theirs."""
+    """Drop the frames of an error and of its causes, and return the traceback as text for the log.
+
+    The frames hold the tensors of the failed pass, and a retry would lack that memory. Clearing the frames' variables is not
+    enough: functions that were made in the frames keep theirs.
+    """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     chain: BaseException | None = error
     while chain is not None:

@@ -1,16 +1,15 @@
-"""The compute executor: one thread for a device, shared by serving and training, and watched.
+"""Compute executor: one watched thread for a device, shared by serving and training.
 
     loop:    submit(item) -----.                     .----> the item's own callback
     thread:               collect -> next -> run ----'
 
-What it runs are `WorkItem`s, which say what they are, for whom, how urgent and how large; `Call` is one that runs a function,
-and a `WorkSource` makes others of what waits in it when its turn comes (`serving/worker.py`: the steps of all
-sessions at once).
+It runs `WorkItem`s, each with its kind, owner, urgency and size. A `Call` is an item that runs a function. A `WorkSource` makes
+other items from its waiting work when its turn comes (`serving/worker.py`: the steps of all sessions at once).
 
-Control comes first, then gradients and new microbatches in turn with what the sources have, idle work last. An item answers for
-its own errors. What it cannot answer for (a fault of the device, an error in the scheduling itself) ends the executor: whoever
-waits hears of it at once, `died` tells the owner, and nothing is taken any more. There is no new start in this process: after a
-fault a device's context is lost (CUDA), and after an error nobody expected nothing is known of the caches.
+Control comes first, then gradients and new microbatches in turn with the items of the sources, idle work last. An item handles
+its own errors. Any other error (a fault of the device, an error in the scheduling itself) ends the executor: all waiting
+callers get the error at once, `died` reports it to the owner, and new work is refused. The process cannot start it again: after a
+fault a device's context is lost (CUDA), and after an unexpected error the state of the caches is unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CLOSE_TIMEOUT_S = 30.0  # for the item that is running; a device that hangs is l
 
 
 class Urgency(IntEnum):
-    """Gradients go before new microbatches (1F1B, PipeDream, 1806.03377 section 3.2): that is what bounds memory."""
+    """Priority of an item. Gradients go before new microbatches, which bounds memory (1F1B, PipeDream, 1806.03377 section 3.2)."""
 
     CONTROL = 0
     BACKWARD = 1
@@ -47,13 +46,14 @@ class Urgency(IntEnum):
 
 
 class WorkItem(ABC):
-    """Work for the device, as an executor runs it. `run` is called at most once; `abandon` at most once, instead of it
-    or after a `run` that raised or hangs.
+    """Unit of work that an executor runs on the device.
+
+    `run` is called at most once. `abandon` is called at most once, instead of `run` or after a `run` that raised or hangs.
 
     Args:
-        kind: What is done, for logs and for whoever watches the device.
-        urgency: Before which others the item goes.
-        owner: For whom: a session or a lease. Empty if for the node itself.
+        kind: Name of the work, for logs and for observers of the device.
+        urgency: Priority among the waiting items.
+        owner: Session or lease that the work belongs to. Empty for the node's own work.
         size: Positions; 0 if it has none.
     """
 
@@ -72,12 +72,12 @@ class WorkItem(ABC):
         """Do the work, on the thread. The thread does nothing else meanwhile.
 
         Raises:
-            BaseException: Whatever escapes ends the executor. An error of the item's own is part of its result and does not escape.
+            BaseException: Any error that escapes ends the executor. The item's own errors are part of its result and stay inside.
         """
 
     @abstractmethod
     def abandon(self, error: Exception) -> None:
-        """Tell whoever waits that the work will not be done. Called on the loop, also if the thread hangs in `run`.
+        """Tell the waiting caller that the work will not be done. Called on the loop, also if the thread hangs in `run`.
 
         Args:
             error: Why the executor ended.
@@ -85,36 +85,36 @@ class WorkItem(ABC):
 
 
 class WorkSource(Protocol):
-    """Work that decides what comes next when it is its turn.
+    """Queue of work that chooses its next item only when its turn comes.
 
-    `put` and `take` are called on the thread, never at once; `abandon` on the loop, after the thread has ended or hangs.
+    The thread calls `put` and `take`, one at a time. The loop calls `abandon`, after the thread has ended or hangs.
     """
 
     def put(self, item: Any) -> None:
-        """Take in what `Executor.submit` was given for this source, in that order.
+        """Take in an item that was submitted for this source (`Executor.submit`), in the order of submission.
 
         Raises:
-            BaseException: Whatever escapes ends the executor.
+            BaseException: Any error that escapes ends the executor.
         """
 
     def take(self) -> WorkItem | None:
-        """Return the next item to run, or None if nothing waits. Sources are asked in turn.
+        """Return the next item to run, or None if nothing waits. The executor asks its sources in turn.
 
         Raises:
-            BaseException: Whatever escapes ends the executor.
+            BaseException: Any error that escapes ends the executor.
         """
 
     def abandon(self, items: Iterable[Any], error: Exception) -> None:
-        """Tell whoever waits that nothing of this source will be done. Nothing is put or taken afterwards but by another `abandon`.
+        """Tell all waiting callers that nothing of this source will be done. Only another `abandon` may follow.
 
         Args:
-            items: What was submitted and has not been put; what was put and not taken is the source's own to tell.
+            items: Items that were submitted but never reached `put`. The source itself knows the items that were put and not taken.
             error: Why the executor ended.
         """
 
 
 class Call(WorkItem, Generic[T]):
-    """Runs a function; `future` takes its result or error. One that nobody waits for any more is not run."""
+    """Work item that runs a function. `future` gets its result or error; a cancelled future's function does not run."""
 
     def __init__(
         self, function: Callable[[], T], future: asyncio.Future[T], post: Callable[..., None], kind: str, **about: Any
@@ -144,10 +144,10 @@ class Call(WorkItem, Generic[T]):
 
 
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """Give a future an error. Nobody needs to hear of it."""
+    """Give a pending future an error, and mark the error as retrieved."""
     if not future.done():
         future.set_exception(error)
-        future.exception()  # read once: a caller that has gone leaves no "never retrieved" in the log
+        future.exception()  # retrieved once: a caller that has gone leaves no "never retrieved" in the log
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:
@@ -156,7 +156,7 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 
 
 class _Calls:
-    """The calls that wait, the most urgent first and among equals the one that came first."""
+    """Queue of waiting calls, the most urgent first and equals in the order of arrival."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Urgency, int, Call[Any]]] = []
@@ -169,7 +169,7 @@ class _Calls:
         heapq.heappush(self._heap, (call.urgency, next(self._numbers), call))
 
     def take(self, least: Urgency = Urgency.FORWARD) -> WorkItem | None:
-        """The next call that is at least so urgent."""
+        """Return the next call that is at least as urgent as `least`; None if there is none."""
         return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= least else None
 
     def abandon(self, items: Iterable[Call[Any]], error: Exception) -> None:
@@ -179,9 +179,9 @@ class _Calls:
 
 
 class Executor:
-    """Owns the thread of a device. Made and used on the loop; `close` ends it after the item that is running.
+    """Owner of a device's thread. Made and used on the loop; `close` ends it after the running item.
 
-    `died` is resolved, with the error that says why, when the thread ended without being told to.
+    `died` resolves with an error if the thread ends without `close`.
     """
 
     def __init__(self, *, threads: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -192,7 +192,7 @@ class Executor:
         self._calls = _Calls()
         self._sources: deque[WorkSource] = deque([self._calls])
         self._running: tuple[WorkItem, float] | None = None
-        self._over: ExecutorDied | None = None  # why nothing is taken any more
+        self._over: ExecutorDied | None = None  # set once new work is refused
         self.died: asyncio.Future[ExecutorDied] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
         self._start()
@@ -204,45 +204,54 @@ class Executor:
 
     @property
     def queued(self) -> int:
-        """Calls that wait, and what has come since the running item began. What waits in other sources is theirs to count."""
+        """Number of waiting calls, and of items that arrived since the running one began.
+
+        Items that wait inside other sources do not count.
+        """
         return len(self._calls) + self._inbox.qsize()
 
     @property
     def began_s(self) -> float:
-        """When the running item was begun, on `clock`; for the item itself."""
+        """Time on `clock` at which the running item began. Only for the item itself: an item must be running."""
         assert self._running is not None
         return self._running[1]
 
     @property
     def running(self) -> WorkItem | None:
-        """What the thread does now."""
+        """Item that the thread runs now; None if it is idle."""
         running = self._running
         return running[0] if running else None
 
     @property
     def stalled_s(self) -> float:
-        """For how long the running item has been running: 0 where there is none. Its owner knows how long it may."""
+        """Seconds since the running item began; 0 if none runs. Only the item's owner knows how long it may take."""
         running = self._running
         return self.clock() - running[1] if running else 0.0
 
     def call(
         self, urgency: Urgency, function: Callable[[], T], *, kind: str, owner: str = "", size: int = 0
     ) -> asyncio.Future[T]:
-        """Run a function on the thread; its result or error comes back as a future. ExecutorDied where there is no thread. What
-        it is for, and for whom, is what is told of a device that hangs or fails."""
+        """Run `function` on the thread. Returns a future of its result or error.
+
+        The future fails with ExecutorDied if the executor has ended. `kind` and `owner` name the work in logs and when the
+        device hangs or fails.
+        """
         future: asyncio.Future[T] = self._loop.create_future()
         self.submit(self._calls, Call(function, future, self.post, kind, urgency=urgency, owner=owner, size=size))
         return future
 
     def submit(self, source: WorkSource, item: Any) -> None:
-        """Put an item into a source. After the executor's end it is abandoned, as soon as the loop comes to it."""
+        """Put an item into a source. If the executor has ended, the loop abandons the item soon."""
         if self._over is None:
             self._inbox.put((source, item))
         else:
             self.post(source.abandon, [item], self._over)
 
     async def look(self, error: Exception, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """After an error in what was done for the device beside its thread, as loading is. Raises ExecutorDied where it is lost."""
+        """Check the device after an error outside its thread, such as one in loading. Raises ExecutorDied if the device is lost.
+
+        Returns without an answer if the thread is busy for longer than `timeout_s`.
+        """
 
         def look() -> None:
             if is_device_fault(error):
@@ -254,19 +263,21 @@ class Executor:
             looked.result()
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
-        """From the thread: have the loop call something. Dropped once the loop has closed: nobody waits for it any more."""
+        """Have the loop call `callback`, from the thread. Dropped if the loop has closed, as no caller waits any more."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             log.debug("result dropped: the loop has closed")
 
     async def add(self, source: WorkSource) -> None:
-        """Let a source have its turns. Raises ExecutorDied."""
+        """Give a source its turns from now on. Raises ExecutorDied if the executor has ended."""
         await self.call(Urgency.CONTROL, lambda: self._sources.append(source), kind="add a source")
 
     async def remove(self, source: WorkSource, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """After the item that is running, ask a source for nothing any more. A thread that hangs is not waited for. Safe to call
-        twice."""
+        """Stop asking a source for items, after the running one. Waits at most `timeout_s` for a thread that hangs.
+
+        Safe to call twice.
+        """
 
         def remove() -> None:
             if source in self._sources:
@@ -276,7 +287,7 @@ class Executor:
         await asyncio.wait({removed}, timeout=timeout_s)
 
     async def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Stop after the item that is running; what waits is abandoned. Safe to call twice."""
+        """Stop after the running item and abandon the waiting ones. Safe to call twice."""
         if self._over is None:
             self._over = ExecutorDied("this node is leaving")
             self._inbox.put(None)
@@ -292,7 +303,7 @@ class Executor:
             log.error("%r does not end: its thread is left behind", self)
 
     def _abandon(self, error: ExecutorDied) -> None:
-        """Tell everybody who waits."""
+        """Abandon the running item and all waiting ones."""
         running, self._running = self._running, None
         if running is not None:
             running[0].abandon(error)
@@ -320,7 +331,7 @@ class Executor:
                     self._prepare()
                     item.run()
                     self._running = None
-        except BaseException as error:  # the root of the thread: SystemExit, too, would end it unheard
+        except BaseException as error:  # the root of the thread: SystemExit, too, would end it unnoticed
             self._die(error)
 
     def _die(self, error: BaseException) -> None:
@@ -329,7 +340,7 @@ class Executor:
         self.post(self._died_of, self._over)
 
     def _prepare(self) -> None:
-        """Before the first item, not before: who makes an executor need not have waited for torch."""
+        """Set torch's thread count before the first item, not earlier: making an executor should not wait for torch's import."""
         if self._threads is not None:
             import torch
 
@@ -337,7 +348,7 @@ class Executor:
             self._threads = None
 
     def _collect(self, *, wait: bool) -> bool:
-        """Take in everything that has arrived, and wait for it where there is nothing to do. False when told to stop."""
+        """Take in all items that have arrived, after waiting for one if `wait`. Returns False once the executor has ended."""
         while self._over is None:
             if not wait and self._inbox.empty():
                 return True
@@ -351,11 +362,11 @@ class Executor:
         try:
             source.put(item)
         except BaseException:
-            self._inbox.put((source, item))  # it is among those who must be told
+            self._inbox.put((source, item))  # so that `_abandon` finds it
             raise
 
     def _next(self) -> WorkItem | None:
-        """Control; else the next of the source whose turn it is; else idle work."""
+        """Return the next item: control calls, then the sources in turn, then idle calls; None if nothing waits."""
         control = self._calls.take(Urgency.CONTROL)
         return control or self._next_in_turn() or self._calls.take(Urgency.IDLE)
 

@@ -1,6 +1,6 @@
 """Timing of work on a device, and measurements of a device's memory and of a disk.
 
-A card gets its work and does it later, so that the time that the host needs says nothing of the card's.
+A card works asynchronously, so the time that the host's calls take says nothing about the card's time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmnode.compute.device import Device
 from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import LocalError
 
-MOST_UNREAD = 64  # passes behind which nobody has waited
+MOST_UNREAD = 64  # passes without a wait for their results
 BUDGET_S = 0.2  # for the fastest of several passes; a single pass may take longer
 MOST_PASSES = 8
 READ_BYTES = 256 << 20  # of a device's memory: far more than any cache holds
@@ -31,13 +31,13 @@ PIECE = bytes(1 << 20)
 Clock = Callable[[], float]
 
 Tell = Callable[[float], None]
-"""(seconds): called once, when they are known"""
+"""Callback that receives the seconds of a pass, once, when they are known"""
 
 
 def measure_disk(folder: Path, *, clock: Clock = time.perf_counter) -> tuple[float, float]:
-    """Bytes/s written, until they are on the disk, and read, past the system's cache where it can be told to forget.
+    """Measure how many bytes/s `folder`'s disk writes (until they are on the disk) and reads. Returns both.
 
-    The file is taken away again. Raises LocalError where nothing can be written there.
+    The read bypasses the system's cache on Linux only. The file is removed. Raises LocalError if it cannot be written.
     """
     pieces = max(1, DISK_BYTES // len(PIECE))
     try:
@@ -60,7 +60,7 @@ def measure_disk(folder: Path, *, clock: Clock = time.perf_counter) -> tuple[flo
 
 
 def measure_read_rate(device: Device, *, clock: Clock = time.perf_counter) -> float:
-    """Bytes per second, the best of a few passes over a buffer; half a second on a slow machine."""
+    """Measure the bytes/s that `device` reads from its memory: the best of a few passes over a buffer."""
     size_bytes = max(4096, min(READ_BYTES, device.free_bytes // 4)) // 4 * 4
     buffer_N = torch.ones(size_bytes // 4, dtype=torch.float32, device=device.torch_device)
     best_s = float("inf")
@@ -72,7 +72,7 @@ def measure_read_rate(device: Device, *, clock: Clock = time.perf_counter) -> fl
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that a device was told until now, and for no other device."""
+    """Wait until `device`, and no other one, has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -80,8 +80,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_s(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """The shortest of several passes; the first ones warm up caches, and others may have disturbed some."""
-    synchronize(device)  # what it does still is not of these passes
+    """Measure the shortest of several passes of `work`, in seconds. The first passes warm up caches, others may be disturbed."""
+    synchronize(device)  # earlier work must not count
     best_s, deadline_s = float("inf"), clock() + BUDGET_S
     for _ in range(MOST_PASSES):
         began_s = clock()
@@ -94,12 +94,12 @@ def best_s(work: Callable[[], object], device: torch.device, clock: Clock) -> fl
 
 
 class Stopwatch:
-    """Times passes on one device, from one thread.
+    """Stopwatch for passes on one device, used from one thread.
 
-    Where the device is lent for a share of the time, or as a slower one, it rests behind each pass, which counts with its rest.
+    If the device is throttled (a lent share or a lower speed), it rests after each pass, and the rest counts as part of the pass.
 
-    On a card, events go before and behind a pass. They are read when another pass begins or somebody asks, if the card has come to
-    them by then; whoever fetches results waits for it anyway.
+    On a card, events are recorded before and after a pass. They are read when another pass begins or on `read`, if the card has
+    reached them by then. A caller that fetches results waits for the card anyway.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Stopwatch:
 
     @contextmanager
     def timing(self, tell: Tell, work: float = 0.0) -> Iterator[None]:
-        """Around one pass, of so much work (`Throttle.least_of_work_s`); what fails is not told."""
+        """Time one pass of `work` (in the unit of `Throttle.least_of_work_s`). `tell` gets the seconds, unless the pass raises."""
         self.read()
         if self._throttle.slows:
             began_s = self._clock()
@@ -141,7 +141,7 @@ class Stopwatch:
         tell(self._clock() - began_s)
 
     def read(self) -> None:
-        """Tell of the passes that the card is done with."""
+        """Report the seconds of all timed passes that the card has finished."""
         while self._unread and self._unread[0][1].query():
             began, ended, tell = self._unread.popleft()
             tell(began.elapsed_time(ended) / 1000)

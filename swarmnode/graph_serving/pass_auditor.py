@@ -1,6 +1,7 @@
-"""Audits of passes: some are computed once more by another peer, and where the two differ a third says which of them is alone.
+"""Audits of passes: another peer recomputes some of them; if its results differ, a third peer decides which of the two is wrong.
 
-In the background, once the pass has gone on: a hop cannot know which of its passes is asked of others, nor they that it was.
+Audits run in the background after the pass has gone on. A hop cannot know which of its passes are recomputed elsewhere, and the
+recomputing peer cannot know that it takes part in an audit.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from swarmnode.peer.host import Host
 
 Values = tuple[Tensor, ...]
 Ask = Callable[[HopSpec, Values, int], Awaitable[Values]]
-"""What one peer makes of values, for a batch"""
+"""Function that has one peer compute a hop: `(hop, input values, batch) -> output values`"""
 
-MAX_BYTES = 64 << 20  # of the values of one: what is larger is not kept for it
+MAX_BYTES = 64 << 20  # input and output values of one pass; larger passes are not audited
 TOLERANCE = {torch.float32: 0.03, torch.float64: 0.03}  # relative: TF32's products are good to 1e-3
-COARSE_TOLERANCE = 0.15  # of bfloat16 and float16
+COARSE_TOLERANCE = 0.15  # for bfloat16 and float16
 
 
 class PassAuditor(Referee):
-    """Audits of one client's passes: `share` of those at each hop are computed again, by `ask`."""
+    """Auditor of one client's passes: has a `share` of the passes at each hop recomputed by another peer, through `ask`."""
 
     def __init__(self, host: Host, ask: Ask, share: float) -> None:
         super().__init__(host, "audits of passes")
@@ -39,7 +40,10 @@ class PassAuditor(Referee):
         return f"<PassAuditor of {self._share:.0%}, {len(self._tasks)} under way>"
 
     def take(self, hop: HopSpec, given: Values, computed: Values, batch: int) -> None:
-        """Perhaps audit that a hop has made `computed` of `given`."""
+        """Audit with probability `share`, in the background, whether `hop` computed `computed` correctly from `given`.
+
+        No audit starts if too many are under way, the values exceed `MAX_BYTES`, or no other peer can take the hop.
+        """
         size_bytes = sum(value.nbytes for value in (*given, *computed))
         if self.dice.random() >= self._share or self.is_busy or size_bytes > MAX_BYTES:
             return
@@ -62,7 +66,7 @@ class PassAuditor(Referee):
             alone = odd_one_out([await asyncio.to_thread(alike, other, deciding) for other in (computed, again)])
         if alone is None:
             self.doubt_both(hop.peer, second.peer)
-        else:  # once may be chance, where a module decides between equals
+        else:  # a single doubt may be chance, if a module decides between equal values
             self.doubt((hop, second)[alone].peer, f"a pass, {secrets.token_hex(4)}")
         return "doubt"
 
@@ -74,13 +78,15 @@ class PassAuditor(Referee):
 
 
 def alike(one: Values, other: Values) -> bool:
-    """Whether two peers can have computed these from one input: whole numbers may differ where floats that they were made of are
-    all but equal, so they are not judged."""
+    """Return whether two peers can have computed these values from the same input.
+
+    Only floats are compared: integers derived from almost equal floats may differ.
+    """
     return all(_close(a, b) for a, b in zip(one, other, strict=True) if a.is_floating_point())
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """In the norm, over all samples."""
+    """Compare the norms over all samples: true if the difference is within the tolerance and any NaN are in the same places."""
     if torch.isnan(one).any() or torch.isnan(other).any():
         return bool(torch.equal(torch.isnan(one), torch.isnan(other)))
     tolerance = TOLERANCE.get(one.dtype, COARSE_TOLERANCE)

@@ -1,7 +1,8 @@
-"""A swarm as a module: arrays in, arrays out, every unit computed by somebody else.
+"""Remote module: a swarm as a function from arrays to arrays, with every unit computed by another peer.
 
-Whoever asks leads the pass: each hop's results are the next one's input, so a hop that fails is asked of another peer with the same
-values."""
+The client leads the pass: it sends each hop's results to the next hop. If a hop fails, the client asks another peer with the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +68,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RemoteModule:
-    """Leader of passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers
-    have done, `audit_share` of it is computed again by others. Passes may run at once. Ended by `close`."""
+    """Leader of passes through the graph of `layout`. Several passes may run at once. Ended by `close`.
+
+    `router` finds routes over a span of units. `on_served` receives the work that each peer has done. Other peers recompute
+    `audit_share` of the passes. `patience_s` limits how long a pass waits for holders without progress.
+    """
 
     host: Host
     layout: Layout
@@ -89,23 +93,29 @@ class RemoteModule:
         return f"<RemoteModule {self.graph!r}>"
 
     async def close(self) -> None:
-        """End all links, and audits that are under way."""
+        """End all links and running audits."""
         await self.auditor.close()
         await self._board.close()
 
     def output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Of the outputs by name, for so many samples."""
+        """Return the shapes of the outputs by name, for `batch` samples."""
         types = {value.ref: value.type for value in self.layout.boundaries[-1]}
         return {output.name: types[output.value].sizes(batch) for output in self.graph.outputs}
 
     async def infer(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the outputs by name for inputs by name. Raises UsageError if they do not fit or cannot be computed, NoRoute if
-        units have no holder for as long as this client waits, Busy if their holders have no room."""
+        """Return the outputs by name for inputs by name.
+
+        Raises UsageError if the inputs do not fit or cannot be computed, NoRoute if units have no holder for `patience_s`, Busy if
+        their holders have no room for as long.
+        """
         values = await asyncio.to_thread(input_values, self.graph, arrays)
         return output_arrays(self.graph, await _Pass(self, values).run())
 
     async def ask(self, hop: HopSpec, values: Values, batch: int) -> Values:
-        """What one peer makes of them. Raises PeerError, also for NaN that did not go in, NetworkDown."""
+        """Have one peer compute `hop` on `values` and return its results.
+
+        Raises NetworkDown or PeerError, also if the results hold NaN that the inputs do not.
+        """
         infos, payload = encode_values(to_wire(values))
         unit_s = self.observed_latency.unit_s(hop.peer)
         within_s = HOP.wait_s(
@@ -120,13 +130,13 @@ class RemoteModule:
         results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
         computed = from_wire(self.layout, hop.end, results)
         if _has_nan(computed) and not _has_nan(values):
-            raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
+            raise PeerRefused(f"the results of peer {hop.peer} hold NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
         self.on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
         return computed
 
 
 class _Pass:
-    """One pass, from its inputs to its results."""
+    """State of one pass through all units, from its inputs to its results."""
 
     def __init__(self, module: RemoteModule, values: Values) -> None:
         self._module = module
@@ -136,8 +146,8 @@ class _Pass:
             raise _request_error(ErrorCode.TOO_LARGE)
         self._unit = 0
         self._blame = Blame(module.clock, avoid_s=AVOID_S)
-        self._answered: list[HopSpec] = []  # since the last who said an error was judged
-        self._contested = 0  # the unit behind those of whoever said an error
+        self._answered: list[HopSpec] = []  # hops since errors of peers were last judged
+        self._contested = 0  # end of the furthest unit range that a peer failed in
         self._last: PeerError | NetworkDown | None = None  # why the last peer did not answer
         self._progress_s = module.clock()
 
@@ -156,7 +166,7 @@ class _Pass:
         return self._values
 
     async def _take(self, hop: HopSpec, router: Router) -> bool:
-        """One hop; whether the pass goes on along its route."""
+        """Have `hop` compute its units. Returns whether the pass can go on along its route."""
         module, began_s = self._module, self._module.clock()
         try:
             values = await module.ask(hop, self._values, self._batch)
@@ -168,14 +178,14 @@ class _Pass:
         self._progress_s = module.clock()
         module.observed_latency.saw(hop.peer, (self._progress_s - began_s) / ((hop.end - hop.start) * self._batch))
         self._answered.append(hop)
-        if self._unit >= self._contested:  # not before: what is at fault may be in the units that are left
+        if self._unit >= self._contested:  # not earlier: the fault may be in one of the remaining contested units
             for peer, code in self._blame.progress(self._answered):
                 router.suspect(peer, f"it answered {code.name} to what others could compute")
             self._answered.clear()
         return True
 
     def _fail(self, hop: HopSpec, router: Router, error: PeerError | NetworkDown) -> None:
-        """A hop did not answer, or said an error. Raises UsageError where that is the request's own fault."""
+        """Record that `hop` failed. Raises UsageError if the request itself is at fault."""
         self._last = error
         code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
         log.info("units %d:%d: %s", hop.start, hop.end, error)
@@ -188,14 +198,17 @@ class _Pass:
             router.suspect(hop.peer, str(error))
 
     async def _wait(self, router: Router, error: NoRoute) -> None:
-        """Nobody is left for the next unit at the moment: wait for news, or until somebody may be asked again. Raises why not."""
+        """Wait until the directory changes or an avoided peer may be asked again.
+
+        Raises the last error if another peer would not help or the pass has waited for too long.
+        """
         last = self._last
         code = last.code if isinstance(last, PeerRefused) else None
-        if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # nobody else is there to say whether it is so
+        if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # no other peer is there to confirm or refute it
             raise _request_error(code) from last
         left_s = self._progress_s + self._module.patience_s - self._module.clock()
         if left_s <= 0 and code is ErrorCode.BUSY:
-            raise Busy("those who hold the model have no room at the moment", retry_s=AVOID_S) from last
+            raise Busy("the peers that hold the model have no room at the moment", retry_s=AVOID_S) from last
         if left_s <= 0:
             raise error from last
         pardon_s = self._blame.pardon_s
@@ -207,7 +220,7 @@ class _Pass:
 
 
 def _request_error(code: ErrorCode | None) -> UsageError:
-    """What the swarm's peers agree that they cannot do."""
+    """Return the error for a request that no peer of the swarm can compute."""
     if code is ErrorCode.NOT_FINITE:
         return UsageError("the model gives NaN for this input")
     if code is ErrorCode.TOO_LARGE:

@@ -1,5 +1,7 @@
-"""Inference server: the passes of other peers through the units that are held here. A pass leaves nothing behind: whoever loses
-one asks another peer."""
+"""Inference server: computes other peers' passes through this peer's units.
+
+A pass leaves no state behind: a client that loses a pass asks another peer.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,18 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
 
-PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
-MOST_S = 600.0  # that a pass may wait and take
+PASSES, PASSES_OF_PEER = 64, 16  # running or waiting
+MOST_S = 600.0  # for waiting and computing
 RETRY_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class InferenceServer:
-    """Serves one span of a graph's units. Made, then `start`ed; ended by `close`."""
+    """Server of one span of a graph's units. `start` opens it, `close` ends it."""
 
     def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
-        """`lent` is the device of `segment`, and `executor` its thread."""
+        """Create a server that computes on `executor`, the thread of the device `lent`, which holds `segment`."""
         self.draining = False
         self._peer = peer
         self._segment = segment
@@ -59,19 +61,19 @@ class InferenceServer:
 
     @property
     def load(self) -> int:
-        """Passes that run or wait."""
+        """Number of passes that run or wait."""
         return len(self._tasks)
 
     def readings(self) -> Readings:
-        """What runs here, and what was refused."""
+        """Yield the metrics of running and refused passes."""
         return self._refusals.readings(self.load)
 
     async def start(self) -> None:
-        """Answer from now on."""
+        """Take passes from now on."""
         await self._board.start()
 
     async def finish(self) -> None:
-        """Take nothing new, and wait until the last pass is over."""
+        """Take no new passes, and wait until the last one is over."""
         self.draining = True
         await self._tasks.idle()
 
@@ -95,7 +97,7 @@ class InferenceServer:
         task.add_done_callback(self._passes.leave)
         if yielding is not None:
             yielding.cancel()
-        if yielding is task:  # which never began
+        if yielding is task:  # never began
             self._refusals.refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
             return
 
@@ -103,40 +105,40 @@ class InferenceServer:
             task.cancel()
 
         channel.on_lost = gone
-        channel.on_frame = gone  # END is all that may come
+        channel.on_frame = gone  # a valid peer sends nothing but END
 
     async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
-        """Compute, and tell the result or why there is none."""
+        """Compute a pass and send its result, or the error."""
         try:
             infos, payloads = await self._infer(channel, asked, payload)
             channel.send(Inferred(infos), payload=payloads)
             channel.close()
             await channel.drain()
         except asyncio.CancelledError:
-            if channel.open:  # another peer's came first, or this node ends
+            if channel.open:  # displaced by another peer's pass, or this node ends
                 code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
                 self._refusals.refuse(channel, Error(code, RETRY_S))
             raise
         except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
-            log.info("a pass of %s is refused: %s", channel.peer, error)
+            log.info("refused a pass of %s: %s", channel.peer, error)
             self._refusals.refuse(channel, _refusal(error))
         except PeerError as error:
             log.debug("%s", error)
-        except Exception:  # whatever an operator raises about numbers that it does not like
+        except Exception:  # an operator may raise anything on numbers that it does not support
             log.exception("a pass of %s failed", channel.peer)
             self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
 
     async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
-        """Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
+        """Check and compute a pass on the executor. Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
         segment = self._segment
         if not segment.start <= asked.start < asked.end <= segment.end:
-            raise ProtocolError(f"units {asked.start}:{asked.end} are not here", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError(f"this peer does not hold units {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
         batch = batch_of(segment.layout, asked.start, told(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
         limit_bytes = self._lent.ledger.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
-            raise ProtocolError(f"a pass of {need_bytes} bytes never fits", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this peer", code=ErrorCode.TOO_LARGE)
         with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             computing = self._executor.call(
                 Urgency.FORWARD,
@@ -151,7 +153,7 @@ class InferenceServer:
         return computed
 
     def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
-        """On the compute thread."""
+        """Decode, compute and encode, on the compute thread. Raises ProtocolError if the values cannot be computed."""
         segment = self._segment
         with torch.inference_mode(), self._lent.throttle.pass_over(asked.end - asked.start, batch):
             values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
@@ -163,7 +165,7 @@ class InferenceServer:
 
 
 def _refusal(error: Exception) -> Error:
-    """Return the answer to a pass that cannot be."""
+    """Return the error message for a pass that failed with `error`."""
     if isinstance(error, ProtocolError):
         return Error(error.code)
     if isinstance(error, ExecutorDied):

@@ -1,4 +1,4 @@
-"""Inference stage: units of a graph that is served: loaded, measured, and open to the passes of others."""
+"""Inference stage: a span of a graph's units, loaded, measured, and open to other peers' passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from swarmnode.swarm.records.sections import Section, ServingLoad
 
 @dataclass(eq=False)
 class InferenceStage(Stage):
-    """Stage of a graph's units, served to others. Made by `load`, ended by `close`."""
+    """Stage that serves a graph's units to other peers. Made by `load`, ended by `close`."""
 
     hardware: Hardware
     server: InferenceServer
@@ -41,7 +41,10 @@ class InferenceStage(Stage):
 
     @classmethod
     async def load(cls, place: Workplace, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
-        """Load units whose weights are here, measure them, and serve. Raises CheckpointError, LocalError."""
+        """Load `units`, whose weights are on this machine, measure them, and start to serve.
+
+        Raises CheckpointError, LocalError.
+        """
         host, hardware = place.host, place.hardware
         (lent,), (executor,) = hardware.lent, place.executors
         async with contextlib.AsyncExitStack() as undo:
@@ -64,35 +67,35 @@ class InferenceStage(Stage):
         return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
 
     def sections(self) -> tuple[Section, ...]:
-        """What the announcement says of this stage."""
+        """Return the announcement's sections on this stage: hardware, measured capability and load."""
         return self.hardware.section, self.capability.section(), ServingLoad(sessions=self.server.load)
 
     def readings(self) -> Readings:
-        """What Prometheus may know of this stage."""
+        """Yield the metrics of this stage."""
         yield Reading(table.SPEED, self.capability.speeds.decode_units_per_s, (self.label,))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, and let the passes that run end."""
+        """Take no new passes, and wait for the running ones for up to `timeout_s` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.server.finish(), timeout_s)
 
     async def finish(self) -> None:
-        """Take nothing new, and wait until the last pass is over."""
+        """Take no new passes, and wait until the last one is over."""
         await self.server.finish()
 
     def take_on(self) -> None:
-        """Take passes again, after all."""
+        """Take passes again after `finish`."""
         self.server.draining = False
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything."""
+        """End all passes and release the memory."""
         await self.server.close()
         self.weights.release()
 
 
 def measure(segment: GraphSegment, clock: Clock) -> Speeds:
-    """A pass of the batch that the module was exported with: its samples are the positions that speeds count."""
+    """Measure passes of the batch size that the module was exported with. Each sample counts as one position."""
     batch = segment.graph.batch
     values = tuple(
         torch.zeros(value.type.sizes(batch), dtype=torch_constant(value.type.dtype), device=segment.device)

@@ -1,1 +1,1 @@
-"""The peers that stay: a volunteer's node, the bootstrap peer, and a host's machine that is both."""
+"""The long-running peers: a volunteer's node, the bootstrap peer, and a host's machine that is both."""

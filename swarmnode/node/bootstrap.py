@@ -1,4 +1,4 @@
-"""Bootstrap peer: the place where newcomers find the swarm."""
+"""Bootstrap peer: the peer through which new machines find the swarm."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST_PATIENCE_S = 30.0
-NAT_S, NAT_LOOK_S = 15.0, 0.5  # a router that maps ports does it within seconds
+NAT_S, NAT_LOOK_S = 15.0, 0.5  # a router that maps ports does so within seconds
 
 
 class Bootstrap:
-    """Where newcomers look: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
+    """Bootstrap peer: a full member of the DHT that relays traffic and serves the manifest and weights, but computes nothing."""
 
     def __init__(self, host: Host, seeder: Seeder, states: SharedStates | None = None) -> None:
         self.host = host  # its swarm has this peer among its bootstrap peers
         self._seeder = seeder
-        self._states = states  # where the swarm trains
+        self._states = states  # None unless the swarm trains
 
     def __repr__(self) -> str:
         return f"<Bootstrap {self.host!r}>"
@@ -51,9 +51,10 @@ class Bootstrap:
     async def start(
         cls, swarm: Swarm, config: HostConfig, *, file: Path | None = None, platform: Platform = MACHINE
     ) -> Bootstrap:
-        """Begin. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
+        """Join the swarm as a bootstrap peer and start serving its manifest and weights.
 
-        `file` is updated with our addresses where they are new, and it may be written. Raises LocalError, NetworkDown.
+        If the swarm's file promises a bootstrap peer and its addresses are free here, this peer takes that identity and
+        those addresses. New addresses are written to `file`, if it is given and writable. Raises LocalError, NetworkDown.
         """
         promised = _promised(swarm)
         if promised is not None:
@@ -77,11 +78,14 @@ class Bootstrap:
         return cls(host, seeder, states)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Live until `stop` is set. Raises LocalError where a part of it died of a bug."""
+        """Run until `stop` is set. Raises LocalError if a part of this peer dies of a bug."""
         await self.watch(stop.wait())
 
     async def watch(self, work: Awaitable[T]) -> T:
-        """Live for as long as other work takes: its result. Raises LocalError as `run` does, and ends that work."""
+        """Run until `work` is done and return its result.
+
+        If a part of this peer dies of a bug, cancels `work` and raises LocalError.
+        """
         return await self.host.supervisor.watch(work)
 
     async def close(self) -> None:
@@ -93,16 +97,16 @@ class Bootstrap:
 
 
 async def _shared_states(host: Host) -> SharedStates | None:
-    """A bootstrap peer keeps states for those who train."""
+    """Start serving training states; None if the swarm does not train."""
     if host.swarm.manifest is None or host.swarm.manifest.mode != TRAIN:
         return None
     from swarmnode.checkpoints.shared_states import SharedStates
 
-    return await SharedStates.start(host, share=1.0)  # it fetches no weights
+    return await SharedStates.start(host, share=1.0)  # a bootstrap peer needs no disk for weights
 
 
 async def _mapped(host: Host) -> list[str]:
-    """Its addresses, with the router's where that was asked to map a port and does so in time."""
+    """Return the peer's addresses, after up to `NAT_S` seconds for the router to map a port if it was asked to."""
     addresses = await host.network.addresses()
     if not host.config.nat_port_map:
         return addresses
@@ -114,7 +118,7 @@ async def _mapped(host: Host) -> list[str]:
 
 
 def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:
-    """Let the swarm's invites name these addresses of ours, those of the internet first."""
+    """Put `addresses` into the swarm's invites, public ones first, and write them to `file` if they are new."""
     swarm = host.swarm
     own = sorted(_bootstraps(addresses), key=is_public, reverse=True)
     bootstraps = tuple(dict.fromkeys([*filter(is_public, own), *swarm.bootstraps, *own]))
@@ -124,33 +128,33 @@ def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:
 
 
 def _bootstraps(addresses: list[str]) -> list[str]:
-    """The addresses for an invite: loopback means another machine to everybody else, so only where there is nothing but it."""
+    """Return the addresses for an invite: those that are not loopback, or all if there are only loopback ones."""
     return [address for address in addresses if not is_loopback(address)] or addresses
 
 
 def _keep(swarm: Swarm, file: Path) -> None:
-    """Write the swarm's bootstrap peers into its file, if it may; its invite tells them anyhow."""
+    """Write the swarm's bootstrap peers into its file. If that fails, log that only this run's invites will name them."""
     try:
         save_swarm(swarm, file)
     except LocalError as error:
-        log.warning("%s; later invites do not know this bootstrap peer", error)
+        log.warning("%s; invites made later will not name this bootstrap peer", error)
 
 
 def _promised(swarm: Swarm) -> Identity | None:
-    """The identity that the swarm's file promises for a bootstrap peer, if its place is free on this machine."""
+    """Return the identity that the swarm's file promises for a bootstrap peer; None if there is none or its address is taken."""
     if swarm.bootstrap_key is None:
         return None
     try:
         for address in swarm.bootstrap_listen:
             check_port_free(address)
     except LocalError as error:
-        log.warning("%s; this is a further bootstrap peer with an identity of its own", error)
+        log.warning("%s; this machine becomes an additional bootstrap peer with its own identity", error)
         return None
     return Identity.from_bytes(swarm.bootstrap_key)
 
 
 class SwarmHost:
-    """`run` opens the door first, then lends the machine until `stop`; the door closes last, so that who asks finds somebody."""
+    """A host's machine: a bootstrap peer and a node. The bootstrap peer starts first and stops last, to stay reachable."""
 
     def __init__(
         self, swarm: Swarm, door: HostConfig, node: NodeConfig, tell: Tell, *, platform: Platform = MACHINE
@@ -165,15 +169,16 @@ class SwarmHost:
         return f"<SwarmHost {self._swarm!r}: {self.node!r}>"
 
     def readings(self) -> Readings:
-        """What Prometheus may know: the node's figures, and before it is there the door's."""
+        """Yield the metrics of the node, or those of the bootstrap peer until the node has joined."""
         if self._door is not None and not self.node.has_joined:
             return self._door.host.readings()
         return self.node.readings()
 
     async def run(self, stop: asyncio.Event, opened: Callable[[Swarm, list[str]], Awaitable[None]]) -> None:
-        """Live until `stop`; `opened` hears the swarm as its invites tell it now, and the addresses at which newcomers knock.
+        """Run the bootstrap peer and the node until `stop` is set.
 
-        Raises what `Bootstrap.start` and `Node.run` do.
+        `opened` is called once, with the swarm as its invites now name it and the addresses at which new machines connect.
+        Raises the errors of `Bootstrap.start` and `Node.run`.
         """
         self._door = await Bootstrap.start(
             self._swarm, self._door_config, file=self._swarm.file, platform=self._platform

@@ -1,4 +1,4 @@
-"""What a node says of itself to its owner: what it is, what it lends and when, and what it has given."""
+"""Texts and figures that describe a node to its owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 PROGRESS_S = 15.0
-STANDS_BY = "Standing by: training is faster without this node at the moment. It takes units as soon as they need it."
+STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
 LENDING = {
     LendingState.DRAINING: "Pausing ({reason}): sessions move to other peers.",
     LendingState.FINISHING: "Finishing ({reason}): nothing new is taken.",
@@ -31,13 +31,11 @@ LENDING = {
 }
 
 Tell = Callable[..., None]
-
-
-"""(event, text for people, **details for scripts): what the node has to say as it lives"""
+"""Callback for news of a node's life: `(event, text for people, **details for scripts)`"""
 
 
 def introduce(manifest: Manifest) -> str:
-    """What the swarm is about."""
+    """Return a sentence on the swarm's purpose, model and size."""
     model = manifest.model
     named = model.hub_id or f"a {model.family}"
     does = "trains" if manifest.mode == TRAIN else "serves"
@@ -45,7 +43,7 @@ def introduce(manifest: Manifest) -> str:
 
 
 def outdated(newer: int) -> str:
-    """That others have a newer swarmnode."""
+    """Return the advice to upgrade, for when most peers speak version `newer` of the protocol."""
     return (
         f"Most peers here speak version {newer} of the protocol, this node {VERSION}: "
         "upgrade swarmnode when it suits you (pip install --upgrade swarmnode)."
@@ -53,16 +51,16 @@ def outdated(newer: int) -> str:
 
 
 def reason_of(move: Move) -> str:
-    """Why a node moves."""
+    """Return the reason for `move`, as a text for the owner."""
     if not move.span.units:
-        return "Training is faster without this node at the moment: it gives up its units and stands by"
+        return "Training is faster without this node at the moment: it gives up its layers and stands by"
     if move.fills:
         return f"Units {move.span} lack a holder: moving there"
     return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"
 
 
 def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:
-    """Tells of every tenth of a download, and of a slow one now and then."""
+    """Return a callback that reports each tenth of a download through `tell`, and a slow download every `PROGRESS_S` seconds."""
     told, told_at = -1, clock()
 
     def progress(done_bytes: int, total_bytes: int) -> None:
@@ -79,7 +77,7 @@ def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:
 def described(
     swarm: Swarm, config: NodeConfig, host: Host | None, span: Span | None, readings: Readings
 ) -> dict[str, Any]:
-    """As its control socket tells it; `host` is None before it has joined, `span` before it has chosen."""
+    """Return the node's description for its control socket. `host` is None until it has joined, `span` until it has chosen."""
     own = None if host is None else host.directory.own
     return {
         "swarm": swarm.name,
@@ -96,7 +94,7 @@ def described(
 
 
 def lent(host: HostConfig, stage: StageConfig, rules: Rules) -> dict[str, Any]:
-    """What a volunteer lends, and when: what has no limit is not in it."""
+    """Return the limits and rules under which a volunteer lends, by name. Limits that are not set are left out."""
     limits = {
         "memory_bytes": stage.memory_bytes,
         "disk_bytes": host.max_cache_bytes,

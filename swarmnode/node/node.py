@@ -1,10 +1,10 @@
 """Node: a volunteer's machine in a swarm, from joining to leaving.
 
 join -> choose a span -> get the weights -> load -> serve -> drain -> leave
-             ^----------------- move, when units have nobody ------'
+             ^-------------- move, when units lack a holder -----'
                                                  pause <-'  '-> go on
 
-Its owner may have it pause or finish, by a command or by rules: `lending`.
+The owner's commands and rules can pause or finish the node, see `lending`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
 
 
 class Node:
-    """One volunteer. `run` lives its whole life; `tell` hears what people and scripts may want to know."""
+    """Node of one volunteer. `run` covers its whole life; `tell` receives its news for people and scripts."""
 
     def __init__(self, swarm: Swarm, config: NodeConfig, tell: Tell, *, platform: Platform = MACHINE) -> None:
         self.config = config
@@ -72,12 +72,12 @@ class Node:
         self._tell = tell
         self._host: Host | None = None
         self._receipts: ReceiptKeeper | None = None
-        self._executors: list[Executor] = []  # by device
-        self._states: SharedStates | None = None  # where the swarm trains
+        self._executors: list[Executor] = []  # one per device
+        self._states: SharedStates | None = None  # None unless the swarm trains
         self._stage: Stage | None = None
         self._span: Span | None = None
         self._planned: PlannedPlace | None = None
-        self._kept: KeptSpan | None = None  # while it pauses
+        self._kept: KeptSpan | None = None  # during a pause
         self._moves = 0
         self.lending = Lending(self._tell_lending, now=platform.clock.unix)
         self.lending.follow(config.rules)
@@ -87,11 +87,11 @@ class Node:
 
     @property
     def has_joined(self) -> bool:
-        """Whether it is a peer already."""
+        """Whether the node has joined the swarm as a peer."""
         return self._host is not None
 
     def readings(self) -> Readings:
-        """What Prometheus may know of this node; before it has joined little."""
+        """Yield the node's metrics. Before it has joined these are only its moves and the lending state."""
         yield Reading(table.MOVES, self._moves)
         yield from self.lending.readings()
         for source in (self._host, self._receipts, self._stage):
@@ -99,35 +99,38 @@ class Node:
                 yield from source.readings()
 
     def describe(self) -> dict[str, Any]:
-        """What its owner may want to know at a glance."""
+        """Return a short description for the owner: swarm, peer, span, sessions, device, limits and work done."""
         return described(self._swarm, self.config, self._host, self._span, self.readings())
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """What it knows of itself, a peer, a unit or a session, and has decided about it."""
+        """Return facts and decisions about `about`: a peer, a unit or a session; this node itself if it is empty.
+
+        Before the node has joined there are no facts, and only decisions about lending.
+        """
         decisions = self.lending.decisions.about()
         if self._host is None:
             return {"facts": [], "decisions": [decision.to_json() for decision in decisions]}
         return explain(self._host, about, decisions)
 
     def follow(self, config: NodeConfig) -> list[str]:
-        """Keep to other rules and rates from now on; the names of what else differs, for which it must be started anew."""
+        """Apply the rules and rate limits of `config`. Returns the names of other settings that differ and need a restart."""
         self.lending.follow(config.rules)
         if self._host is not None:
             self._host.limit(config.host.max_upload_bps, config.host.max_download_bps)
         return self.config.fixed(config)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Live until `stop` is set, then let the sessions move away and leave.
+        """Run until `stop` is set, then let the sessions move to other peers and leave.
 
-        Raises LocalError (also where a part of it died of a bug), NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it
-        cannot compute any more.
+        Raises LocalError (also if a part of the node dies of a bug), NetworkDown, CheckpointError, NotAdmitted; ExecutorDied if
+        the node can no longer compute.
         """
-        async with AsyncExitStack() as closing:  # each in its turn, also where the one before was interrupted
+        async with AsyncExitStack() as closing:  # closes each in its turn, even if closing another was interrupted
             heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.serving.serving_stage"))
             closing.push_async_callback(cancel_and_wait, heavy)
-            threads = [self.config.stage.threads]  # of each device
+            threads = [self.config.stage.threads]  # one count per device
             if self.config.stage.device not in ("auto", "cpu"):
-                # A card that is not here is told before anybody hears of us.
+                # Fail on a missing card before other peers hear of this node.
                 await heavy
                 from swarmnode.measuring.hardware import threads_of_devices
 
@@ -143,11 +146,11 @@ class Node:
             living = asyncio.ensure_future(self._live(host, heavy, services))
             closing.push_async_callback(cancel_and_wait, living)
             await self._until(stop, living, host)
-            await cancel_and_wait(living)  # else it would find another place while this one is left
+            await cancel_and_wait(living)  # else it would look for another span during the leaving
             await self._leave(host)
 
     async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host) -> None:
-        """Watch over the node's life until it is to leave. Raises what else ended it."""
+        """Wait until the node is to leave. Raises the error of anything that ends earlier."""
         stopped = asyncio.ensure_future(until_first(stop.wait(), self.lending.finished()))
         watched = host.wait_turned_away(), self._report(host), self._follow_rules(host)
         watching = [asyncio.ensure_future(one) for one in watched]
@@ -167,13 +170,13 @@ class Node:
             await cancel_and_wait(stopped, *watching, broken)
 
     async def _look_at_devices(self, error: BaseException | None) -> None:
-        """Raises ExecutorDied where an error that nobody expected comes of a device that is lost."""
+        """Raise ExecutorDied if an unexpected `error` comes from a lost device."""
         if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
             for executor in self._executors:
                 await executor.look(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
-        """From joining to serving, and on to other places."""
+        """Join, load and serve, move and pause, until cancelled."""
         yielding = asyncio.ensure_future(self._yield_at_once())
         try:
             loader, place = await self._prepare(host, heavy, services)
@@ -187,7 +190,10 @@ class Node:
     async def _prepare(
         self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack
     ) -> tuple[StageLoader, Placement]:
-        """All that comes before the first span. `services` last longer: sessions move away before they end."""
+        """Start all services, probe the hardware and return the loader and the placement for the first span.
+
+        `services` close after the sessions have moved away.
+        """
         addresses = await host.network.addresses()
         self._tell("joined", f"Peer {host.peer_id} of swarm {host.swarm.name}", peer=host.peer_id, addresses=addresses)
         if not host.joined.is_set():
@@ -231,7 +237,7 @@ class Node:
         return loader, place
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
-        """Hold what the swarm needs most. Ends by errors alone."""
+        """Hold the span that the swarm needs most, and move when another needs it more. Never returns; ends only by an error."""
         if self._span is None:
             self._span = await self._first_span(place, host, loader.place.hardware)
         while True:
@@ -257,7 +263,7 @@ class Node:
         return await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s, settled=settled)
 
     async def _report(self, host: Host) -> None:
-        """Tell now and then what this node has done for others, where there is something new."""
+        """Report every `REPORT_S` seconds the work done for others, and once each newer protocol version, if there is news."""
         reporter = ServiceReporter(self.readings, clock=self.platform.clock.monotonic)
         told = None
         while True:
@@ -271,19 +277,19 @@ class Node:
                 self._tell("report", str(report), **asdict(report))
 
     async def _follow_rules(self, host: Host) -> None:
-        """Let the rules pause and resume it, for ever."""
+        """Let the rules pause and resume the node. Never ends."""
         traffic, clock = host.link_config.traffic, self.platform.clock.monotonic
         await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, clock=clock)
 
     def _busy(self, host: Host) -> bool:
-        """Whether sessions or downloads need the links more than a test of bandwidth does."""
+        """Return whether sessions or downloads need the links more than a bandwidth test does."""
         own = host.directory.own
         return own is not None and (own.sessions > 0 or own.life not in (State.READY, State.JOINING))
 
     # -- placement
 
     def _place(self, host: Host, hardware: Hardware) -> Placement:
-        """By the rule of what the swarm does."""
+        """Return the placement that fits the swarm's mode: training or serving."""
         if not hardware.trains:
             return Placement(host, hardware.capacity_units, self.config.place)
         from swarmnode.training.organisation import training_placement
@@ -300,7 +306,7 @@ class Node:
         return await place.claim(*hardware.sections(host), await host.introduction())
 
     def _bound(self) -> bool:
-        """A span that the user fixed never moves, nor does one of which nobody else has what was learnt; a planned one not yet."""
+        """Return whether the node must stay: it finishes, its span is fixed or planned, or its stage is bound."""
         if self.lending.state is LendingState.FINISHING or self.config.span is not None:
             return True
         planned = self._planned is not None and self._planned.holds()
@@ -309,7 +315,7 @@ class Node:
     # -- serving
 
     async def _serve(self, host: Host, loader: StageLoader, span: Span) -> None:
-        """Get the weights of a span, load it, and answer sessions from now on."""
+        """Get the weights of `span`, load them, and take requests from now on."""
         hardware = loader.place.hardware
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
@@ -327,23 +333,23 @@ class Node:
     # -- pausing
 
     async def _yield_at_once(self) -> None:
-        """While nothing is held yet, a pause is one at once. Never ends."""
+        """Complete pauses at once while no span is held yet. Never ends."""
         while True:
             await self.lending.until(LendingState.DRAINING)
             self.lending.happened(LendingEvent.DRAINED)
 
     async def _held(self, host: Host) -> None:
-        """Wait until the owner or a rule wants the machine back, and what should be finished is."""
+        """Wait until the node must pause, or has finished its work as asked."""
         while True:
             await self.lending.until(LendingState.DRAINING, LendingState.FINISHING)
             if self.lending.state is LendingState.DRAINING or await self._finish(host):
                 return
 
     async def _finish(self, host: Host) -> bool:
-        """Whether what runs has come to its end, or need not any more; not where somebody thought better of it."""
+        """Finish the running work. Returns True when it is done or a pause cuts it short, False if the node resumes meanwhile."""
         stage = self._stage
         if stage is None:
-            return True  # it stands by
+            return True  # a standby node runs nothing
         host.directory.announce(Place(state=State.DRAINING))
         await until_first(stage.finish(), self.lending.until(*NO_LONGER_FINISHING))
         if self.lending.state is not LendingState.RUNNING:
@@ -353,7 +359,7 @@ class Node:
         return False
 
     async def _pause(self, host: Host) -> None:
-        """Give back what the node holds, and wait until it may lend again."""
+        """Give back all that the node holds, and wait until it may lend again."""
         from swarmnode.compute.device import free_memory
 
         stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY

@@ -1,4 +1,4 @@
-"""What a volunteer lends, and what of it may change while the node runs."""
+"""Settings of a volunteer's node, and the check which of them a running node can change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from swarmnode.peer.placement import PlacementConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
 
-RATES = ("max_upload_bps", "max_download_bps")  # another rate may be kept to at once, where there was one
+RATES = ("max_upload_bps", "max_download_bps")  # a running node can change a rate limit, but not add or remove one
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """What a volunteer lends. None means: find out. A `plan` says where a node begins, and stays while the plan's peers do."""
+    """Settings of a volunteer's node: lent resources, placement and rules.
+
+    `span` fixes the units to hold. If it is None, `plan` chooses the first units, which then stay while the plan's peers stay.
+    Without a plan the placement rule chooses.
+    """
 
     host: HostConfig
     stage: StageConfig = field(default_factory=StageConfig)
@@ -28,7 +32,7 @@ class NodeConfig:
     card: CardLimits = field(default_factory=CardLimits)
 
     def fixed(self, other: NodeConfig) -> list[str]:
-        """The names of what differs in `other` and cannot change in a running node."""
+        """Return the names of the settings that differ in `other` and cannot change in a running node; empty if there are none."""
         parts = ((self.host, other.host), (self.stage, other.stage), (self.card, other.card))
         names = [name.name for old, new in parts for name in fields(old) if _differs(old, new, name.name)]
         return names if self.span == other.span else [*names, "span"]

@@ -1,4 +1,4 @@
-"""Stage loader: the way from the weights of a span to the stage that serves or trains it."""
+"""Stage loader: loads the weights of a span into a stage that serves or trains it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageLoader:
-    """Loads spans one after another. `states`: where the swarm trains; `awaits_others`: whether what is to begin had better wait
-    until others are at their places."""
+    """Loader of spans, one after another. `states` is None unless the swarm trains.
+
+    `awaits_others` returns whether a new stage should wait until other peers are at their places.
+    """
 
     place: Workplace
     seeder: Seeder
@@ -34,8 +36,10 @@ class StageLoader:
     awaits_others: Callable[[], bool]
 
     async def load(self, span: Span) -> Stage:
-        """Fetch the weights of a span, give them to others from now on, and load them. Raises LocalError, CheckpointError,
-        ExecutorDied."""
+        """Fetch the weights of `span`, seed them to other peers from now on, and load them into a stage.
+
+        Raises LocalError, CheckpointError, ExecutorDied.
+        """
         checkpoint, swarm = await self._fetch(span), self.place.host.swarm
         if self.weights.cache is not None:
             self.seeder.add_cache(self.weights.cache, (span.start, span.end))
@@ -46,13 +50,13 @@ class StageLoader:
         return await (self._train(checkpoint, span) if self.place.hardware.trains else self._serve(checkpoint, span))
 
     async def take_up(self, kept: KeptSpan) -> Stage:
-        """Serve what was kept in memory."""
+        """Serve weights that were kept in memory during a pause."""
         from swarmnode.serving.serving_stage import ServingStage
 
         return await ServingStage.take_up(self.place, kept)
 
     async def _fetch(self, span: Span) -> Checkpoint:
-        """What else loading takes is done while the weights are on their way."""
+        """Fetch the weights of `span`. Meanwhile prepare the hardware for serving."""
         outline = await self.weights.outline()
         progress = progress_of(self.tell, self.place.host.clock.monotonic)
         fetching = asyncio.ensure_future(self.weights.span(span, progress))

@@ -56,7 +56,7 @@ def test_several_cards_in_the_order_asked_for(two_cards):
 
 def test_without_cards(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LocalError, match="no device 'all': there is no card"):
+    with pytest.raises(LocalError, match="no device 'all': torch finds no usable card"):
         probe_devices("all")
     with pytest.raises(LocalError, match="no device 'cuda:0' on this machine"):
         probe_devices("cuda:0,cuda:1")

@@ -297,7 +297,7 @@ async def test_what_cannot_be_asked(tmp_path: Path, module: ModelSource) -> None
     good = inputs(2)
     wrong = {
         "there is no array 'hint'": {"image": good["image"]},
-        "nobody asked for an array 'label'": {**good, "label": good["hint"]},
+        "the model takes no array 'label'": {**good, "label": good["hint"]},
         "the model takes (batch, 1, 8, 8)": {**good, "image": good["image"][:, 0]},
         "'hint' has the shape (1,)": {**good, "hint": good["hint"][:1]},
         "'image' holds NaN": {**good, "image": np.full_like(good["image"], np.nan)},

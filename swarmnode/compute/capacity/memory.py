@@ -1,4 +1,4 @@
-"""How many units of a model fit into memory: exact from the headers of the checkpoint, before anything is loaded."""
+"""Number of units of a model that fit into memory: exact from the checkpoint's headers, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 # arXiv 2305.14314 section 3). Other tensors keep their dtype.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 0.127 / 8}
 TRAINING_BYTES = 16  # per parameter
-STATE_BYTES = 12  # of these, what another holder needs: all but gradients
-BUFFER_BYTES = 64 << 20  # activations and the allocator's own, journals, messages
+STATE_BYTES = 12  # of these, needed by another holder: all but gradients
+BUFFER_BYTES = 64 << 20  # for activations, the allocator, journals and messages
 BUFFER_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Per unit of a model, the bytes of its weights and of the KV cache of one token of one row."""
+    """Bytes of each unit of a model: of its weights, and of the KV cache of one token of one row."""
 
     weight_bytes: tuple[int, ...]
     cache_bytes_per_token: tuple[int, ...]
 
     def need_bytes(self, start: int, end: int, cache_tokens: int) -> int:
-        """Memory for units [start, end) with a cache of `cache_tokens` (rows x positions)."""
+        """Return the memory for units [start, end) with a cache of `cache_tokens` (rows x positions)."""
         return sum(self.weight_bytes[start:end]) + cache_tokens * sum(self.cache_bytes_per_token[start:end])
 
 
 def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "none") -> UnitSizes:
-    """Sizes as loaded: tensors in `dtype`, matrices of layers quantised where asked (experts are fused, so they are not).
+    """Return the sizes as loaded: tensors in `dtype`, the layers' matrices quantised if asked (but fused experts are not).
 
     A tied matrix counts in both ends.
     """
@@ -50,7 +50,7 @@ def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "n
 
 
 def graph_sizes(checkpoint: Checkpoint) -> UnitSizes:
-    """Sizes of a graph's units as they are served: nothing is cached between passes. What units share counts in each."""
+    """Return the sizes of a served graph's units, which cache nothing between passes. A shared tensor counts in each unit."""
     weights = tuple(
         sum(checkpoint.entries[name].nbytes for name in checkpoint.tensors_of(unit, unit + 1))
         for unit in range(checkpoint.units)
@@ -59,7 +59,10 @@ def graph_sizes(checkpoint: Checkpoint) -> UnitSizes:
 
 
 def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
-    """Sizes for training: parameters, gradients and AdamW's two memories, all in float32. What is tied counts in both ends."""
+    """Return the sizes for training: parameters, gradients and AdamW's two moments, all in float32.
+
+    A tied matrix counts in both ends.
+    """
     weights = tuple(
         TRAINING_BYTES * sum(checkpoint.entries[name].elements for name in checkpoint.tensors_of(unit, unit + 1))
         for unit in range(checkpoint.units)
@@ -68,7 +71,7 @@ def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
 
 
 def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, start: int = 1) -> int:
-    """The most units from `start` on that fit into `limit_bytes`; what a forward pass needs beside them is left free."""
+    """Return the most units from `start` on that fit into `limit_bytes`, with `reserve_bytes` left free for passes."""
     room_bytes = usable_bytes(limit_bytes)
     count = 0
     while start + count < len(sizes.weight_bytes) and (
@@ -79,7 +82,7 @@ def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, sta
 
 
 def most_anywhere(sizes: UnitSizes, limit_bytes: int, cache_tokens: int) -> int:
-    """The most units that fit wherever in the model their span lies."""
+    """Return the most units that fit wherever in the model their span lies; 0 if not even one unit fits everywhere."""
     units = len(sizes.weight_bytes)
     fits = [units_that_fit(sizes, limit_bytes, cache_tokens, start=start) for start in range(units)]
     return next(
@@ -88,29 +91,32 @@ def most_anywhere(sizes: UnitSizes, limit_bytes: int, cache_tokens: int) -> int:
 
 
 def reserve_bytes(limit_bytes: int) -> int:
-    """Of a memory limit, what is kept for the passes that run, for journals, and for messages."""
+    """Return the part of a memory limit that is kept for running passes, journals and messages."""
     return min(limit_bytes, max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))
 
 
 def usable_bytes(limit_bytes: int) -> int:
-    """Of a memory limit, what weights and caches may take."""
+    """Return the part of a memory limit that weights and caches may take."""
     return limit_bytes - reserve_bytes(limit_bytes)
 
 
 def limit_bytes_for(need_bytes: int) -> int:
-    """The memory limit of which `usable_bytes` are just what is needed."""
+    """Return the memory limit whose `usable_bytes` are about `need_bytes`, and no less."""
     return max(need_bytes + BUFFER_BYTES, int(need_bytes / (1 - BUFFER_SHARE)) + 1)
 
 
 def cache_tokens_that_fit(sizes: UnitSizes, limit_bytes: int, start: int, end: int) -> int:
-    """Cache positions (rows x positions) for which memory is left beside units [start, end)."""
+    """Return the cache positions (rows x positions) that fit beside units [start, end).
+
+    0 if there is no room, or these units cache nothing.
+    """
     per_token = sum(sizes.cache_bytes_per_token[start:end])
     left_bytes = usable_bytes(limit_bytes) - sum(sizes.weight_bytes[start:end])
     return max(0, left_bytes) // per_token if per_token else 0
 
 
 def describe_fit(sizes: UnitSizes, start: int, end: int, cache_tokens: int) -> str:
-    """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+    """Describe the fit, as in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
     weights = sum(sizes.weight_bytes[start:end])
     cache = cache_tokens * sum(sizes.cache_bytes_per_token[start:end])
     text = f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights"

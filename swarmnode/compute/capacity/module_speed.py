@@ -1,6 +1,6 @@
-"""How long each module of a transformer layer takes on a device, as arXiv 2311.03687 breaks layers down: by itself, in plain torch.
+"""Speed of each module of a transformer layer on a device, as arXiv 2311.03687 breaks layers down: by itself, in plain torch.
 
-The weights are drawn and nothing is loaded, so that a host can say what a card is worth before it holds any model.
+The weights are made up and nothing is loaded, so that a host can tell a card's worth before it holds any model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ Module = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of a layer with grouped-query attention and a gated feed-forward network, in elements."""
+    """Shape of a layer with grouped-query attention and a gated feed-forward network, in elements.
 
-    hidden: int = 4096  # Llama 2 7B, by default
+    The defaults are Llama 2 7B's.
+    """
+
+    hidden: int = 4096
     heads: int = 32
     kv_heads: int = 32
     head_size: int = 128
@@ -32,7 +35,7 @@ class LayerShape:
 
     @classmethod
     def of_config(cls, config: Any) -> LayerShape:
-        """Of a transformers config."""
+        """Return the layer shape of a transformers config."""
         heads = int(config.num_attention_heads)
         return cls(
             hidden=int(config.hidden_size),
@@ -49,13 +52,13 @@ class LayerShape:
 
     @property
     def parameters(self) -> int:
-        """Of its matrices."""
+        """Number of elements of the layer's matrices."""
         return self.hidden * (self.qkv + self.heads * self.head_size + 3 * self.feed_forward)
 
 
 @dataclass(frozen=True)
 class ModuleSpeed:
-    """Seconds of one pass: of a single position, of a prompt's positions, and of these forward and backward."""
+    """Seconds of one pass of a module: of a single position, of a prompt chunk, and of a chunk forward and backward."""
 
     name: str
     decode_s: float
@@ -65,7 +68,7 @@ class ModuleSpeed:
 
 @dataclass(frozen=True)
 class _Part:
-    """A module: what it computes, from `inputs(positions)` and weights of these shapes."""
+    """A module of the layer: a function of `inputs(positions)` and of weights of these shapes."""
 
     name: str
     run: Module
@@ -82,7 +85,7 @@ def measure_modules(
     context: int = 512,
     clock: Clock = time.perf_counter,
 ) -> Iterator[ModuleSpeed]:
-    """Each module by itself: one position after `context` others, and chunks of so many `positions`. Some seconds in all."""
+    """Measure each module by itself: one position after `context` others, then chunks of `positions`. Takes some seconds in all."""
     for part in _parts(shape, context):
         weights = [_drawn(size, device, dtype) for size in part.weights]
         one, many = ([_drawn(size, device, dtype) for size in part.inputs(count)] for count in (1, positions))
@@ -92,7 +95,7 @@ def measure_modules(
 
 
 def whole_layer(modules: Sequence[ModuleSpeed]) -> ModuleSpeed:
-    """The sum: a layer, which is what a unit mostly is."""
+    """Return the sums of all modules' seconds: the time of a whole layer."""
     sums = (sum(getattr(one, field) for one in modules) for field in ("decode_s", "prompt_s", "training_s"))
     return ModuleSpeed("layer", *sums)
 
@@ -126,7 +129,7 @@ def _normalise(hidden_BTH: Tensor, first_H: Tensor, second_H: Tensor) -> Tensor:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """(rows, heads, positions, head size); keys and values of groups of heads are repeated for them."""
+    """Attend, with tensors of (rows, heads, positions, head size). Keys and values are repeated for their group of heads."""
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
     return functional.scaled_dot_product_attention(queries, keys, values, is_causal=queries.shape[2] > 1)

@@ -1,4 +1,4 @@
-"""How fast this machine computes the units that it holds: measured on them, in less than half a second."""
+"""Speed at which this machine computes its units, measured on the loaded units in less than half a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINING_POSITIONS = 32
 
 @dataclass(frozen=True)
 class Speeds:
-    """Positions through one unit, per second: alone, inside a prompt, and forward and backward. 0 is one not measured."""
+    """Speeds in positions through one unit per second: singly, inside a prompt, and forward and backward. 0: not measured."""
 
     decode_units_per_s: float = 0.0
     prefill_units_per_s: float = 0.0
@@ -29,8 +29,10 @@ class Speeds:
 
 
 def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = time.perf_counter) -> Speeds:
-    """Decode steps of one session, and chunks of a prompt. The session is closed again; nobody else may run meanwhile. `few`:
-    through some units in the middle only, as if all took as long, where what is measured will not hold for long."""
+    """Measure decode steps and prompt chunks in a session of its own, closed at the end. No other session may run meanwhile.
+
+    `few` measures only some units in the middle and assumes that all take as long, for a result that will not hold for long.
+    """
     start, end = runner.span.start, runner.span.end
     if few and end - start > FEW_UNITS:
         start = (start + end - FEW_UNITS) // 2
@@ -40,7 +42,7 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
 
     def run(x: Tensor, want: int) -> None:
         runner.run([StepInput(PROBE_SESSION, x, want=want)])
-        runner.truncate(PROBE_SESSION, 0)  # some models have few positions
+        runner.truncate(PROBE_SESSION, 0)  # room for the next pass: some models have few positions
 
     runner.open(PROBE_SESSION, rows=1, max_length=positions, start=start, end=end)
     try:
@@ -53,7 +55,7 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
 
 
 def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) -> Speeds:
-    """Forward and backward of a short microbatch. No parameter, gradient or random state changes."""
+    """Measure forward and backward passes of a short microbatch. No parameter, gradient or random state changes."""
     parameters = [parameter for block in segment.parameters().values() for parameter in block.values()]
     positions = min(TRAINING_POSITIONS, _context(segment.span))
     ids_BT = torch.zeros((1, positions), dtype=torch.int64, device=segment.device)
@@ -70,17 +72,17 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
 
 
 def _cards(device: torch.device) -> list[torch.device]:
-    """Those that have a generator of their own: no other card is touched."""
+    """Return the device if it is a card with its own random generator, else none."""
     return [device] if device.type == "cuda" else []
 
 
 def _context(span: ModelSpan) -> int:
-    """Positions that the model was made for."""
+    """Return the number of positions that the model was made for, or a default if its config names none."""
     return getattr(span.model.config, "max_position_embeddings", None) or PREFILL_POSITIONS
 
 
 def _inputs(span: ModelSpan, unit: int, positions: int) -> Tensor:
-    """What comes into a unit: ids, or hidden states."""
+    """Return a zero input of `unit`: ids for unit 0, else hidden states."""
     if unit == 0:
         return torch.zeros((1, positions), dtype=torch.int64)
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)

@@ -1,8 +1,8 @@
-"""Reads an exported program (.pt2, as torch.export.save of torch 2.8 or newer writes it) without running anything that it holds.
+"""Reads an exported program (.pt2, as torch.export.save of torch 2.8 or newer writes it) without running anything in it.
 
-torch.export.load is never called: it unpickles constants and, when its safe way fails, example inputs too; it imports the modules
+torch.export.load is never called. It unpickles constants and, when its safe way fails, example inputs too; it imports the modules
 that the tree of inputs names; and it evaluates the expressions of sizes. Here the JSON is read as data, weights are raw bytes,
-the example batch is read by torch.load(weights_only=True), and whatever is pickled beyond that is refused.
+the example batch is read by torch.load(weights_only=True), and anything pickled beyond that is refused.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _NO_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
 
 
 class Program(nn.Module):
-    """Runs `graph_module` of a program's JSON. Raises UsageError for an operator that graphs may not use.
+    """Module that runs the `graph_module` of a program's JSON. Raises UsageError for an operator that graphs may not use.
 
-    `any_batch`: it was exported with a dynamic batch; else numbers that follow from its size are built in.
+    `any_batch`: it was exported with a dynamic batch; otherwise numbers that depend on the batch's size are built in.
     """
 
     def __init__(self, graph_module: Json, tensors: Mapping[str, Tensor], parameters: frozenset[str]) -> None:
@@ -81,11 +81,11 @@ class Program(nn.Module):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What the exported module's code called its arguments."""
+        """Names of the arguments in the exported module's code."""
         return tuple(self._inputs)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """The program's tensors, in their order. Inputs come in theirs, or all of them by name."""
+        """Return the program's tensors, in their order. Inputs come in theirs, or all of them by name."""
         held = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
@@ -114,7 +114,7 @@ class Program(nn.Module):
         return any("as_expr" in dimensions[0] for dimensions in sizes if dimensions)
 
     def _read_outputs(self, specs: list[Json]) -> list[str]:
-        """Notes the buffers that move; returns the values of the outputs."""
+        """Record the buffers that are updated, and return the values of the outputs. Raises UsageError for other outputs."""
         outputs: list[str] = []
         for spec in specs:
             ((kind, content),) = spec.items()
@@ -164,7 +164,10 @@ class Program(nn.Module):
 
 
 def _tensor_function(target: str) -> Callable[..., Any]:
-    """The operator of that name; unlike in our graphs it may write, since the program is exported again."""
+    """Return the operator of that name. Raises UsageError if a program may not use it.
+
+    Unlike in a graph it may write in place, since the program is exported again.
+    """
     try:
         return resolve(target.removeprefix("torch.ops."), is_source=True)
     except CheckpointError as error:
@@ -172,7 +175,7 @@ def _tensor_function(target: str) -> Callable[..., Any]:
 
 
 def _argument(argument: Json, values: dict[str, Any]) -> Any:
-    """What an argument of the JSON stands for."""
+    """Return the value of an argument in the JSON. Raises UsageError for a kind that a graph cannot hold."""
     ((kind, content),) = argument.items()
     if kind in ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string", "as_strings"):
         return float(content) if kind == "as_float" else content
@@ -200,7 +203,7 @@ def _argument(argument: Json, values: dict[str, Any]) -> Any:
 
 
 def _store(outputs: list[Json], results: Any, values: dict[str, Any]) -> None:
-    """Give results their names."""
+    """Store results under their names."""
     if len(outputs) == 1 and "as_tensors" in outputs[0]:
         outputs = [{"as_tensor": item} for item in outputs[0]["as_tensors"]]
     elif len(outputs) == 1 and not isinstance(results, list | tuple):
@@ -214,7 +217,7 @@ def _store(outputs: list[Json], results: Any, values: dict[str, Any]) -> None:
 
 
 def _register(root: nn.Module, name: str, tensor: Tensor, is_parameter: bool) -> None:
-    """Put a tensor where its name in the state dict says."""
+    """Register a tensor at the place that its name in the state dict gives."""
     *path, last = name.split(".")
     for part in path:
         if not hasattr(root, part):
@@ -227,7 +230,7 @@ def _register(root: nn.Module, name: str, tensor: Tensor, is_parameter: bool) ->
 
 
 def load_program(file: Path) -> tuple[Program, tuple[Tensor, ...]]:
-    """The program as a module, and its example batch. Raises UsageError where it is damaged or would need code to be run."""
+    """Read a program as a module, with its example batch. Raises UsageError if it is damaged or would need code to be run."""
     try:
         with zipfile.ZipFile(file) as archive:
             return _Archive(archive).load()
@@ -263,7 +266,7 @@ class _Archive:
             )
         tensors: dict[str, Tensor] = {}
         parameters: set[str] = set()
-        same: dict[str, Tensor] = {}  # tied weights lie in the archive once
+        same: dict[str, Tensor] = {}  # tied weights are in the archive once
         for folder, config in _CONFIGS.items():
             for name, payload in self._json(f"{folder}/{config}")["config"].items():
                 tensors[name] = self._tensor(name, folder, payload, same)
@@ -294,7 +297,7 @@ class _Archive:
         raw = self._read(_EXAMPLE, MAX_EXAMPLE_BYTES)
         try:
             args, kwargs = torch.load(io.BytesIO(raw), weights_only=True)
-        except Exception:  # whatever torch raises about a pickle that it does not trust
+        except Exception:  # torch may raise anything about a pickle that it does not trust
             raise UsageError(
                 "its example batch is more than tensors: reading it could run code, so it is refused"
             ) from None

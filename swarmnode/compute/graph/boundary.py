@@ -1,4 +1,4 @@
-"""Whether tensors are the values of a boundary of a graph, by what is said of them: for who computes, and for who asks."""
+"""Check of tensors against the values of a graph's boundary, by their descriptions alone, and conversion of arrays to them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from swarmnode.compute.training.datasets.corpus import Encode, token_batches
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
+"""Description of a tensor: its dtype and shape"""
 ARRAYS_SUFFIX = ".npz"
 _DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
 def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
-    """The arrays of an .npz file by name. Raises UsageError where it is none, or holds more than plain arrays."""
+    """Return the arrays of an .npz file by name. Raises UsageError if it is none, or holds more than plain arrays."""
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     if not path.is_file() or path.suffix != ARRAYS_SUFFIX:
@@ -44,7 +45,10 @@ def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def array_batches(path: Path, graph: Graph) -> ArrayBatches:
-    """The arrays of an .npz file that a graph's inputs name, one row a sample. Raises UsageError where they do not fit."""
+    """Return batches of the arrays in an .npz file that a graph's inputs name, one row a sample.
+
+    Raises UsageError if they do not fit.
+    """
     arrays = read_arrays(path)
     wanted = [item.argument for item in graph.inputs]
     missing = [name for name in wanted if name not in arrays]
@@ -58,7 +62,7 @@ def array_batches(path: Path, graph: Graph) -> ArrayBatches:
 
 
 def token_length(graph: Graph) -> int:
-    """How many tokens a sample has of a language model that was made a graph; 0 for any other graph."""
+    """Return the number of tokens of a sample if the graph is a language model; 0 for any other graph."""
     rows = {item.argument: item.type.sizes(graph.batch)[1:] for item in graph.inputs if item.type.dtype == "int64"}
     lengths = {row[0] for row in rows.values() if len(row) == 1}
     return lengths.pop() if rows.keys() == {"input_ids", "labels"} and len(lengths) == 1 else 0
@@ -67,14 +71,16 @@ def token_length(graph: Graph) -> int:
 def token_windows(
     path: Path, graph: Graph, vocabulary: int, encode: Encode | None = None, separator: int | None = None
 ) -> ArrayBatches:
-    """The text in a file or folder in rows of `token_length` tokens, which are the labels as well. Raises UsageError as
-    `token_batches`, and where there is not one row."""
+    """Return batches of the text in a file or folder: rows of `token_length` tokens, which are the labels as well.
+
+    Raises UsageError as `token_batches` does, and if there is not one whole row.
+    """
     ids_NT = token_batches(path, vocabulary, encode, separator).windows(token_length(graph))
     return ArrayBatches({item.argument: ids_NT for item in graph.inputs}, *_ends(graph))
 
 
 def _ends(graph: Graph) -> tuple[list[str], list[str]]:
-    """Names of the arrays that the first units take, and of those that the last one takes."""
+    """Return the names of the arrays that the first units take, and of those that the last one takes."""
     layout, argument_of = Layout(graph), {item.name: item.argument for item in graph.inputs}
     inputs, labels = (
         [argument_of[value.ref.name] for value in values] for values in (layout.boundaries[0], layout.labels)
@@ -92,7 +98,7 @@ def _uneven_count(graph: Graph, arrays: Mapping[str, np.ndarray]) -> LabelCount 
 
 
 def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.ndarray:
-    """The array in the input's dtype."""
+    """Return the array in the input's dtype. Raises UsageError if shape or dtype do not fit."""
     row = item.type.sizes(batch)[1:]
     if array.ndim == 0 or array.shape[1:] != row:
         raise UsageError(
@@ -111,12 +117,12 @@ def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.
 
 
 def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The inputs of a graph that is served, from arrays by their names. Raises UsageError for the first that does not fit."""
+    """Return the inputs of a served graph, from arrays by name. Raises UsageError for the first array that does not fit."""
     wanted = [item.argument for item in graph.inputs]
     named = f"the model takes {', '.join(wanted)}, and was given {', '.join(sorted(arrays)) or 'nothing'}"
     for name in (*wanted, *arrays):
         if name not in arrays or name not in wanted:
-            raise UsageError(f"{'there is no' if name in wanted else 'nobody asked for an'} array {name!r}: {named}")
+            raise UsageError(f"{'there is no' if name in wanted else 'the model takes no'} array {name!r}: {named}")
     values = tuple(_as_tensor(arrays[item.argument], item) for item in graph.inputs)
     batch = _batch(graph, values)
     for item, value in zip(graph.inputs, values, strict=True):
@@ -130,13 +136,13 @@ def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 def output_arrays(graph: Graph, values: Sequence[Tensor]) -> dict[str, np.ndarray]:
-    """The outputs by name, as numpy has them: bfloat16 is widened."""
+    """Return the outputs by name as numpy arrays; bfloat16 is widened to float32."""
     by_ref = dict(zip(graph.results, values, strict=True))
     return {output.name: _as_array(by_ref[output.value]) for output in graph.outputs}
 
 
 def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
-    """Of the first input that tells it. Raises UsageError where there are no samples."""
+    """Return the batch size, from the first input that shows it. Raises UsageError if there are no samples."""
     batch = graph.batch
     for item, value in zip(graph.inputs, values, strict=True):
         if graph.any_batch and item.type.tells_batch and value.dim() == len(item.type.shape):
@@ -148,7 +154,10 @@ def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
 
 
 def _as_tensor(array: Any, item: GraphInput) -> Tensor:
-    """In the input's dtype, where no number changes but for rounding."""
+    """Return an array as a tensor of the input's dtype. Floats may be rounded.
+
+    Raises UsageError if it is no array, of another kind, holds NaN, or whole numbers beyond the dtype's range.
+    """
     try:
         array = np.ascontiguousarray(array) if np.ndim(array) else np.asarray(array)
     except ValueError as error:
@@ -177,7 +186,7 @@ def _as_array(value: Tensor) -> np.ndarray:
 
 
 def _shape_text(item: GraphInput) -> str:
-    """As in (batch, 3, 8)."""
+    """Return the shape as a text, as "(batch, 3, 8)"."""
 
     def text(size: Size) -> str:
         return (
@@ -187,25 +196,23 @@ def _shape_text(item: GraphInput) -> str:
     return f"({', '.join(map(text, item.type.shape))})"
 
 
-"""dtype and shape of a tensor"""
-
-
 def described(values: Sequence[Tensor]) -> list[Described]:
-    """What is to be said of tensors that are here."""
+    """Return the dtype and shape of each tensor."""
     return [(value.dtype, tuple(value.shape)) for value in values]
 
 
 def told(infos: Sequence[TensorInfo]) -> list[Described]:
-    """What a peer says of tensors that it sends as they are. Raises ProtocolError where it compresses them: what they become might
-    take any memory."""
+    """Return the dtype and shape of each tensor that a peer sends, by its own description.
+
+    Raises ProtocolError if it compresses one: the decompressed tensor might take any memory.
+    """
     if any(info.codec != Codec.NONE for info in infos):
-        raise ProtocolError("the values of a pass travel as they are")
+        raise ProtocolError("the values of a pass must be sent uncompressed")
     return [(TORCH_DTYPE[info.dtype], info.shape) for info in infos]
 
 
 def batch_of(layout: Layout, number: int, values: Sequence[Described]) -> int:
-    """The size of the batch whose values these are before unit `number`. Raises ProtocolError where they are not those of that
-    boundary."""
+    """Return the batch size of the values before unit `number`. Raises ProtocolError if they do not fit that boundary."""
     batch = layout.graph.batch
     if layout.graph.any_batch:
         for value, (_, shape) in zip(layout.boundaries[number], values, strict=False):
@@ -217,14 +224,14 @@ def batch_of(layout: Layout, number: int, values: Sequence[Described]) -> int:
 
 
 def check_values(layout: Layout, number: int, values: Sequence[Described], batch: int) -> None:
-    """Raises ProtocolError where they are not those of a boundary for a batch of so many samples."""
+    """Raise ProtocolError if `values` do not fit the boundary before unit `number` for a batch of `batch` samples."""
     if batch < 1:
         raise ProtocolError("a batch without samples")
     _check(layout.boundaries[number], values, batch, f"at boundary {number}", any_batch=layout.graph.any_batch)
 
 
 def check_labels(layout: Layout, labels: Sequence[Described], batch: int) -> None:
-    """Raises ProtocolError where they are not what the last unit takes of the inputs of so many samples."""
+    """Raise ProtocolError if `labels` are not those that the last unit takes for `batch` samples."""
     _check(layout.labels, labels, batch, "among the labels", any_batch=layout.graph.any_batch)
 
 
@@ -242,40 +249,40 @@ def _check(wanted: Sequence[Value], values: Sequence[Described], batch: int, whe
 
 
 def check_travel(layout: Layout) -> None:
-    """Raises CheckpointError where something crosses between units as a dtype that frames do not carry."""
+    """Raise CheckpointError if a value crosses a boundary in a dtype that frames do not carry."""
     for number, boundary in enumerate(layout.boundaries):
         for value in boundary:
             if wire_dtype(value.type) not in DTYPE_OF:
                 raise CheckpointError(
-                    f"{value.ref.name} at boundary {number} is {value.type.dtype}, which does not travel"
+                    f"{value.ref.name} at boundary {number} is {value.type.dtype}, which cannot be sent to other peers"
                 )
 
 
 def wire_dtype(kind: TensorType) -> torch.dtype:
-    """As what a value travels: what is true or false as bytes, all else as itself."""
+    """Return the dtype of a value in transit: uint8 for booleans, else its own."""
     dtype: torch.dtype = torch_constant(kind.dtype)
     return torch.uint8 if dtype is torch.bool else dtype
 
 
 def to_wire(values: Sequence[Tensor]) -> list[Tensor]:
-    """The values as they travel."""
+    """Return the values in their transit dtypes."""
     return [value.to(torch.uint8) if value.dtype is torch.bool else value for value in values]
 
 
 def from_wire(layout: Layout, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The values of a boundary in the graph's own dtypes, as they were before they travelled."""
+    """Return the values of a boundary in the graph's own dtypes, after transit."""
     wanted = (torch_constant(value.type.dtype) for value in layout.boundaries[number])
     return tuple(value.to(dtype) for value, dtype in zip(values, wanted, strict=True))
 
 
 def text_of(described: Described) -> str:
-    """As in "float32 (2, 3)"."""
+    """Describe a tensor as in "float32 (2, 3)"."""
     dtype, shape = described
     return f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
 def _fits(dtype: torch.dtype, wanted: str) -> bool:
-    """Under autocast a float may come in another precision, and what is true or false travels as bytes."""
+    """Return whether a dtype fits: floats of any precision (autocast may change it), and uint8 for booleans, fit as well."""
     own = torch_constant(wanted)
     if not isinstance(own, torch.dtype):
         return False

@@ -1,5 +1,5 @@
-"""Graph: a module's forward pass as a list of operators: in training mode from its inputs to its mean loss, or in evaluation mode
-to its outputs. Data, no code.
+"""Graph: a module's forward pass as a list of operators, from its inputs to its mean loss (in training mode) or to its outputs
+(in evaluation mode). It is data, without code.
 
 Every value has a name: an input's, a weight's or a node's. Sizes that grow with the batch are polynomials of it.
 """
@@ -14,19 +14,19 @@ import msgspec
 FORMAT = 1
 
 PARAMETER = "parameter"
-BUFFER = "buffer"  # moves in training
+BUFFER = "buffer"  # changes in training
 CONSTANT = "constant"
 
-_NAMED = "kwargs_"  # torch.export's name for an argument that was given by name begins so
+_NAMED = "kwargs_"  # prefix of torch.export's name for an argument given by name
 
 
 class Poly(msgspec.Struct, frozen=True, tag_field="is", tag="size"):
-    """An integer that depends on the batch: c0 + c1 * batch + c2 * batch^2 ..."""
+    """Integer that depends on the batch: c0 + c1 * batch + c2 * batch^2 ..."""
 
     coefficients: tuple[int, ...]
 
     def at(self, batch: int) -> int:
-        """Its value for a batch of so many samples."""
+        """Return the value for a batch of `batch` samples."""
         return sum(coefficient * batch**power for power, coefficient in enumerate(self.coefficients))
 
 
@@ -34,26 +34,26 @@ Size = Union[int, Poly]
 
 
 class Ref(msgspec.Struct, frozen=True, tag_field="is", tag="value"):
-    """A value; `item`: one of several that a node returns."""
+    """Reference to a value. `item` is its place among several results of a node; None if the node has one."""
 
     name: str
     item: int | None = None
 
 
 class Real(msgspec.Struct, frozen=True, tag_field="is", tag="real"):
-    """A float that JSON cannot write: "inf", "-inf" or "nan"."""
+    """Float that JSON cannot write: "inf", "-inf" or "nan"."""
 
     text: str
 
 
 class Constant(msgspec.Struct, frozen=True, tag_field="is", tag="torch"):
-    """A dtype, memory format or layout of torch, by name."""
+    """Dtype, memory format or layout of torch, by name."""
 
     name: str
 
 
 class Here(msgspec.Struct, frozen=True, tag_field="is", tag="device"):
-    """The device that the graph runs on."""
+    """Device that the graph runs on."""
 
 
 Atom = Union[None, bool, int, float, str, Ref, Poly, Real, Constant, Here]
@@ -61,36 +61,36 @@ Argument = Union[None, bool, int, float, str, Ref, Poly, Real, Constant, Here, l
 
 
 class TensorType(msgspec.Struct, frozen=True):
-    """dtype and shape of a value."""
+    """Dtype and shape of a value."""
 
     dtype: str
     shape: tuple[Size, ...]
 
     def sizes(self, batch: int) -> tuple[int, ...]:
-        """The shape for a batch of so many samples."""
+        """Return the shape for a batch of `batch` samples."""
         return tuple(size_at(size, batch) for size in self.shape)
 
     @property
     def tells_batch(self) -> bool:
-        """Whether the batch can be read off a tensor's shape."""
+        """Whether a tensor's shape shows the size of the batch."""
         return any(map(_is_multiple, self.shape))
 
     def batch_of(self, shape: tuple[int, ...]) -> int:
-        """The batch of a tensor of that shape; only where `tells_batch`."""
+        """Return the batch of a tensor of that shape. Only if `tells_batch`."""
         return next(
             actual // size.coefficients[1] for size, actual in zip(self.shape, shape, strict=True) if _is_multiple(size)
         )
 
 
 class GraphInput(msgspec.Struct, frozen=True):
-    """An input of the module, in the order in which the data has them."""
+    """Input of the module. A graph lists its inputs in the order of a batch's values."""
 
     name: str
     type: TensorType
 
     @property
     def argument(self) -> str:
-        """What the module's own code calls it; an array of the data has this name."""
+        """Name of the input in the module's own code, and of its array in the data."""
         return self.name.removeprefix(_NAMED)
 
 
@@ -105,7 +105,7 @@ class Weight(msgspec.Struct, frozen=True):
 
 
 class OperatorCall(msgspec.Struct, frozen=True):
-    """One call of an operator. `types`: of what it returns; None where that is no tensor."""
+    """Call of an operator. `types` are those of its results; None for a result that is no tensor."""
 
     name: str
     operator: str
@@ -114,7 +114,7 @@ class OperatorCall(msgspec.Struct, frozen=True):
     types: tuple[TensorType | None, ...]
 
     def refs(self) -> Iterator[Ref]:
-        """The values that it takes."""
+        """Yield the values that the call takes."""
         for argument in (*self.args, *self.kwargs.values()):
             for atom in argument if isinstance(argument, list) else (argument,):
                 if isinstance(atom, Ref):
@@ -122,24 +122,23 @@ class OperatorCall(msgspec.Struct, frozen=True):
 
 
 class GraphOutput(msgspec.Struct, frozen=True):
-    """An output of the module in evaluation mode, by the name under which people find it."""
+    """Output of the module in evaluation mode, with its name for users."""
 
     name: str
     value: Ref
 
 
 class BufferUpdate(msgspec.Struct, frozen=True):
-    """At the end of the pass, the buffer of that value name takes over a value."""
+    """Update of a buffer (its value's name) by a value, at the end of the pass."""
 
     buffer: str
     value: Ref
 
 
 class Graph(msgspec.Struct, frozen=True):
-    """See the module. `cuts`: the numbers of the nodes at which units begin, but for the first.
+    """Graph of a module's forward pass. `cuts` are the numbers of the nodes at which the units after the first begin.
 
-    `batch` is the example's; where `any_batch` is false, no other one works. A graph that is trained has a `loss`, one that is
-    served has `outputs`.
+    `batch` is the example's; unless `any_batch`, no other one works. A trained graph has a `loss`, a served graph has `outputs`.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -159,14 +158,14 @@ class Graph(msgspec.Struct, frozen=True):
 
     @property
     def sources(self) -> tuple[tuple[str, TensorType], ...]:
-        """Names and types of the values that are there before any node computes: inputs, then weights."""
+        """Names and types of the values that exist before any node computes: inputs, then weights."""
         return tuple((item.name, item.type) for item in self.inputs) + tuple(
             (weight.name, weight.type) for weight in self.weights
         )
 
     @property
     def results(self) -> tuple[Ref, ...]:
-        """What is left in the end, each value once."""
+        """Values that the graph returns: its loss, or its outputs, each value once."""
         wanted = [output.value for output in self.outputs] if self.loss is None else [self.loss]
         return tuple(dict.fromkeys(wanted))
 
@@ -177,7 +176,7 @@ class Graph(msgspec.Struct, frozen=True):
 
 
 def size_at(size: Size, batch: int) -> int:
-    """A size for a batch of so many samples."""
+    """Return a size for a batch of `batch` samples."""
     return size if isinstance(size, int) else size.at(batch)
 
 

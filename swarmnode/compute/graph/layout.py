@@ -1,4 +1,4 @@
-"""Layout: what each unit of a cut graph computes and holds, and which values cross each boundary."""
+"""Layout: the computation and the weights of each unit of a cut graph, and the values that cross each boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_GRADIENT = frozenset({"aten.detach.default", "aten.detach_copy.default"})
 
 @dataclass(frozen=True)
 class Value:
-    """What crosses a boundary. `trained`: it depends on something that is trained, so a gradient comes back for it."""
+    """Value that crosses a boundary. `trained`: it depends on trained weights, so its gradient comes back."""
 
     ref: Ref
     type: TensorType
@@ -26,7 +26,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one unit computes, and the names of the weights that it reads."""
+    """Computation of one unit: its nodes, the names of the weights that it reads, and the updates of its buffers."""
 
     nodes: tuple[OperatorCall, ...]
     weights: tuple[str, ...]
@@ -34,11 +34,11 @@ class Unit:
 
 
 class Layout:
-    """The units of a graph. Raises CheckpointError where a weight is used by units that cannot share it.
+    """Units of a graph. Raises CheckpointError if a weight is used by units that cannot share it.
 
-    `boundaries[k]` are the values before unit k, inputs first; the last boundary has the results alone. `labels`: of a graph that
-    is trained, the inputs that the last unit takes; they cross no boundary for its sake. A node that computes from nothing but
-    constants belongs to no unit: every unit that needs it computes it again.
+    `boundaries[k]` are the values before unit k, the inputs first; the last boundary has only the results. `labels` are the inputs
+    that the last unit takes, in a trained graph; they cross no boundary for its sake. A node that computes only from constants
+    belongs to no unit: every unit that needs it computes it again.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -57,7 +57,7 @@ class Layout:
         return f"Layout({len(self.units)} units, {min(widths)} to {max(widths)} values at a boundary)"
 
     def _collect(self, constants: set[str]) -> Iterable[Unit]:
-        """The units, each with the constant nodes that it needs."""
+        """Yield the units, each with the constant nodes that it needs."""
         weights = {weight.name for weight in self.graph.weights}
         own: list[list[OperatorCall]] = [[] for _ in range(self.graph.units)]
         for node in self.graph.nodes:
@@ -76,7 +76,10 @@ class Layout:
             )
 
     def _find_blocks(self) -> dict[str, int]:
-        """Name of a trained weight or a buffer -> its block."""
+        """Return the block of each trained weight and buffer, by name.
+
+        Raises CheckpointError if several units use one, unless it is a trained weight of the first and the last.
+        """
         last = self.graph.units - 1
         users: dict[str, list[int]] = {}
         for number, unit in enumerate(self.units):
@@ -95,7 +98,10 @@ class Layout:
         return blocks
 
     def _find_labels(self) -> tuple[Value, ...]:
-        """None where nothing is learnt, or where they alone tell the size of the batch."""
+        """Return the inputs that the last unit takes as labels.
+
+        Empty if nothing is trained, there is only one unit, or no other input shows the size of the batch.
+        """
         inputs = [Ref(item.name) for item in self.graph.inputs]
         *others, last = map(taken, self.units)
         labels = [ref for ref in inputs if ref in last] if others and self.graph.loss is not None else []
@@ -130,7 +136,10 @@ class Layout:
         )
 
     def _carry_batch(self, crossing: list[list[Ref]]) -> None:
-        """Let an input pass by as long as later boundaries cannot tell the size of the batch without it."""
+        """Let an input cross the boundaries up to the last one that would not show the size of the batch otherwise.
+
+        Raises CheckpointError if no input shows it.
+        """
         if not self.graph.any_batch:
             return
         teller = next((ref for ref in crossing[0] if self._types[ref].tells_batch), None)
@@ -148,7 +157,7 @@ def taken(unit: Unit) -> set[Ref]:
 
 
 def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:
-    """Of every tensor that nodes compute."""
+    """Return the type of every tensor that `nodes` compute."""
     types: dict[Ref, TensorType] = {}
     for node in nodes:
         for item, kind in enumerate(node.types):
@@ -158,7 +167,7 @@ def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:
 
 
 def trained_values(graph: Graph) -> set[str]:
-    """Names of the values that depend on trained weights in a way that gradients go. Whole numbers among them take none."""
+    """Return the names of the values that depend on trained weights so that gradients reach these. Whole numbers take none."""
     trained = {weight.name for weight in graph.weights if weight.trained}
     whole = {ref for ref, kind in value_types(graph.nodes).items() if not _takes_gradient(kind)}
     for node in graph.nodes:
@@ -173,7 +182,7 @@ def _takes_gradient(kind: TensorType) -> bool:
 
 
 def constant_values(graph: Graph) -> set[str]:
-    """Names of the nodes that compute the same in every pass: positions, masks, tables."""
+    """Return the names of the nodes that compute the same in every pass: positions, masks, tables."""
     known = {weight.name for weight in graph.weights if weight.kind == CONSTANT}
     nodes: set[str] = set()
     results = {ref.name for ref in graph.results}

@@ -1,4 +1,4 @@
-"""The operators that a graph may use: functions of tensors, and nothing that touches files, processes or foreign memory.
+"""The operators that a graph may use: functions of tensors only, without access to files, processes or foreign memory.
 
 A graph file comes from a stranger. Its operators are looked up here by name, so the file can only ask for arithmetic.
 """
@@ -24,14 +24,14 @@ _CONSTANTS: dict[str, Any] = {
 
 
 def torch_constant(name: str) -> Any:
-    """The dtype, memory format or layout of that name. Raises CheckpointError for anything else."""
+    """Return the dtype, memory format or layout of that name. Raises CheckpointError for any other name."""
     if name not in _CONSTANTS:
         raise CheckpointError(f"the graph names {name!r:.80}, which is no dtype or format that a graph may use")
     return _CONSTANTS[name]
 
 
 def argument_value(argument: Argument, device: torch.device) -> Any:
-    """What an operator is called with for an argument that is no value and no size."""
+    """Return the value that an operator gets for an argument that is neither a graph's value nor a size."""
     if isinstance(argument, Constant):
         return torch_constant(argument.name)
     if isinstance(argument, Real):
@@ -39,13 +39,13 @@ def argument_value(argument: Argument, device: torch.device) -> Any:
     return device if isinstance(argument, Here) else argument
 
 
-"""The one operator that writes: it moves its running statistics, which are buffers of its unit."""
+# BATCH_NORM is the one operator that writes: it updates its running statistics, which are buffers of its unit.
 
 FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
-"""What torch.export makes of it; it has no derivative."""
+"""Form that torch.export gives to a batch norm in training mode; it has no derivative"""
 
 EVALUATED_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
-"""The same in evaluation mode: running statistics are read alone."""
+"""Form that torch.export gives to a batch norm in evaluation mode: it only reads the running statistics"""
 
 _ALLOWED_NAMES = """
 batch_norm linear mm bmm addmm baddbmm addmv mv dot outer ger matmul einsum bilinear kron tensordot cdist _euclidean_dist
@@ -113,17 +113,17 @@ cauchy.default random.default random.to random.from
 _RANDOM = frozenset(_RANDOM_NAMES.split())
 _ALLOWED = _RANDOM | set(_ALLOWED_NAMES.split())
 _RANDOM_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "lstm": 5, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
-"""Operators that draw where they are told a dropout, and which argument tells it."""
+"""Operators that draw random numbers if they get a dropout, with the place of the dropout among their arguments"""
 _COUNTED = frozenset({"dropout", "native_dropout", "scaled_dot_product_attention"})
-"""Those that `CounterDropout` draws for, the same on every device."""
+"""Operators that `CounterDropout` draws for, the same on every device"""
 
 SHAPED = frozenset(f"aten.{name}" for name in _SHAPED_NAMES.split())
-"""Draws that were written in place: of their first argument they take the shape alone."""
+"""Draws that were written in place: they use only the shape of their first argument"""
 
 INSTEAD = {
     "aten.view.default": "aten.reshape.default",  # strides may differ from the export's: what came over a link is contiguous
     "aten._unsafe_view.default": "aten.reshape.default",
-    "aten.empty.memory_format": "aten.zeros.default",  # what lay in a volunteer's memory before is nobody's business
+    "aten.empty.memory_format": "aten.zeros.default",  # uninitialised memory would disclose a volunteer's data
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.lift_fresh_copy.default": "aten.clone.default",
@@ -131,21 +131,21 @@ INSTEAD = {
     FUNCTIONAL_BATCH_NORM: BATCH_NORM,
     EVALUATED_BATCH_NORM: BATCH_NORM,
 }
-"""What the export writes in place of some operators."""
+"""Replacements that the export makes for some operators"""
 
 COPY = "aten.copy.default"
-"""What torch.export makes of an assignment to a slice; it has no derivative."""
+"""Form that torch.export gives to an assignment to a slice; it has no derivative"""
 
 DETACH = "aten.detach.default"
 
 ASSERT = "aten._assert_async.default"
-"""A truth on which the operators of the export rest; `ranges.py` looks at it in each pass."""
+"""Assertion that other operators of the export rely on; `ranges.py` checks it in each pass"""
 
 
 def resolve(operator: str, *, is_source: bool = False) -> Callable[..., Any]:
-    """The function behind a name like "aten.linear.default". Raises CheckpointError for all that is not on the list.
+    """Return the function behind a name like "aten.linear.default". Raises CheckpointError for a name that is not on the list.
 
-    `is_source`: for a program that will be exported, which may also write in place, and use what the export replaces.
+    `is_source`: for a program that will be exported, which may also write in place, and use operators that the export replaces.
     """
     namespace, _, rest = operator.partition(".")
     base, _, overload = rest.partition(".")
@@ -168,7 +168,7 @@ def gives_list(function: Callable[..., Any]) -> bool:
 
 
 def is_random(operator: str, args: tuple[Any, ...]) -> bool:
-    """Whether the operator draws random numbers when called with these arguments."""
+    """Return whether the operator draws random numbers when called with these arguments."""
     base = operator.split(".")[1]
     place = _RANDOM_WITH_DROPOUT.get(base)
     if place is not None:
@@ -178,12 +178,12 @@ def is_random(operator: str, args: tuple[Any, ...]) -> bool:
 
 
 def draws_by_device(operator: str, args: tuple[Any, ...]) -> bool:
-    """Whether the operator draws, and other devices would draw other numbers."""
+    """Return whether the operator draws random numbers that differ between devices."""
     return is_random(operator, args) and operator.split(".")[1] not in _COUNTED
 
 
 def moved_by_batch_norm(node: OperatorCall) -> tuple[str, ...]:
-    """Names of the buffers that the node moves while it computes."""
+    """Return the names of the buffers that the node updates while it computes; empty unless it is a batch norm in training mode."""
     if node.operator != BATCH_NORM or not node.args[5]:  # not in training mode: it only reads them
         return ()
     return tuple(ref.name for ref in node.args[3:5] if isinstance(ref, Ref))

@@ -1,7 +1,7 @@
-"""Partition: where a graph is cut into units, and where a chain of units is cut into stages of equal time.
+"""Partition: the cuts of a graph into units, and of a chain of units into stages of equal time.
 
-A good place to cut is one that few bytes cross, compared with the places around it. Among these, the cuts are chosen that let the
-fewest bytes cross in all, while no unit is more than a small share of the time or of the weights. Equal graphs are cut alike, on
+A good place to cut is crossed by few bytes, compared with the places around it. Among good places the cuts are chosen that the
+fewest bytes cross in all, while no unit has more than a small share of the time or of the weights. Equal graphs are cut alike, on
 any machine.
 """
 
@@ -24,14 +24,14 @@ UNITS = 64
 """No unit shall have more than 1 / UNITS of the time or of the weights, if there is a good place to cut."""
 
 _NEIGHBOURHOOD = 1 / 16  # of the time, on either side of a place
-_SLACK = 1.1  # a good place is crossed by at most so many times the bytes of the best one around
-_CRUMB = 1 / 4  # of the largest share: what is smaller, in time and in weights, is no unit of its own
+_SLACK = 1.1  # a good place is crossed by at most this multiple of the bytes of the best one around
+_CRUMB = 1 / 4  # of the largest share: a piece below it, in time and in weights, is no unit of its own
 _FAR = 0.5  # of the time: users of a weight further apart than this let it be shared by the first and the last unit
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut graph, and what people should know about it."""
+    """A cut graph, and remarks on it for the founder."""
 
     graph: Graph
     remarks: tuple[str, ...]
@@ -52,8 +52,10 @@ def partition(graph: Graph, units: int = UNITS) -> Partition:
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
-    """For every place k, between nodes k - 1 and k: bytes of the values that are there before and needed after; of
-    labels, too, which are everywhere as much, and go straight to the last unit."""
+    """Return for every place k, between nodes k - 1 and k, the bytes of values that exist before it and are needed after it.
+
+    Labels count, too, although they go straight to the last unit: they add the same everywhere.
+    """
     constants = constant_values(graph)
     made = {Ref(item.name): 0 for item in graph.inputs}
     types = {Ref(item.name): item.type for item in graph.inputs} | value_types(graph.nodes)
@@ -76,8 +78,10 @@ def crossing_bytes(graph: Graph) -> list[int]:
 def balance(
     seconds: Sequence[float], boundary_bytes: Sequence[int], stages: int, bytes_per_s: float = 1e9
 ) -> list[int]:
-    """The units at which `stages` stages begin, but for the first, so that the slowest stage is as fast as can be: its
-    units' time, and the time to send what enters it. Raises ValueError where there are fewer units than stages.
+    """Return the units at which the stages after the first begin, such that the slowest stage is as fast as possible.
+
+    A stage takes its units' time, and the time to send the values that enter it. Raises ValueError if there are fewer units than
+    stages.
     """
     units = len(seconds)
     if not 0 < stages <= units:
@@ -101,13 +105,16 @@ def balance(
 
 
 def _first_weights(graph: Graph) -> list[int]:
-    """By node: bytes of the parameters that it is the first to use."""
+    """Return for each node the bytes of the parameters that it is the first to use."""
     sizes = {weight.name: type_bytes(weight.type, 1) for weight in graph.weights if weight.kind == PARAMETER}
     return [sum(sizes.pop(ref.name, 0) for ref in node.refs()) for node in graph.nodes]
 
 
 def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[str]]:
-    """Places where no cut may be, for what is held once must be used in one unit, or in the first and the last."""
+    """Return the places that no cut may take, and remarks for the founder.
+
+    A trained weight or a buffer must be used within one unit; a trained weight may also be shared by the first and the last.
+    """
     held = {weight.name: weight for weight in graph.weights if weight.trained or weight.kind == BUFFER}
     users: dict[str, list[int]] = {name: [] for name in held}
     number_of = {node.name: number for number, node in enumerate(graph.nodes)}
@@ -136,7 +143,7 @@ def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[s
 
 
 def _places_that_no_frame_crosses(graph: Graph) -> set[int]:
-    """Places that a value would have to cross whose dtype does not travel, such as a complex one."""
+    """Return the places that a value would cross whose dtype cannot be sent, such as a complex one."""
     constants = constant_values(graph)
     last = {ref: number for number, node in enumerate(graph.nodes) for ref in node.refs()}
     closed: set[int] = set()
@@ -148,7 +155,7 @@ def _places_that_no_frame_crosses(graph: Graph) -> set[int]:
 
 
 def _good_places(crossing: list[int], seconds: list[float], closed: set[int]) -> list[int]:
-    """Open places that are crossed by few bytes, compared with the open places around."""
+    """Return the open places that few bytes cross, compared with the open places around."""
     reach = _NEIGHBOURHOOD * seconds[-1]
     open_places = [place for place in range(1, len(crossing) - 1) if place not in closed]
     good = []
@@ -161,7 +168,7 @@ def _good_places(crossing: list[int], seconds: list[float], closed: set[int]) ->
 
 
 def _without_crumbs(places: list[int], crossing: list[int], sums: Sequence[list[float]], share: float) -> list[int]:
-    """Of two places with next to nothing between them, keep the one that fewer bytes cross. The ends stay."""
+    """Keep, of two places with almost nothing between them, the one that fewer bytes cross. The two ends stay."""
 
     def is_crumb(start: int, end: int) -> bool:
         return all(numbers[end] - numbers[start] < share * numbers[-1] for numbers in sums if numbers[-1])
@@ -178,8 +185,10 @@ def _without_crumbs(places: list[int], crossing: list[int], sums: Sequence[list[
 
 
 def _choose(places: list[int], crossing: list[int], sums: Sequence[list[float]], share: float) -> list[int]:
-    """Those of the inner places that fewest bytes cross, such that between two neighbours there is at most `share` of every sum
-    (or no further place). A shortest path: the best way to each place over the ways to those before it.
+    """Choose the inner places that fewest bytes cross, with at most `share` of every sum between two neighbours.
+
+    More lies between neighbours only if there is no place between them. It is a shortest path: the best way to each place follows
+    from those to the places before it.
     """
     bounds = [share * numbers[-1] for numbers in sums]
     best: list[tuple[int, int]] = [(0, 0)]  # (bytes, place before) by number of the place

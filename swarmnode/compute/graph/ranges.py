@@ -1,8 +1,8 @@
-"""Numbers that operators of a graph take for places in a table, or for probabilities: looked at before they are used.
+"""Range checks: numbers that operators use as indices into a table, or as probabilities, are checked before their use.
 
-They come out of samples and out of what other peers sent. On a CPU one that is out of range is an IndexError. On a CUDA device it
-is a failed assertion, and with it the whole process has lost the device. So they are compared on the device, without waiting
-for it, those that are out of range are replaced by ones that are not, and the pass is refused when it is over.
+These numbers come from samples and from other peers. On a CPU one out of range is an IndexError. On a CUDA device it is a failed
+assertion, and with it the whole process loses the device. So they are compared on the device, without waiting for it. Those out of
+range are replaced by valid ones, and the pass is refused when it is over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Given = Mapping[str, Any]
 
 
 class RangeCheck:
-    """Of one pass at a time: whether everything was in its range so far."""
+    """Range check of one pass at a time."""
 
     def __init__(self) -> None:
         self._wrong: Tensor | None = None  # bool, on the device
@@ -28,7 +28,10 @@ class RangeCheck:
         return f"<RangeCheck {'of nothing yet' if self._wrong is None else 'under way'}>"
 
     def guarded(self, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of an operator, like "aten.gather.default", called with what is safe for it."""
+        """Wrap the function of an operator, like "aten.gather.default", so that its arguments are made safe first.
+
+        Operators without a rule are returned unchanged.
+        """
         rule = _RULES.get(operator.split(".")[1])
         if rule is None:
             return function
@@ -43,30 +46,30 @@ class RangeCheck:
         return call
 
     def begin(self) -> None:
-        """A new pass."""
+        """Begin a new pass."""
         self._wrong = None
 
     def all_well(self) -> bool:
-        """Whether everything was in range since `begin`; waits for the device where there was anything to compare."""
+        """Return whether everything was in range since `begin`. Waits for the device if anything was compared."""
         return self._wrong is None or not bool(self._wrong)
 
     def places(self, places: Tensor, low: int, high: int, *, passes: int | None = None) -> Tensor:
-        """Whole numbers from `low` to below `high`; `passes` is one more that is no mistake."""
+        """Return the indices with those outside [low, high) replaced by 0; `passes` is one more that is valid."""
         wrong = (places < low) | (places >= high)
         return self._replaced(places, wrong if passes is None else wrong & (places != passes))
 
     def probabilities(self, values: Tensor) -> Tensor:
-        """From 0 to 1; NaN is not."""
+        """Return the probabilities with those outside [0, 1], and NaN, replaced by 0."""
         return self._replaced(values, ~((values >= 0) & (values <= 1)))
 
     def weights(self, values: Tensor) -> Tensor:
-        """Shares of what is drawn: finite, not negative, and some of each row is more than nothing."""
+        """Return the weights of a draw with invalid ones replaced by 1: those negative, infinite or NaN, and rows of zeros."""
         wrong = ~((values >= 0) & (values < float("inf")))
         nothing = values.masked_fill(wrong, 0).sum(-1, keepdim=True) == 0
         return self._replaced(values, wrong | nothing, 1)
 
     def together(self, values: Tensor, wrong: Tensor, instead: Tensor | int) -> Tensor:
-        """Values that are right or wrong as a whole."""
+        """Return the values, all replaced by `instead` if any of `wrong` is true."""
         return torch.where(self._found(wrong), torch.as_tensor(instead).to(values), values)
 
     def _replaced(self, values: Tensor, wrong: Tensor, instead: int = 0) -> Tensor:
@@ -84,7 +87,7 @@ def _rows(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _bags(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """Offsets begin at 0, and none is before the last or behind the indices."""
+    """Check offsets: they begin at 0, never decrease, and lie within the indices."""
     offsets, count = given["offsets"], len(given["indices"])
     wrong = (offsets < 0) | (offsets > count)
     wrong[:1] |= offsets[:1] != 0
@@ -93,14 +96,14 @@ def _bags(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """As many as make up the size that the result was said to have."""
+    """Check repeats: they are not negative, and make up the declared size of the result."""
     repeats, size = given["repeats"], given["output_size"]
     if not isinstance(repeats, Tensor) or size is None:
         return (
             {"repeats": check.places(repeats, 0, torch.iinfo(torch.int32).max)} if isinstance(repeats, Tensor) else {}
         )
     times = 1
-    if "self" in given and repeats.numel() == 1:  # of each
+    if "self" in given and repeats.numel() == 1:  # repeats each element
         source, dim = given["self"], given["dim"]
         times = source.numel() if dim is None else source.shape[dim]
     wrong = (repeats < 0).any() | (repeats.sum() * times != size)
@@ -136,7 +139,7 @@ def _take_along(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _index(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """One index for each of the first dimensions; a mask stands for as many as it has itself."""
+    """Check one index for each of the first dimensions. A mask covers as many dimensions as it has."""
     indices: list[Any] = []
     dim = 0
     for index in given["indices"]:
@@ -169,27 +172,27 @@ def _probabilities(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _drawn(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """A tensor of probabilities, unless one number is given for all elements."""
+    """Check a tensor of probabilities, unless one number is given for all elements."""
     return {} if "p" in given else _probabilities(check, given)
 
 
 def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """Places that the mask chooses beyond the source's elements."""
+    """Check a mask: it may not choose more places than the source has elements."""
     mask = given["mask"].expand(torch.broadcast_shapes(given["mask"].shape, given["self"].shape))
     beyond = mask & (mask.flatten().cumsum(0).view(mask.shape) > prod(given["source"].shape))
     return {"mask": check._replaced(mask, beyond)}
 
 
 def _asserted(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """What the export took for granted of every batch."""
+    """Check an assertion that the export assumed for every batch."""
     truth = given["self"]
     return {"self": check.together(truth, ~truth.bool(), 1)}
 
 
 def _transcripts(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """Labels of the classes that there are, and lengths within the scores and the labels."""
+    """Check labels against the number of classes, and lengths against the scores and the labels."""
     scores, targets = given["log_probs"], given["targets"]
-    if targets.dim() > 1:  # what is behind a row's end is never read
+    if targets.dim() > 1:  # labels behind a row's end are never read
         lengths = torch.as_tensor(given["target_lengths"], device=targets.device)
         behind = torch.arange(targets.shape[1], device=targets.device) >= lengths[:, None]
         targets = targets.masked_fill(behind, 0)
@@ -207,7 +210,7 @@ def _transcripts(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _groups(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """Ends of groups of rows, none before the one before it or beyond the last row."""
+    """Check the ends of groups of rows: they never decrease, and lie within the rows."""
     ends = given["offs"]
     if ends is None:
         return {}

@@ -1,4 +1,4 @@
-"""GraphSegment: trains units of a graph. An interpreter: the operators are looked up once, then called in order."""
+"""GraphSegment: trains and serves units of a graph. It interprets: operators are looked up once, then called in order."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from swarmnode.errors import CheckpointError, ProtocolError
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a value lies while a unit computes."""
+    """Place of a value while a unit computes."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One operator with its arguments; `results`: which of its results go where; `done`: values that nobody needs any more."""
+    """Operator with its arguments. `results`: its results and their slots; `done`: slots that no later call needs."""
 
     function: Any
     args: tuple[Any, ...]
@@ -50,7 +50,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Program:
-    """A unit, ready to run. `moves`: buffers and the slots of their new values."""
+    """Unit, ready to run. `moves`: buffers and the slots of their new values."""
 
     calls: tuple[_Call, ...]
     moves: tuple[tuple[Tensor, int], ...]
@@ -58,9 +58,9 @@ class _Program:
 
 
 class GraphSegment(Segment):
-    """Units [start, end) of a graph. `weights`: by their names in the state dict; they are taken over, not copied.
+    """Units [start, end) of a graph. `weights` are by their names in the state dict; they are taken over, not copied.
 
-    Without `counts_dropout`, dropout draws from torch's generators, as the module's own.
+    Without `counts_dropout`, dropout draws from torch's generators, as the module's own does.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GraphSegment(Segment):
         return f"GraphSegment([{self.start}:{self.end}) of {self.units} units on {self.device})"
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
-        """See `Segment`. Parameters that the module's author froze are none."""
+        """Return the trained parameters, see `Segment`. Parameters that the module's author froze are left out."""
         blocks: dict[int, dict[str, nn.Parameter]] = {}
         for name, tensor in self._tensors.items():
             if isinstance(tensor, nn.Parameter):
@@ -103,7 +103,7 @@ class GraphSegment(Segment):
         return blocks
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """See `Segment`: those that move."""
+        """Return the buffers that training updates, see `Segment`."""
         units: dict[int, dict[str, Tensor]] = {}
         for name, unit in self.layout.blocks.items():
             if name in self._tensors and not self._weights[name].trained:
@@ -129,13 +129,13 @@ class GraphSegment(Segment):
         outputs = tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
         if not self._ranges.all_well() and is_finite(outputs):  # NaN is the caller's to see, which may know better
             raise ProtocolError(
-                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range, or what the module "
-                "takes for granted is not so"
+                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range, or an assumption "
+                "of the module does not hold"
             )
         return outputs
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
-        """See `Segment`: floats of usual size, all whole numbers 0."""
+        """Return made-up values: floats of usual size, all whole numbers 0. See `Segment`."""
         batch = batch if self.graph.any_batch else self.graph.batch
         chance = torch.Generator().manual_seed(boundary)
 
@@ -158,12 +158,12 @@ class GraphSegment(Segment):
         except (IndexError, torch.linalg.LinAlgError) as error:
             raise ProtocolError(f"unit {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
-            buffer.data.copy_(slots[slot].detach())  # data: graphs that are kept must not take it for a change
+            buffer.data.copy_(slots[slot].detach())  # data: autograd must not see it as a change of kept graphs
 
     # -- programs
 
     def _compile(self, unit: Unit, number: int) -> _Program:
-        """Slots for values, functions for names, and when to forget what: not before the last unit here that takes it."""
+        """Assign slots to values and functions to names. A slot is freed after its last use in the units here."""
         leaving = {value.ref for boundary in self.layout.boundaries[number + 1 :] for value in boundary}
         later = {ref for following in self.layout.units[number + 1 : self.end] for ref in taken(following)}
         kept = leaving | later | {move.value for move in unit.moves} | {Ref(name) for name in unit.weights}
@@ -195,7 +195,7 @@ class GraphSegment(Segment):
         )
 
     def _compile_argument(self, argument: Argument) -> Any:
-        """What stays the same in every pass is put in now."""
+        """Return an argument with everything that is the same in every pass filled in."""
         if isinstance(argument, list):
             return [self._compile_argument(atom) for atom in argument]
         if isinstance(argument, Ref):
@@ -207,13 +207,15 @@ class GraphSegment(Segment):
 
 
 def load_segment(folder: Path, start: int, end: int, *, device: torch.device | str = "cpu") -> GraphSegment:
-    """Load units [start, end) of the graph in `folder` to train them. Raises CheckpointError, LocalError."""
+    """Load units [start, end) of the graph in `folder`. Raises CheckpointError."""
     checkpoint = GraphCheckpoint(folder)
     names = checkpoint.tensors_of(start, end)
     missing = [name for name in names if name not in checkpoint.entries]
     if missing:
         raise CheckpointError(f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack")
-    copies = {name: tensor.clone() for name, tensor in checkpoint.read(names).items()}  # a map must not be written into
+    copies = {
+        name: tensor.clone() for name, tensor in checkpoint.read(names).items()
+    }  # training must not write into a mapped file
     return GraphSegment(checkpoint.graph, copies, start, end, device=device)
 
 

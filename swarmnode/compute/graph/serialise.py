@@ -1,7 +1,7 @@
-"""The file of a graph: JSON that names operators and values, beside the weights as safetensors. No code, no pickle.
+"""File of a graph: JSON that names operators and values, beside the weights as safetensors. No code, no pickle.
 
-Everything is checked before it is believed: sizes, names, that values exist before they are used, and that every operator is one
-of those in `operators.py`.
+Everything is checked before it is used: sizes, names, that values exist before they are used, and that every operator is listed
+in `operators.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _decoder = msgspec.json.Decoder(Graph)
 
 
 def write_graph(exported: Exported, folder: Path) -> None:
-    """Write graph.json and model.safetensors into an existing folder."""
+    """Write graph.json and model.safetensors into an existing folder. Raises CheckpointError if the graph is beyond the bounds."""
     from safetensors.torch import save_file
 
     raw = encode_graph(exported.graph)
@@ -68,7 +68,7 @@ def write_graph(exported: Exported, folder: Path) -> None:
 
 
 def read_graph(folder: Path) -> Graph:
-    """The graph in `folder`. Raises CheckpointError where it is missing, damaged or asks for what a graph may not."""
+    """Read the graph in `folder`. Raises CheckpointError if it is missing, damaged, or asks for something that a graph may not."""
     file = folder / GRAPH_FILE
     try:
         with file.open("rb") as stream:
@@ -82,7 +82,7 @@ def read_graph(folder: Path) -> Graph:
 
 
 def encode_graph(graph: Graph) -> bytes:
-    """The graph as JSON. Raises CheckpointError where it is beyond the bounds."""
+    """Encode a graph as JSON. Raises CheckpointError if it is beyond the bounds."""
     check_graph(graph)
     raw = msgspec.json.format(_encoder.encode(graph), indent=0)
     if len(raw) > MAX_GRAPH_BYTES:
@@ -91,7 +91,7 @@ def encode_graph(graph: Graph) -> bytes:
 
 
 def decode_graph(raw: bytes) -> Graph:
-    """The graph in these bytes. Raises CheckpointError."""
+    """Decode a graph and check it. Raises CheckpointError if it is damaged, invalid or too large."""
     if len(raw) > MAX_GRAPH_BYTES:
         raise CheckpointError(f"a graph over the bound of {MAX_GRAPH_BYTES} bytes")
     try:
@@ -103,7 +103,7 @@ def decode_graph(raw: bytes) -> Graph:
 
 
 def check_graph(graph: Graph) -> None:
-    """Raises CheckpointError for the first thing that is not as it must be."""
+    """Raise CheckpointError for the first fault of a graph."""
     rules = {
         f"to be of format {FORMAT}": graph.format == FORMAT,
         "a bounded number of inputs": 0 < len(graph.inputs) <= MAX_INPUTS,
@@ -146,7 +146,7 @@ def _check_results(graph: Graph, known: dict[str, int]) -> None:
 
 
 def _check_names(graph: Graph) -> dict[str, int]:
-    """Values that are there from the start, with how many results each is."""
+    """Return the values that exist from the start, with their number of results. Raises CheckpointError for invalid ones."""
     for weight in graph.weights:
         if weight.kind not in _KINDS or (weight.trained and weight.kind != PARAMETER):
             raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} has an unknown kind")
@@ -183,7 +183,7 @@ def _check_atom(atom: Argument, known: dict[str, int]) -> None:
     elif isinstance(atom, Poly):
         _check_size(atom)
     elif isinstance(atom, Real) and atom.text not in _REALS:
-        raise CheckpointError("the graph has a float that is none")
+        raise CheckpointError("the graph has an invalid float")
     elif isinstance(atom, str) and len(atom) > MAX_TEXT:
         raise CheckpointError("the graph has a text that is too long")
     elif isinstance(atom, float) and not math.isfinite(atom):
@@ -193,12 +193,12 @@ def _check_atom(atom: Argument, known: dict[str, int]) -> None:
 def _check_ref(ref: Ref, known: dict[str, int]) -> None:
     results = known.get(ref.name, 0)
     if results == 0 or (ref.item is None) != (results == 1) or not 0 <= (ref.item or 0) < results:
-        raise CheckpointError(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before there is one")
+        raise CheckpointError(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists")
 
 
 def _check_name(name: str, known: dict[str, int]) -> None:
     if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in known:
-        raise CheckpointError(f"the graph has two values named {name[:MAX_TEXT]!r}, or a name that is none")
+        raise CheckpointError(f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid")
 
 
 def _check_type(kind: TensorType) -> None:
@@ -219,16 +219,16 @@ def _is_rising(numbers: tuple[int, ...]) -> bool:
 
 
 class GraphCheckpoint(Checkpoint):
-    """What a Checkpoint is for a transformers model. It has no config and no family. Raises CheckpointError."""
+    """Checkpoint of a graph: its tensors by name and by unit. It has no config and no family. Raises CheckpointError."""
 
     @cached_property
     def graph(self) -> Graph:
-        """Checked before it is believed."""
+        """Graph of the checkpoint, checked. Raises CheckpointError if it is missing or invalid."""
         return read_graph(self.path)
 
     @cached_property
     def layout(self) -> Layout:
-        """What each unit computes and holds."""
+        """Layout: computation and weights of each unit. Raises CheckpointError if units cannot share a weight."""
         return Layout(self.graph)
 
     @property
@@ -237,6 +237,6 @@ class GraphCheckpoint(Checkpoint):
         return self.graph.units
 
     def tensors_of(self, start: int, end: int) -> list[str]:
-        """Names of the tensors that units [start, end) need."""
+        """Return the names of the tensors that units [start, end) need."""
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
         return [weight.tensor for weight in self.graph.weights if weight.name in held]

@@ -1,1 +1,1 @@
-"""A part of a model: its checkpoint, its family, and how it is built and checked."""
+"""A part of a model: its checkpoint, its family, and code that builds and checks it."""

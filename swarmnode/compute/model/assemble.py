@@ -1,8 +1,8 @@
 """Builds the model of a span: the family's own class, cut down before it is filled.
 
 The class is built on the meta device, cut to the layers, embedding and head of the span, and filled by transformers' own
-loader, which knows renames and fused experts. Layers keep their numbers, so nothing in the config or in the names of
-tensors has to be rewritten, and whatever the family computes from a layer's number stays right.
+loader, which handles renamed tensors and fused experts. Layers keep their numbers, so the config and the names of tensors stay
+valid, and so does anything that the family computes from a layer's number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ with lean():
 
 
 def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *, dtype: torch.dtype | str) -> Any:
-    """The family's class with the units [start, end) only, filled from `tensors` (of the span, checkpoint's names)."""
+    """Build the family's class with only the units [start, end), and fill it from `tensors` (the span's, by checkpoint name).
+
+    Raises CheckpointError if tensors are missing or misshapen, or transformers cannot fill the model.
+    """
     model_class = _cut_class(family, start, end)
     try:
         with ONE_AT_A_TIME, quiet_loader():
@@ -34,7 +37,7 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
                 config=family.config,
                 state_dict=dict(tensors),
                 dtype=dtype,
-                ignore_mismatched_sizes=True,  # they are told below
+                ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
             )
     except FOREIGN_ERRORS as error:
@@ -45,24 +48,24 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
             f"{len(wrong)} tensors of the model are missing or misshapen in the checkpoint: {wrong[0]}"
         )
     if start > 0:
-        _remove(model, family.input_embedding)  # was needed for a tied head only
+        _remove(model, family.input_embedding)  # was needed only for a tied head
     model.requires_grad_(False)
     return model
 
 
 def outline(family: Family, start: int, end: int, *, dtype: torch.dtype) -> Any:
-    """The same without weights, on the meta device."""
+    """Build the same model without weights, on the meta device. Raises CheckpointError if its class refuses the config."""
     return build_on_meta(_cut_class(family, start, end), family.config).to(dtype)
 
 
 def _cut_class(family: Family, start: int, end: int) -> type[Any]:
-    """A subclass of the family's class whose instances lack the modules of other units from the moment they are built."""
+    """Return a subclass of the family's class whose instances lack the modules of other units from their construction on."""
 
     def __init__(self: Any, config: Any) -> None:
         family.model_class.__init__(self, config)
         _cut(self, family, start, end)
 
-    name = family.model_class.__name__  # the loader knows conversions by class name
+    name = family.model_class.__name__  # the loader finds conversions by class name
     return type(name, (family.model_class,), {"__init__": __init__, "__module__": family.model_class.__module__})
 
 
@@ -96,7 +99,7 @@ def _remove(model: Any, name: str) -> None:
 
 @contextmanager
 def quiet_loader() -> Iterator[None]:
-    """transformers' loader draws a bar and prints a report; problems are told by exceptions here."""
+    """Silence the progress bar and the report of transformers' loader: exceptions report the problems here."""
     logging: Any = transformers_logging  # untyped
     had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""A model's files in a local folder: config.json and safetensors, whole or sharded, checked before anything is believed.
+"""A model's files in a local folder: config.json and safetensors, whole or sharded, checked before they are used.
 
-The folder may be a sparse copy in which only the wanted tensors' bytes are present: headers and sizes are checked, contents
-are not read until asked for.
+The folder may be a sparse copy that holds only the bytes of the wanted tensors. Headers and sizes are checked at once, contents
+are read only when asked for.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from swarmnode.errors import CheckpointError
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
+MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCABULARY = 4096, 1 << 16, 1 << 20, 1 << 24
 LARGEST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), MAX_HEADS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_WIDTH),
     "vocab_size": MAX_VOCABULARY,
-}  # what families call their sizes
+}  # upper limits by the families' names for their sizes
 MAX_TOLD_CHARS = 40
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -40,7 +40,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: byte range [begin, end) of `file`, counted from the start of the file."""
+    """Place of one tensor: byte range [begin, end) of `file`, counted from the start of the file."""
 
     file: Path
     dtype: str
@@ -55,12 +55,12 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Size in the file in bytes."""
         return self.end - self.begin
 
 
 class Checkpoint:
-    """The tensors of a model, by name and by unit. Raises CheckpointError, naming the file, where anything does not fit."""
+    """The tensors of a model, by name and by unit. Raises CheckpointError, naming the file, if anything does not fit."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -73,12 +73,12 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Any:
-        """The transformers config. No code of the checkpoint is ever run."""
+        """Transformers config of the model; its own code is never run. Raises CheckpointError if it is missing or invalid."""
         return load_config(self.path / CONFIG_FILE)
 
     @cached_property
     def family(self) -> Family:
-        """How the model is cut into units. Raises CheckpointError with the reason where it cannot be."""
+        """Anatomy of the model and its cut into units. Raises CheckpointError with the reason if the model cannot be cut."""
         return family_of(self.config)
 
     @property
@@ -88,7 +88,10 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> Any:
-        """The torch dtype that most of the weights are stored in."""
+        """Torch dtype that holds most of the weights; bfloat16 unless that is float32 or float16.
+
+        Raises CheckpointError if there are no tensors.
+        """
         import torch
 
         sizes: dict[str, int] = {}
@@ -100,23 +103,26 @@ class Checkpoint:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """All names, in the order of the files."""
+        """Names of all tensors, in the order of the files."""
         return tuple(self.entries)
 
     def small_file(self, name: str) -> Path | None:
-        """A file beside the weights, by its name in the checkpoint; None where there is none."""
+        """Return the path of a file beside the weights; None if there is no such file."""
         return self.path / name if (self.path / name).is_file() else None
 
     def tensors_of(self, start: int, end: int) -> list[str]:
-        """Names of the tensors that a span [start, end) of units needs."""
+        """Return the names of the tensors that a span [start, end) of units needs."""
         return [name for name in self.entries if any(start <= unit < end for unit in self.family.units_of_tensor(name))]
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """The named tensors, on the CPU, as memory mapped from the files: pages are read when touched."""
+        """Return the named tensors on the CPU, mapped from the files: pages are read when touched. Raises CheckpointError."""
         return {name: entry[...] for name, entry in self.open_slices(names).items()}
 
     def open_slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """The named tensors as safetensors slices, nothing read yet; `slice[...]` makes a tensor of one."""
+        """Return the named tensors as safetensors slices, nothing read yet; `slice[...]` makes a tensor of one.
+
+        Raises CheckpointError if a file cannot be read.
+        """
         from safetensors import SafetensorError, safe_open
 
         by_file: dict[Path, list[str]] = {}
@@ -134,7 +140,7 @@ class Checkpoint:
 
 @lean()
 def load_config(file: Path) -> Any:
-    """The transformers config in `file`. Raises CheckpointError where it is missing, not one, or needs code of its own."""
+    """Read the transformers config in `file`. Raises CheckpointError if it is missing or invalid, or needs code of its own."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; a checkpoint needs its config")
     values = _with_special_floats(read_json(file))
@@ -154,7 +160,7 @@ def load_config(file: Path) -> Any:
 
 
 def _with_special_floats(values: Any) -> Any:
-    """The config with its infinities and NaN, which transformers writes as {"__float__": "Infinity"}."""
+    """Return the config with its infinities and NaN, which transformers writes as {"__float__": "Infinity"}."""
     if isinstance(values, dict):
         text = values.get("__float__")
         if len(values) == 1 and text in ("Infinity", "-Infinity", "NaN"):
@@ -164,7 +170,10 @@ def _with_special_floats(values: Any) -> Any:
 
 
 def _check_sizes(file: Path, values: dict[str, Any]) -> None:
-    """What is divided by, or allocated, before any tensor is looked at. Lists (a size for each layer) are left to the family."""
+    """Check the sizes that are used before any tensor is looked at. Raises CheckpointError if one is not a whole number in range.
+
+    Lists (a size for each layer) are left to the family.
+    """
     for name, most in LARGEST.items():
         value = values.get(name, 1)
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -175,8 +184,10 @@ def _check_sizes(file: Path, values: dict[str, Any]) -> None:
 
 
 def _without_kernels(values: Any) -> Any:
-    """The config without the implementations that its author wishes for: transformers takes the name of a hub repository there,
-    and would fetch and run its code. This peer's own choice holds."""
+    """Return the config without its choice of implementations, so that this peer's own choice holds.
+
+    transformers accepts the name of a hub repository there, and would fetch and run its code.
+    """
     if isinstance(values, list):
         return [_without_kernels(value) for value in values]
     if not isinstance(values, dict):
@@ -190,7 +201,7 @@ def _without_kernels(values: Any) -> Any:
 
 
 def _instead(path: Path) -> str:
-    """What is in a folder without safetensors, and why that is not taken; empty where that is nothing known."""
+    """Return a hint on the other formats in a folder without safetensors; empty if none is recognised."""
     if any(path.glob("*.gguf")):
         return ", but GGUF: found a swarm on it (`create`, `host`), which writes its weights as safetensors into NAME-weights"
     if any(path.glob("*.bin")):
@@ -199,7 +210,10 @@ def _instead(path: Path) -> str:
 
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint in folder `path`, by name, from the headers alone."""
+    """Return every tensor of the checkpoint in folder `path`, by name, from the headers alone.
+
+    Raises CheckpointError if files or tensors are missing or damaged.
+    """
     index_file = path / INDEX_FILE
     if not index_file.is_file():
         if not (path / SINGLE_FILE).is_file():
@@ -219,7 +233,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_weight_map(index_file: Path) -> dict[str, str]:
-    """Tensor name -> shard file name."""
+    """Return the shard's file name for each tensor. Raises CheckpointError if the index is damaged."""
     weight_map = read_json(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_file}: has no weight_map")
@@ -230,7 +244,10 @@ def read_weight_map(index_file: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the tensors' bytes."""
+    """Return the tensors of one safetensors file: 8 bytes of header length, a JSON header, then the tensors' bytes.
+
+    Raises CheckpointError if the file is missing, damaged or cut short.
+    """
     if not file.is_file():
         raise CheckpointError(f"{file}: missing shard")
     size = file.stat().st_size
@@ -267,7 +284,7 @@ def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) 
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
+    """Return the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
     try:
         values = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

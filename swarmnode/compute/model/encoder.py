@@ -1,4 +1,4 @@
-"""Encoders: models of transformers that make one vector of a row of token ids, with a pooling or as a classifier.
+"""Encoders: transformers models that turn a row of token ids into one vector, by pooling or as a classifier.
 
 The pooling is read from the files of sentence-transformers beside the checkpoint.
 """
@@ -35,20 +35,23 @@ CLS, MEAN, MAX, LAST = "cls_token", "mean_tokens", "max_tokens", "lasttoken"
 MODES = (CLS, MEAN, MAX, LAST)
 
 SmallFile = Callable[[str], Path | None]
-"""Reader of a checkpoint's small file: its path by its name; None if there is none"""
+"""Function that returns the path of a checkpoint's small file by its name; None if there is none"""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """`mode` by its name in sentence-transformers; `normalize`: to length 1. `positions` are all that it was made for, if fewer
-    than the model has. Where a checkpoint says nothing: the mean, of length 1."""
+    """Pooling of hidden states into one vector. The default is the mean, scaled to length 1.
+
+    `mode` is its name in sentence-transformers. `normalize` scales the vector to length 1. `positions` is the checkpoint's own
+    limit of tokens; None if it sets none.
+    """
 
     mode: str = MEAN
     normalize: bool = True
     positions: int | None = None
 
     def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """The vector pooled_H of a text."""
+        """Return the vector pooled_H of a text's hidden states."""
         pooled_H = {
             CLS: lambda: hidden_TH[0],
             MEAN: lambda: hidden_TH.mean(0),
@@ -59,7 +62,7 @@ class Pooling:
 
 
 def read_pooling(file: SmallFile) -> Pooling:
-    """As the checkpoint says. Raises CheckpointError where it wants what a graph would not compute so."""
+    """Read the checkpoint's pooling; the default if it names none. Raises CheckpointError if it is damaged or not supported."""
     modules = _read(file, MODULES_FILE, list)
     if modules is None:
         return Pooling()
@@ -91,7 +94,7 @@ def _read(file: SmallFile, name: str, kind: type) -> Any:
 
 
 class EmbeddingModel(nn.Module):
-    """The pooled vector of a text, without padding: its row of ids is all that there is."""
+    """Model that returns the pooled vector of one text. Texts are not padded: `input_ids` holds one text alone."""
 
     def __init__(self, model: nn.Module, pooling: Pooling) -> None:
         super().__init__()
@@ -99,13 +102,13 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """embedding_H of input_ids_T."""
+        """Return embedding_H of input_ids_T."""
         hidden_BTH = self.model(input_ids=input_ids[None], use_cache=False).last_hidden_state
         return {EMBEDDING: self.pooling(hidden_BTH[0])}
 
 
 class ClassificationModel(nn.Module):
-    """The probabilities of a text's classes."""
+    """Model that returns the probabilities of a text's classes."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ class ClassificationModel(nn.Module):
         self.is_score = problem == "regression"
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """probs_C of input_ids_T; of a model that was trained on a regression its scores."""
+        """Return probs_C of input_ids_T. A model trained for a regression returns its scores instead."""
         logits_C = self.model(input_ids=input_ids[None], use_cache=False).logits[0]
         if self.is_score:
             return {PROBABILITIES: logits_C}
@@ -123,7 +126,7 @@ class ClassificationModel(nn.Module):
 
 
 def task_of(config: Any, *, pools: bool = False) -> str:
-    """What a checkpoint is for, by its config: GENERATE, EMBED or CLASSIFY; `pools`: files beside it say how to pool."""
+    """Return a checkpoint's task by its config: GENERATE, EMBED or CLASSIFY. `pools`: it has files that define a pooling."""
     architecture = str((getattr(config, "architectures", None) or [""])[0])
     if architecture.endswith(CLASSIFIER):
         return CLASSIFY
@@ -137,8 +140,10 @@ def task_of(config: Any, *, pools: bool = False) -> str:
 
 
 def load_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> tuple[nn.Module, frozenset[str]]:
-    """The whole model in float32, and the names of the weights that the checkpoint lacks, in the model's own state dict: what it
-    computes may not depend on them. Raises CheckpointError."""
+    """Load the whole model in float32, and the names of weights that the checkpoint lacks, in the returned model's state dict.
+
+    The task's results must not depend on these weights. Raises CheckpointError if no model can be made.
+    """
     if isinstance(checkpoint, HubCheckpoint):
         checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     try:
@@ -158,7 +163,7 @@ def load_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> tuple[n
 
 
 def outline_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> nn.Module:
-    """The same model without its weights, which are on the meta device. Raises CheckpointError."""
+    """Build the same model on the meta device, without weights. Raises CheckpointError if no model can be made."""
     try:
         with torch.device("meta"):
             model = _class_for(task).from_config(checkpoint.config, dtype=torch.float32)
@@ -176,8 +181,10 @@ def _wrapped(model: Any, task: str, pooling: Pooling) -> nn.Module:
 
 
 def positions_of(module: nn.Module, config: Any) -> int | None:
-    """How many tokens a text may have: the size of the model's table of positions, where it has one. Tables with a padding row
-    begin to count behind it (RoBERTa). None where positions are computed."""
+    """Return the most tokens of a text: the size of the model's position table; None if it has none (computed positions).
+
+    Tables with a padding row begin to count behind that row (RoBERTa).
+    """
     size = getattr(config, "max_position_embeddings", None)
     for name, table in module.named_modules():
         if isinstance(table, nn.Embedding) and table.num_embeddings == size and "position" in name:

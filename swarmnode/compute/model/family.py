@@ -1,8 +1,8 @@
-"""Families of models: how a model is cut into units, or why it cannot be, from its config and its class alone.
+"""Families of models: from a model's config and class alone, its units, or the reason why it cannot be cut.
 
 Units of a causal language model with N layers: unit 0 is the embedding, units 1..N are layers 0..N-1, unit N+1 is the head
-(final norm and language model head). Nothing here knows a family by name: what a family looks like is learnt from its own
-code (`trace.py`), and whether a split gives the whole model's result is tried (`serving/loading.py`).
+(final norm and language model head). No family is known here by name: `trace.py` finds a family's anatomy by running its own
+code, and `serving/loading.py` tries whether a split model computes the same as the whole one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def switching_position(config: Any) -> int | None:
-    """The first position that a longrope model of this transformers config turns by its long frequencies; None for others."""
+    """Return the first position at which a longrope model uses its long frequencies; None for other models."""
     lengths = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
         for rope in ropes(config)
@@ -31,18 +31,21 @@ def switching_position(config: Any) -> int | None:
 
 
 def is_dynamic(config: Any) -> bool:
-    """Whether frequencies change with every position."""
+    """Return whether rotary frequencies change with every position."""
     return any("dynamic" in str(rope.get("rope_type")) for rope in ropes(config))
 
 
 def ropes(config: Any) -> list[dict[str, Any]]:
-    """What a config says of its layers' rotary embeddings; layers of several types may have one each."""
+    """Return the rotary embeddings' parameters in a config: one table, or one for each type of layer."""
     told = getattr(config, "rope_parameters", None) or {}
     return [rope for rope in told.values() if isinstance(rope, dict)] or [told]
 
 
 def settings_of(config: Any) -> Mapping[str, Any] | None:
-    """How a transformers config says that the weights are quantised; None where they are not. Raises CheckpointError."""
+    """Return a transformers config's quantisation settings; None if the weights are not quantised.
+
+    Raises CheckpointError if the settings are not a table.
+    """
     settings = next((each for key in KEYS if (each := getattr(config, key, None)) is not None), None)
     if settings is not None and not isinstance(settings, dict):
         raise CheckpointError("the checkpoint's quantization_config is not a table")
@@ -51,7 +54,7 @@ def settings_of(config: Any) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class Family(ModelTrace):
-    """How one model (class and config) is cut into units, by what a pass over it showed."""
+    """Anatomy of one model (class and config), and its cut into units."""
 
     model_class: type[Any]
     config: Any
@@ -70,16 +73,16 @@ class Family(ModelTrace):
         return f"Family({self.model_class.__name__}, {self.units} units, layers in {self.stack_name})"
 
     def cache_elements_per_token(self, unit: int) -> int:
-        """Elements that the KV cache of one unit keeps per token and row."""
+        """Return the elements that the KV cache of one unit keeps per token and row; 0 for the embedding and the head."""
         if not 1 <= unit <= self.layer_count:
             return 0
         return sum(heads * dim for heads, dim in self.cache_shapes[unit - 1])
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:
-        """The units that need the tensor of this name in a checkpoint; none for what the model does not have.
+        """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.
 
-        Checkpoints may carry other prefixes than today's classes and keep experts apart, so a layer's tensor is known by
-        the first number in its name, and the others by their module's own name; both ends take what neither knows.
+        Checkpoints may have other prefixes than today's classes, and may keep experts apart. So the first number in its name
+        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends.
         """
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
@@ -102,7 +105,7 @@ def _is_one_of(module: str, names: Iterable[str]) -> bool:
 
 @lean()
 def family_of(config: Any) -> Family:
-    """How the model of this transformers config is cut. Raises CheckpointError with the reason where it cannot be."""
+    """Return the family of this transformers config. Raises CheckpointError with the reason if the model cannot be cut."""
     model_class = causal_class(config)
     _refuse_by_config(config, model_class)
     return Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
@@ -110,8 +113,11 @@ def family_of(config: Any) -> Family:
 
 @lean()
 def trains_whole(config: Any) -> bool:
-    """Return whether this config's language model cannot be split at its layers, but be trained as a graph: layers keep a state
-    besides a KV cache, or the loss takes the routers' logits of all. Raises CheckpointError for models of another kind."""
+    """Return whether this config's language model cannot be split at its layers, but can be trained as a graph.
+
+    That is so if layers keep a state besides a KV cache, or the loss needs the router logits of all layers. Raises CheckpointError
+    for models of another kind.
+    """
     is_stateful = getattr(causal_class(config), "_is_stateful", False)
     return bool(is_stateful or _other_layers(config) or _asks_for_routers(config))
 
@@ -121,12 +127,12 @@ def _asks_for_routers(config: Any) -> bool:
 
 
 def _other_layers(config: Any) -> list[str]:
-    """The kinds of layers that are no attention."""
+    """Return the kinds of layers that are not attention."""
     return sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
 
 
 def causal_class(config: Any) -> type[Any]:
-    """The family's causal language model. Raises CheckpointError for models of another kind."""
+    """Return the class of a config's causal language model. Raises CheckpointError for models of another kind."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = f"model type {config.model_type!r}"
@@ -155,7 +161,7 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
         raise CheckpointError(f"{kind} keeps a recurrent state (linear attention or Mamba) that cannot be batched yet")
     if is_dynamic(config):
         raise CheckpointError(
-            f"{kind} has rotary frequencies that change with every position (dynamic): who shares a pass would get other numbers"
+            f"{kind} has rotary frequencies that change with every position (dynamic): sessions in one pass would change each other"
         )
     if _asks_for_routers(config):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Models of random weights: fresh ones that a training begins with, and tiny ones on which a family is tried."""
+"""Models with random weights: fresh ones to begin a training with, and tiny ones to try a family on."""
 
 from __future__ import annotations
 
@@ -48,24 +48,26 @@ TINY_SIZES = {
 }
 TINY_LAYERS = 4
 FACTORS = {"long_factor", "short_factor"}
-POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # what configs call the size of their position tables
+POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # names of the position table's size in configs
 
 FamilyKey = tuple[type[Any], str]
 
-_bounded: dict[FamilyKey, bool] = {}  # whether a family's positions end
+_bounded: dict[FamilyKey, bool] = {}  # whether a family's position table ends
 
 
 def family_key(family: Family) -> FamilyKey:
-    """What decides how models of a family compute: their class, and all that their config says."""
+    """Return the key of a family's computations: its class, and its whole config as JSON."""
     return family.model_class, family.config.to_json_string()
 
 
 @lean()
 @torch.inference_mode()
 def position_limit(family: Family) -> int | None:
-    """How many positions a sequence may have: the size of the family's position table, where it has one that ends. None where
-    positions are computed (rotary, ALiBi), however many the model was trained on. Raises CheckpointError if no tiny model can
-    be made."""
+    """Return the most positions that a sequence may have: the size of the family's position table.
+
+    None if positions are computed (rotary, ALiBi), however many the model was trained on. Raises CheckpointError if no tiny
+    model can be made.
+    """
     key = family_key(family)
     if key not in _bounded:
         with tried(family) as tiny:
@@ -75,7 +77,10 @@ def position_limit(family: Family) -> int | None:
 
 @contextlib.contextmanager
 def tried(family: Family) -> Iterator[Family]:
-    """The tiny family, for a trial that leaves no trace in torch's generator. Raises CheckpointError where the trial fails."""
+    """Yield the family with a tiny config, for a trial that leaves torch's random generator unchanged.
+
+    Raises CheckpointError if the trial fails.
+    """
     try:
         with torch.random.fork_rng(devices=[]):
             yield family_of(tiny_config(family.config))
@@ -85,7 +90,7 @@ def tried(family: Family) -> Iterator[Family]:
 
 
 def tiny_model(tiny: Family) -> Any:
-    """The whole model of a family with a tiny config, drawn at random, in float32."""
+    """Return the whole model of a family with a tiny config, in float32 and with random weights."""
     torch.manual_seed(0)
     with ONE_AT_A_TIME:
         whole = tiny.model_class(copy.deepcopy(tiny.config)).to(torch.float32).eval()
@@ -95,7 +100,7 @@ def tiny_model(tiny: Family) -> Any:
 
 
 def tiny_config(config: Any) -> Any:
-    """A copy with few and small layers that keeps the kinds of layers and every switch."""
+    """Return a copy of `config` with few and small layers that keeps every switch and the kinds of layers."""
     tiny = copy.deepcopy(config)
     count = config.num_hidden_layers
     kept = sorted({round(step * (count - 1) / (TINY_LAYERS - 1)) for step in range(TINY_LAYERS)})
@@ -116,7 +121,7 @@ def tiny_config(config: Any) -> Any:
 
 
 def _shrink_attention(tiny: Any, config: Any) -> None:
-    """Heads that share keys and values go on to do so; latent attention has its own head sizes."""
+    """Keep the sharing of keys and values among heads, and give latent attention its own head size."""
     sharing = getattr(config, "num_key_value_heads", None)
     if sharing is not None:
         tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
@@ -125,7 +130,7 @@ def _shrink_attention(tiny: Any, config: Any) -> None:
 
 
 def _shrink_factors(tiny: Any) -> None:
-    """LongRoPE has a factor for each pair of a head's numbers that is turned."""
+    """Cut LongRoPE's factors to one for each pair of a head's rotated numbers."""
     head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
     for rope in ropes(tiny):
         pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -139,7 +144,7 @@ def _positions(config: Any) -> int | None:
 
 
 def _ends(model: Any, positions: int | None) -> bool:
-    """Whether the whole model cannot take one position more than its config says."""
+    """Return whether the whole model fails at one position more than its config says."""
     if positions is None or positions > TINY_SIZES["max_position_embeddings"]:
         return False
     try:
@@ -155,9 +160,9 @@ with lean():
 
 @lean()
 def write_fresh_model(config: Path, out: Path, seed: int) -> None:
-    """Write config and float32 weights of the model that the config in folder `config` describes into the folder `out`.
+    """Write the config and float32 weights of the model described in folder `config` into the folder `out`.
 
-    The same seed draws the same weights. Raises CheckpointError where it is no config, or of a model that has no units.
+    The same seed gives the same weights. Raises CheckpointError if the config is invalid or its model cannot be split.
     """
     described = load_config(config / CONFIG_FILE)
     family_of(described)
@@ -167,8 +172,10 @@ def write_fresh_model(config: Path, out: Path, seed: int) -> None:
 
 @lean()
 def fresh_model(config: Any, seed: int) -> Any:
-    """The language model of a transformers config with float32 weights drawn from the seed. Raises CheckpointError where none can
-    be made of it."""
+    """Return the language model of a transformers config, with float32 weights drawn from `seed`.
+
+    Raises CheckpointError if no model can be made of the config.
+    """
     try:
         with ONE_AT_A_TIME, torch.random.fork_rng():
             torch.manual_seed(seed)

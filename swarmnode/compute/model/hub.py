@@ -24,13 +24,18 @@ LOGIN = "log in (`hf auth login`, or HF_TOKEN)"
 def open_checkpoint(
     name: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> Checkpoint:
-    """A checkpoint in a local folder, or by its hub name as in "organisation/model", or "organisation/model@revision" for another
-    `revision` than the newest: a branch, a tag or a commit. Raises CheckpointError."""
+    """Open a checkpoint in a local folder, or by its hub name, as "organisation/model" or "organisation/model@revision".
+
+    A revision (a branch, a tag or a commit) in `name` is used unless `revision` is given; without any it is the newest. Raises
+    CheckpointError if there is no such folder or model, or it is not a checkpoint.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return Checkpoint(path)
     if path.is_file():
-        raise CheckpointError(f"{name}: not a folder with a checkpoint (of a GGUF file `create` and `host` make one)")
+        raise CheckpointError(
+            f"{name}: not a folder with a checkpoint (`create` and `host` can make one from a GGUF file)"
+        )
     repository, _, named = str(name).partition("@")
     if path.is_absolute() or str(name).startswith((".", "~")) or repository.count("/") > 1:
         raise CheckpointError(f"{name}: no such folder")
@@ -38,7 +43,7 @@ def open_checkpoint(
 
 
 class HubCheckpoint(Checkpoint):
-    """A checkpoint whose shards are fetched from the hub (with a progress bar) when their tensors are first opened."""
+    """Checkpoint whose shards are fetched from the hub (with a progress bar) when their tensors are first opened."""
 
     def __init__(
         self,
@@ -71,7 +76,10 @@ class HubCheckpoint(Checkpoint):
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"
 
     def open_slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """Fetch the shards that hold the named tensors, check them, and open the tensors as slices."""
+        """Fetch the shards that hold the named tensors, check them, and open the tensors as slices.
+
+        Raises CheckpointError if a shard cannot be fetched, is damaged, or differs from the hub's headers.
+        """
         names = list(names)
         for shard in sorted({self.entries[name].file.name for name in names}):
             local = read_header(self._fetch_whole(shard))
@@ -81,7 +89,7 @@ class HubCheckpoint(Checkpoint):
         return super().open_slices(names)
 
     def small_file(self, name: str) -> Path | None:
-        """Fetched where the hub has it."""
+        """Fetch a small file and return its path; None if the hub does not have it."""
         return self._fetch(name) if name in self._files else None
 
     def _remote_entries(self) -> dict[str, TensorEntry]:
@@ -95,7 +103,10 @@ class HubCheckpoint(Checkpoint):
         return entries
 
     def _fetch_whole(self, file: str) -> Path:
-        """A large file, looked at once: the cache has it under the SHA-256 that the hub promised."""
+        """Fetch a large file and check it once against the SHA-256 that the hub promised.
+
+        Raises CheckpointError, after it removed the file, if it is damaged.
+        """
         path = self._fetch(file)
         blob = path.resolve()
         if file not in self._whole and _SHA256.fullmatch(blob.name) and _sha256_of(blob) != blob.name:
@@ -118,7 +129,10 @@ class HubCheckpoint(Checkpoint):
 def read_range(
     repository: str, file: str, first: int, size: int, *, revision: str | None = None, endpoint: str | None = None
 ) -> bytes:
-    """`size` bytes of a file of a model on the hub, from byte `first` on. Nothing is kept on the disk. Raises CheckpointError."""
+    """Return `size` bytes of a file of a model on the hub, from byte `first` on. Keeps nothing on the disk.
+
+    Raises CheckpointError if the hub does not give exactly these bytes.
+    """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -151,7 +165,7 @@ def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:
 
 @contextmanager
 def _hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
-    """Turns what huggingface_hub raises into a line for people."""
+    """Turn errors of huggingface_hub into a CheckpointError with advice for the user."""
     from huggingface_hub import errors
 
     transport_error: Any = errors.HfHubHTTPError.__mro__[1]  # httpx's base class, whichever httpx the library came with

@@ -1,8 +1,8 @@
-"""transformers without what a node does not use: torch's compiler, checkpoints of clusters, sympy, and scipy's optimisers.
+"""transformers without the parts that a node does not use: torch's compiler, distributed checkpoints, sympy, scipy's optimisers.
 
 transformers' modelling code imports them all, for decorators, for `isinstance` checks and for one loss. In a process that serves
-they cost 100 MiB and two seconds (measured: docs/decisions/lean-imports.md). While `lean()` lasts, imports of them find stand-ins;
-afterwards the real modules are imported by whoever asks for them, as always, and take over what was left to the stand-ins.
+they cost 100 MiB and two seconds (measured: docs/decisions/lean-imports.md). While `lean()` lasts, their imports find stand-ins.
+Afterwards an import finds the real module as always, which takes over the work left to its stand-in.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from typing import Any
 TRUTHS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
 
 Filling = Callable[["LateModule"], None]
-"""Function that puts things into a new late module which need not wait for the real one"""
+"""Function that fills a new late module with names that need not wait for the real module"""
 
 
 class LateModule(types.ModuleType):
-    """Stand-in for a module whose things are late. Functions in `__put_right__` are called with the real one."""
+    """Stand-in for a module: any name in it is a stand-in, too, which imports the real object when it is called or looked into.
+
+    The functions in `__put_right__` are called with the real module once it is executed.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -40,8 +43,10 @@ class LateModule(types.ModuleType):
         return thing
 
     def become_real(self, loader: Loader) -> None:
-        """Execute the real module in this object, and put right what other modules hold of it. Raises what importing raises;
-        the module is late then as before."""
+        """Execute the real module in this object, and replace the stand-ins that other modules hold.
+
+        Raises any error of the import; the module then stays late.
+        """
         assert self.__spec__ is not None
         put_right = self.__put_right__
         held = {name: thing for name, thing in vars(self).items() if isinstance(thing, _LateThing | types.FunctionType)}
@@ -64,8 +69,10 @@ class LateModule(types.ModuleType):
 
 
 class _LateThing(type):
-    """A class as which the real thing is known, whatever it is: it can be checked for, called, looked into and derived from.
-    Behind an `except` it catches nothing, as nobody raises the real thing before it is imported."""
+    """Stand-in for an object of unknown kind: it can be called, searched for attributes, derived from and used in `isinstance`.
+
+    In an `except` clause it catches nothing: the real exception cannot have been raised before its module was imported.
+    """
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
         if not any(isinstance(base, _LateThing) for base in bases):
@@ -89,8 +96,10 @@ class _LateThing(type):
 
 
 class StandIns(MetaPathFinder):
-    """Finder of late modules, of those in `fillings` and of what is in these, but for `real`. Once a module has been late, this
-    is how the real one takes its place."""
+    """Import finder that provides late modules: those in `fillings` and their submodules, except `real`.
+
+    It also lets the real module take the place of a late one.
+    """
 
     def __init__(self, fillings: Mapping[str, Filling | None], real: Collection[str] = ()) -> None:
         self._fillings = fillings
@@ -102,7 +111,7 @@ class StandIns(MetaPathFinder):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have imports find late modules until all who asked for it are done. Modules that are imported already stay."""
+        """Have imports find late modules until all users have left this context. Modules already imported stay."""
         with self._lock:
             self._users += 1
             if self not in sys.meta_path:
@@ -117,7 +126,7 @@ class StandIns(MetaPathFinder):
                     self._gave_way = False
 
     def give_way(self) -> None:
-        """Let all imports find the real modules, until nobody has these in place any more."""
+        """Let all imports find the real modules until no user is left in `in_place`."""
         self._gave_way = True
         for name, module in list(self._late.items()):
             if sys.modules.get(name) is module:
@@ -130,7 +139,7 @@ class StandIns(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module that is, or was, late; None of others, which other finders find."""
+        """Return the spec of a module that is or was late; None for other modules, so that other finders find them."""
         if fullname not in self._late and not (self._are_found() and self._is_late(fullname)):
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
@@ -140,7 +149,7 @@ class StandIns(MetaPathFinder):
         return spec
 
     def create(self, name: str) -> LateModule:
-        """The late module of that name, the same for everybody until it becomes the real one."""
+        """Return the late module of this name: the same one until it becomes real."""
         module = self._late.get(name)
         if module is None:
             module = self._late[name] = LateModule(name)
@@ -150,7 +159,7 @@ class StandIns(MetaPathFinder):
         return module
 
     def execute(self, module: LateModule, loader: Loader) -> None:
-        """Leave a module late while these are in place, else make it the real one."""
+        """Leave a module late while the stand-ins are in place, else make it the real one."""
         if not self._are_found():
             module.become_real(loader)
             del self._late[module.__name__]
@@ -176,14 +185,14 @@ class _StandInLoader(Loader):
 
 
 def _replace(names: dict[str, Any], real: Mapping[int, Any]) -> None:
-    """Let names of things, which are given by their ids, be those of the real ones."""
+    """Replace in `names` each object whose id is a key of `real`."""
     for name, thing in list(names.items()):
         if id(thing) in real:
             names[name] = real[id(thing)]
 
 
 def _real(thing: _LateThing) -> Any:
-    """The real thing. All stand-ins give way, as modules that it imports may need the real ones, too."""
+    """Return the real object. All stand-ins give way, since modules that it imports may need real modules, too."""
     for finder in sys.meta_path:
         if isinstance(finder, StandIns):
             finder.give_way()
@@ -199,8 +208,11 @@ def lean() -> Iterator[None]:
 
 @contextlib.contextmanager
 def models_listed_once() -> Iterator[None]:
-    """transformers reads the source of all its models for their names, some 0.4 s, and does so again when the first of them is
-    wanted, as its memory holds 128 folders only. The second time it gets what the first has found."""
+    """Make transformers read the source of all its models for their names only once.
+
+    It takes some 0.4 s, and transformers repeats it for the first model asked for, as its cache holds only 128 folders. The second
+    time it gets the first result.
+    """
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     read_names: Any = getattr(utils, "create_import_structure_from_path", None)
     if "transformers.models" in sys.modules or not hasattr(read_names, "cache_info"):
@@ -219,10 +231,10 @@ def models_listed_once() -> Iterator[None]:
 
 
 def _fill_compiler(module: LateModule) -> None:
-    """Decorators that tell the compiler what to leave alone: as long as nothing is compiled, they do nothing."""
+    """Fill torch's compiler with its decorators. They do nothing until the real compiler is imported."""
 
     def mark(decorator: str) -> Callable[[Any], Any]:
-        """Of a decorator that returns the function itself."""
+        """Return a decorator that returns its function unchanged, and marks it once the compiler is real."""
 
         def marked(function: Any) -> Any:
             module.__put_right__.append(lambda real: getattr(real, decorator)(function))
@@ -254,8 +266,10 @@ def _fill_compiler(module: LateModule) -> None:
 
 
 def _fill_symbols(module: LateModule) -> None:
-    """Questions about sizes, which torch asks at each step of a model on the meta device. Where sizes are numbers, as they are
-    here, the answers are plain; symbolic ones are left to the real module, which brings all of sympy along."""
+    """Fill symbolic shapes with the questions about sizes that torch asks at each step on the meta device.
+
+    For plain numbers the answers are simple. Symbolic sizes are left to the real module, which imports all of sympy.
+    """
 
     def plain(name: str, answer: Callable[..., bool]) -> Callable[..., Any]:
         symbolic = getattr(module, name)
@@ -270,7 +284,7 @@ def _fill_symbols(module: LateModule) -> None:
 
 
 def _are_numbers(sizes: Any) -> bool:
-    """Whether these are numbers, truths, or shapes of them."""
+    """Return whether `sizes` are numbers, booleans, or shapes of them."""
     return isinstance(sizes, int) or (isinstance(sizes, tuple) and all(map(_are_numbers, sizes)))
 
 
@@ -284,5 +298,5 @@ STAND_INS = StandIns(
         "torch.distributed.fsdp": None,
         "torch.fx.experimental.symbolic_shapes": _fill_symbols,
     },
-    real=["torch._dynamo._trace_wrapped_higher_order_op"],  # in which transformers' masks are made
+    real=["torch._dynamo._trace_wrapped_higher_order_op"],  # transformers' masks are made there
 )

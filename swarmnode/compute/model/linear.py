@@ -1,9 +1,9 @@
-"""Matrix products on the CPU, each by whichever way is the fastest on this machine: found by timing, once per shape in a process.
+"""Matrix products on the CPU, each in the way that is fastest on this machine: found by timing, once per shape in a process.
 
-One decode step multiplies each weight matrix by one to some ten rows, one for each session; libraries were made for many. What
-is fast differs: for float32, a single-threaded MKL on an AMD EPYC takes 8.7 ms for 8 rows and a matrix of 5632 x 2048, where
-oneDNN takes 5.6, and for one row W x^T is sometimes twice as fast as x W^T. For bfloat16, a CPU without instructions for it
-multiplies 8 rows no faster than each alone: 10.7 ms, where FBGEMM takes 2.4 (`packed.py`).
+One decode step multiplies each weight matrix by one to some ten rows, one for each session. Libraries were made for many rows, and
+which way is fast differs. For float32, a single-threaded MKL on an AMD EPYC takes 8.7 ms for 8 rows and a matrix of 5632 x 2048;
+oneDNN takes 5.6. For one row W x^T is sometimes twice as fast as x W^T. For bfloat16, a CPU without instructions for it
+multiplies 8 rows no faster than each alone: 10.7 ms, while FBGEMM takes 2.4 (`packed.py`).
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from swarmnode.compute.model.packed import FORMS, PackedLinear, Packings, in_blo
 T = TypeVar("T")
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x (..., I), weight_OI, bias_O -> y (..., O)"""
+"""Function for a product: x (..., I), weight_OI, bias_O -> y (..., O)"""
 
 Sample = Mapping[torch.Size, Sequence[Tensor]]
-"""Per shape of a layer's matrix, the matrices (or their first rows) that are timed for it."""
+"""Matrices (or their first rows) to be timed, by the shape of the layer's matrix"""
 
-TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # between two of them the lower one decides
-MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie, and as long for each part of them
+TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # for numbers between two of them the lower one decides
+MANY_ROWS = 16  # from here on a product's time is proportional to the part, and independent of the weights' place
 TURNS = 3
-PACKED_TURNS = 4  # of a packed matrix and one that is not
+PACKED_TURNS = 4  # for the comparison of a packed matrix and a plain one
 HOPELESS = 1.5  # times the usual time
-MIN_GAIN = 0.9  # of the usual time: below it another way is taken
+MIN_GAIN = 0.9  # of the usual time: a faster way is taken below it
 SAMPLE_BYTES = 96 << 20
 PACKED_SAMPLE_BYTES = 32 << 20
-TALLEST = 8192  # outputs of a matrix that are timed: a head has 100,000
-SAMPLE_OUTPUTS = 1024  # where it meets many rows, or takes long to be packed for a try
+TALLEST = 8192  # most outputs of a matrix that are timed: a head has 100,000
+SAMPLE_OUTPUTS = 1024  # outputs timed with many rows, or of a matrix that takes long to pack
 MIN_ELEMENTS = 1 << 16  # smaller matrices are all overhead
 TILE_BYTES, MIN_TILE_ROWS = 1 << 20, 16
 
 Kind = tuple[torch.dtype, torch.Size, int]
-"""(number format, shape, threads): what a choice holds for"""
+"""Key of a choice: (number format, shape, threads)"""
 
 
 class TimedLinear(nn.Linear):
-    """A linear layer that shares another one's parameters. `products` are its ways, one for each of TIMED_ROWS."""
+    """Linear layer that shares another one's parameters. `products` holds the function to use for each of TIMED_ROWS."""
 
     def __init__(self, like: nn.Linear, products: Sequence[Product]) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = like.in_features, like.out_features
         self.weight, self.bias = like.weight, like.bias
-        self._forward_hooks = like._forward_hooks  # one table, whichever of the two an adapter finds
+        self._forward_hooks = like._forward_hooks  # one shared table, so that adapters' hooks work on either layer
         self.products = tuple(products)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., I) -> (..., O)."""
+        """Return (..., O) for x (..., I)."""
         rows = x.numel() // self.in_features
         return self.products[bisect.bisect(TIMED_ROWS, rows) - 1](x, self.weight, self.bias)
 
 
 def weight_first_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """(W x^T)^T. One row is doubled: with one column libraries take their slower vector path."""
+    """Multiply as (W x^T)^T. A single row is doubled: with one column libraries take their slower vector path."""
     x_RI = x.reshape(-1, x.shape[-1])
     rows = x_RI.shape[0]
     if rows == 1:
@@ -75,19 +75,21 @@ def weight_first_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
 
 
 def onednn_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """By oneDNN, which torch leaves to MKL for float32."""
+    """Multiply with oneDNN, which torch does not use for float32 by default."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight_OI, bias_O, "none", [], "")
     return y
 
 
 def blocked_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """As a batch of small products: for a few rows and AVX-512 (`packed.py`)."""
+    """Multiply as a batch of small products: for a few rows and AVX-512 (`packed.py`)."""
     return multiply_blocks(x, *in_blocks(weight_OI), bias_O)
 
 
 def plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Without oneDNN, which puts the whole matrix in another order before it multiplies: torch's own way for a single row of
-    bfloat16 takes half the time. The switch is the process's; who multiplies elsewhere meanwhile gets the same, more slowly."""
+    """Multiply without oneDNN, which reorders the whole matrix first: for one row of bfloat16 this takes half the time.
+
+    The switch is the process's: products in other threads meanwhile get the same results, more slowly.
+    """
     torch.backends.mkldnn.set_flags(False)
     try:
         return functional.linear(x, weight_OI, bias_O)
@@ -96,7 +98,7 @@ def plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def tiled_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """In float32, for which a few rows of the weights at a time are converted: they stay in the processor's cache meanwhile."""
+    """Multiply in float32. A few rows of the weights are converted at a time, so that they stay in the processor's cache."""
     outputs, inputs = weight_OI.shape
     x_RI = x.reshape(-1, inputs).float()
     y_RO = x_RI.new_empty(x_RI.shape[0], outputs)
@@ -119,13 +121,16 @@ OTHERS: Mapping[torch.dtype, Sequence[Product]] = {
 
 
 _products: dict[Kind, list[Product]] = {}  # one for each of TIMED_ROWS
-_forms: dict[Kind, type[PackedLinear] | None] = {}  # None: as it is
+_forms: dict[Kind, type[PackedLinear] | None] = {}  # None: not packed
 
 
 @torch.inference_mode()
 def speed_up_linears(model: nn.Module) -> Packings:
-    """Let the large linear layers on the CPU choose how they multiply. Those that do best packed work as they are, until their
-    packing has `run`. A model on the meta device chooses ahead for one that will be loaded."""
+    """Let the model's large linear layers on the CPU multiply in the fastest way. Returns the layers still to be packed.
+
+    Layers that are fastest packed work unpacked until their packing has `run`. A model on the meta device makes the choices ahead
+    for one to be loaded.
+    """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     to_pack: dict[str, tuple[nn.Linear, type[PackedLinear]]] = {}
     for dtype, others in OTHERS.items():
@@ -156,7 +161,7 @@ def _is_candidate(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]
 def _remembered(
     known: dict[Kind, T], weights: Sequence[Tensor], find: Callable[[Sequence[Tensor]], Mapping[torch.Size, T]]
 ) -> dict[torch.Size, T]:
-    """Per shape what is known, or what is found now and known from then on."""
+    """Return the known choice for each shape. Unknown ones are found now and remembered."""
     kinds = {weight.shape: (weight.dtype, weight.shape, torch.get_num_threads()) for weight in weights}
     for shape, found in find([weight for weight in weights if kinds[weight.shape] not in known]).items():
         known[kinds[shape]] = found
@@ -164,12 +169,12 @@ def _remembered(
 
 
 def _material(weight_OI: Tensor) -> Tensor:
-    """A weight, or where it has no values yet another one that is as large."""
+    """Return a weight with values: the weight itself, or ones of the same size if it is on the meta device."""
     return torch.ones(weight_OI.shape, dtype=weight_OI.dtype) if weight_OI.is_meta else weight_OI
 
 
 def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.Size, list[Product]]:
-    """Per shape, the product for each of TIMED_ROWS."""
+    """Return for each shape the products for TIMED_ROWS."""
     sample = _first_bytes(weights, SAMPLE_BYTES)
     others = [product for product in others if _works(product)] if sample else []
     choices: dict[torch.Size, list[Product]] = {shape: [] for shape in sample}
@@ -184,7 +189,7 @@ def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.
 
 
 def _rivals(products: Sequence[Product], sample: Sample, rows: int) -> list[Product]:
-    """Those that a few tries of one matrix of each shape do not show to be hopeless."""
+    """Return the products that are not hopelessly slow in a few tries of one matrix of each shape."""
     one_of_each = {shape: weights[:1] for shape, weights in sample.items()}
     tries_s = _time_in_turns([USUAL, *products], one_of_each, rows)
     usual_s = tries_s.pop(USUAL)
@@ -198,8 +203,10 @@ def _rivals(products: Sequence[Product], sample: Sample, rows: int) -> list[Prod
 def _forms_to_pack(
     weights: Sequence[Tensor], choices: Mapping[torch.Size, Sequence[Product]]
 ) -> dict[torch.Size, type[PackedLinear] | None]:
-    """Per shape, the form in which it is faster, if any, on the average over the rows that it is compared for. All are of one
-    dtype."""
+    """Return for each shape the form that is fastest on the average over its compared rows; None if none is fast enough.
+
+    All weights are of one dtype.
+    """
     forms = [form for form in FORMS[weights[0].dtype] if form.works()] if weights else []
     if not forms:  # no matrices are made up just to be timed
         return dict.fromkeys(weight.shape for weight in weights)
@@ -212,8 +219,10 @@ def _forms_to_pack(
 
 
 def _time_beside(form: type[PackedLinear], matrices: Sequence[Tensor], chosen: Sequence[Product]) -> float:
-    """The time of packed products, in multiples of what those chosen take. Both in turn: a busy machine is as busy for one as for
-    the other."""
+    """Return the time of packed products as a multiple of the chosen ones'.
+
+    The two are timed in turn, so that a busy machine slows both.
+    """
     shape = matrices[0].shape
     parts = matrices if form.packs_fast else [matrices[0][:SAMPLE_OUTPUTS]]
     packed = {part.data_ptr(): form(part, None) for part in parts}
@@ -231,7 +240,7 @@ def _time_beside(form: type[PackedLinear], matrices: Sequence[Tensor], chosen: S
 
 
 def _works(product: Product) -> bool:
-    """Whether this build of torch has it."""
+    """Return whether this build of torch supports the product."""
     try:
         product(torch.zeros(1, 8), torch.zeros(8, 8), None)
     except (RuntimeError, AttributeError):
@@ -240,7 +249,7 @@ def _works(product: Product) -> bool:
 
 
 def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
-    """The first weights up to a limit, and one of each shape that remains."""
+    """Return the first weights up to a limit, and one weight of each further shape."""
     sample: dict[torch.Size, list[Tensor]] = {}
     used_bytes = 0
     for weight in weights:
@@ -253,10 +262,10 @@ def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
 def _time_in_turns(
     products: Sequence[Product], sample: Sample, rows: int, turns: int = TURNS
 ) -> dict[Product, dict[torch.Size, float]]:
-    """Per product and shape, the least seconds that one product took.
+    """Return, for each product and shape, the least seconds that one multiplication took.
 
-    Whole passes over many weights are timed, as in decoding, or they would lie in the processor's cache. All in turn: who comes
-    first meets matrices whose memory nobody has touched, and a library that has compiled nothing yet.
+    Whole passes over many weights are timed, as in decoding, or else they would lie in the processor's cache. The products take
+    turns, as the first one meets matrices that are not in memory yet, and libraries that have compiled nothing.
     """
     best_s: dict[Product, dict[torch.Size, float]] = {product: {} for product in products}
     for _ in range(turns):
@@ -269,7 +278,7 @@ def _time_in_turns(
 
 
 def _time_product(product: Product, weight_OI: Tensor, x_RI: Tensor) -> float:
-    """In seconds. A single thread counts its own, so that a busy machine leads to the same choice."""
+    """Return the seconds of one product. With a single thread it is the thread's own time, so a busy machine chooses the same."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin_s = clock()
     product(x_RI, weight_OI, None)

@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie in the order in which a library multiplies them fastest, as many bytes as before.
+"""Linear layers whose weights are reordered into a library's fastest format, in as many bytes as before.
 
-A packed layer takes the place of the one that it was made of: one copy is in memory, and the pages that were mapped from a file
-are let go. Which form is of use, if any, is found by timing (`model/linear.py`).
+A packed layer takes the place of the original one: only one copy is in memory, and the original's pages, mapped from a file, are
+released. Timing decides whether a form is of use, and which (`model/linear.py`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 LARGEST_EXPONENT = 15  # of float16
 BLOCK = 16  # outputs: a cache line of float32
-FEW_ROWS = 64  # for which oneDNN is asked to block: a chunk of a prompt, or many sessions
-PAGEOUT = 21  # MADV_PAGEOUT: let go of the pages; whoever touches them again gets them back
+FEW_ROWS = 64  # rows that oneDNN's blocks are made for: a chunk of a prompt, or many sessions
+PAGEOUT = 21  # MADV_PAGEOUT: releases the pages; the next access reads them again
 
 
 class PackedLinear(nn.Module):
-    """An nn.Linear of these values, which subclasses pack. Its own `weight` is empty, for families that look at its dtype."""
+    """Linear layer whose weights a subclass packs. Its own `weight` is empty, and kept for families that read its dtype."""
 
     compared_rows: ClassVar[Sequence[int]] = (1, 8, 64)
-    """One session, several, and a prompt: a form is taken if it is faster on the average over these."""
+    """Numbers of rows for the comparison with the usual product: one session, several, a prompt. The average decides."""
 
     packs_fast: ClassVar[bool] = False
     """Whether many matrices can be packed just to be timed."""
 
     waits_for_company: ClassVar[bool] = False
-    """Whether it is slower while there is one session alone."""
+    """Whether the form is slower for a single session, so that packing waits until there are several."""
 
     def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def works() -> bool:
-        """Whether this build of torch has what it takes."""
+        """Return whether this build of torch supports the form. Raises NotImplementedError if a subclass does not define it."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """As nn.Linear's."""
+        """Return a text like nn.Linear's."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight_bytes / 1e6:.1f} MB"
 
 
 class FbgemmLinear(PackedLinear):
-    """For CPUs that cannot multiply half precision: by FBGEMM, sums in float32.
+    """Packed layer for CPUs without half-precision products: FBGEMM multiplies float16 weights with sums in float32.
 
-    Its numbers are float16. Scaled by a power of two, a bfloat16 matrix keeps all of its bits there: only what is smaller than
-    2^-32 of its largest element loses some, which is below the last bit of a float32 sum.
+    A bfloat16 matrix, scaled by a power of two, keeps all of its bits in float16. Only elements smaller than 2^-32 of the largest
+    one lose some, which is below the last bit of a float32 sum.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
@@ -63,16 +63,16 @@ class FbgemmLinear(PackedLinear):
         largest = max(abs(float(extreme)) for extreme in weight_OI.aminmax())
         exponent = LARGEST_EXPONENT - math.frexp(largest)[1] if largest > 0 else 0
         self._unscale = 2.0**-exponent
-        # A scale beside the sums, not in the inputs: these may be as large as they like.
+        # The scale is applied to the sums, not to the inputs, so these may be of any size.
         self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight_OI.float().mul_(2.0**exponent), None)
 
     @staticmethod
     def works() -> bool:
-        """Whether this build of torch has FBGEMM."""
+        """Return whether this build of torch has FBGEMM."""
         return "fbgemm" in torch.backends.quantized.supported_engines
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., I) -> (..., O) in the dtype of x."""
+        """Return (..., O) for x (..., I), in the dtype of x."""
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
         y = y.mul_(self._unscale)
         if self.bias is not None:
@@ -81,7 +81,10 @@ class FbgemmLinear(PackedLinear):
 
 
 class OneDnnLinear(PackedLinear):
-    """For CPUs that can (AMX, AVX-512 with bfloat16): in oneDNN's blocks, into which it else puts the matrix at every product."""
+    """Packed layer for CPUs with half-precision products (AMX, AVX-512 with bfloat16), in oneDNN's blocks.
+
+    oneDNN would otherwise reorder the matrix into these blocks for every product.
+    """
 
     def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
         super().__init__(weight_OI, bias_O)
@@ -89,7 +92,7 @@ class OneDnnLinear(PackedLinear):
 
     @staticmethod
     def works() -> bool:
-        """Whether this build of torch has oneDNN, and this CPU what that needs for half precision."""
+        """Return whether this build of torch has oneDNN, and this CPU its instructions for half precision."""
         try:
             OneDnnLinear(torch.zeros(16, 16, dtype=torch.bfloat16), None)(torch.zeros(1, 16, dtype=torch.bfloat16))
         except (RuntimeError, AttributeError):
@@ -97,14 +100,16 @@ class OneDnnLinear(PackedLinear):
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., I) -> (..., O)."""
+        """Return (..., O) for x (..., I)."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias, "none", [], "")
         return y
 
 
 class BlockedLinear(PackedLinear):
-    """For float32, several sessions and CPUs with AVX2: a cache line holds what an input weighs for BLOCK outputs
-    (`multiply_blocks`). With AVX-512 weights may lie as they are."""
+    """Packed layer for float32 and several sessions on CPUs with AVX2, in blocks of BLOCK outputs (`multiply_blocks`).
+
+    A cache line holds the weights of one input for BLOCK outputs. With AVX-512 weights need no packing for this.
+    """
 
     compared_rows = (2, 4, 8)
     packs_fast = True
@@ -117,24 +122,26 @@ class BlockedLinear(PackedLinear):
 
     @staticmethod
     def works() -> bool:
-        """Whether this CPU, or what torch is held to, is one of those."""
+        """Return whether torch uses AVX2 on this CPU, and nothing newer."""
         return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., I) -> (..., O)."""
+        """Return (..., O) for x (..., I)."""
         return multiply_blocks(x, self._blocks_NIB, self._rest_OI, self.bias)
 
 
 def in_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks_NIB, rest_OI): views of a matrix as blocks of BLOCK outputs, and of the outputs that fill none."""
+    """Return (blocks_NIB, rest_OI): views of a matrix as blocks of BLOCK outputs, and of the remaining outputs."""
     outputs, inputs = weight_OI.shape
     whole = outputs - outputs % BLOCK
     return weight_OI[:whole].view(-1, BLOCK, inputs).transpose(1, 2), weight_OI[whole:]
 
 
 def multiply_blocks(x: Tensor, blocks_NIB: Tensor, rest_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x (..., I) -> (..., O) as a batch of N small products: MKL multiplies those from where they lie, where it puts one large
-    matrix into an order of its own first, whatever the number of rows."""
+    """Return (..., O) for x (..., I), computed as a batch of N small products.
+
+    MKL multiplies small matrices in place, but reorders one large matrix first, whatever the number of rows.
+    """
     blocks, inputs, width = blocks_NIB.shape
     x_RI = x.reshape(-1, inputs)
     y_NRB = torch.bmm(x_RI.expand(blocks, *x_RI.shape), blocks_NIB)
@@ -154,8 +161,10 @@ FORMS: Mapping[torch.dtype, Sequence[type[PackedLinear]]] = {
 
 
 class Packing:
-    """Linear layers of a model that are still to be packed, by name, and what into. It takes one core up to 10 ns for a weight; a
-    model serves meanwhile: whichever of the two forms a pass meets, it multiplies the same numbers."""
+    """Linear layers of a model that are still to be packed, with their forms, by name. Packing takes one core up to 10 ns a weight.
+
+    The model can serve meanwhile: both forms of a layer multiply the same numbers.
+    """
 
     def __init__(self, model: nn.Module, linears: Mapping[str, tuple[nn.Linear, type[PackedLinear]]]) -> None:
         self._model = model
@@ -168,14 +177,16 @@ class Packing:
         return len(self._left)
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Pack them all, by as many threads as torch computes with; once `stopped`, those that were begun."""
+        """Pack all layers, with as many threads as torch computes with. After `stopped` returns True, no further layer is begun."""
 
         @torch.inference_mode()
         def pack(entry: tuple[str, tuple[nn.Linear, type[PackedLinear]]]) -> None:
             name, (linear, form) = entry
             if not stopped():
                 packed = form(linear.weight, linear.bias)
-                packed._forward_hooks = linear._forward_hooks  # one table, whichever of the two an adapter finds
+                packed._forward_hooks = (
+                    linear._forward_hooks
+                )  # one shared table, so that adapters' hooks work on either layer
                 self._model.set_submodule(name, packed)
                 let_go(linear.weight)
                 del self._left[name]
@@ -186,15 +197,15 @@ class Packing:
 
 
 class Packings(NamedTuple):
-    """What of a model is to be packed when."""
+    """Layers of a model to be packed, by when."""
 
     at_once: Packing
     in_company: Packing
-    """Once several sessions are there."""
+    """Layers to be packed once several sessions run"""
 
     @classmethod
     def of(cls, model: nn.Module, linears: Mapping[str, tuple[nn.Linear, type[PackedLinear]]]) -> Packings:
-        """Of all layers that are to be packed at some time."""
+        """Split layers by whether their form waits for several sessions."""
         later = {name for name, (_, form) in linears.items() if form.waits_for_company}
         return cls(
             Packing(model, {name: entry for name, entry in linears.items() if name not in later}),
@@ -203,12 +214,12 @@ class Packings(NamedTuple):
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Memory of the weights that are packed, and so in no parameter."""
+    """Return the bytes of packed weights, which no parameter holds."""
     return sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
 
 
 def let_go(weight: Tensor) -> None:
-    """Tell the system that a weight's pages are not needed now. They stay valid; mapped ones are read again from their file."""
+    """Tell the system that a weight's pages are not needed now. They stay valid: mapped ones are read again from their file."""
     madvise: Callable[..., int] | None = getattr(_libc(), "madvise", None)
     first = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (weight.data_ptr() + weight.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE

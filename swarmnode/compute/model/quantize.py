@@ -1,6 +1,6 @@
 """Weights in 8 or 4 bits, made from full ones while a span is loaded. Saves memory, not time.
 
-int8: rows of each matrix with a scale. nf4: blocks of 64 in the 16 levels of a normal distribution, scales themselves
+int8: rows of each matrix with a scale. nf4: blocks of 64 in the 16 levels of a normal distribution, the scales themselves
 in 8 bits (QLoRA, arXiv 2305.14314, section 3), by bitsandbytes, which is imported only here. Relative error of a product with
 normal weights: 0.008 and 0.09. Only plain linear layers inside blocks are quantised.
 """
@@ -18,12 +18,15 @@ from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError
 
 METHODS = ("none", "int8", "nf4")
-MIN_FEATURES = 32  # narrower matrices (routers of experts) stay as they are
+MIN_FEATURES = 32  # narrower matrices (routers of experts) are not quantised
 LEVELS = 127
 
 
 class Int8Linear(nn.Module):
-    """`weight_OI` (int8) times `scale_O1` (float32) is the matrix; made on its device, layer by layer, while it multiplies."""
+    """Linear layer with int8 weights: its matrix is made on the device for each product.
+
+    The matrix is `weight` (O, I, int8) times `scale_O1` (float32).
+    """
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
         super().__init__()
@@ -35,11 +38,11 @@ class Int8Linear(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
 
     def extra_repr(self) -> str:
-        """As nn.Linear's."""
+        """Return a text like nn.Linear's."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., I) -> (..., O) in the dtype of x."""
+        """Return (..., O) for x (..., I), in the dtype of x."""
         weight: Tensor = self.get_buffer("weight")
         scale_O1: Tensor = self.get_buffer("scale_O1")
         return functional.linear(x, weight * scale_O1.to(x.dtype), self.bias)
@@ -47,13 +50,13 @@ class Int8Linear(nn.Module):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What `quantize_layers` did. Sizes are of what was quantised, before and after, scales included."""
+    """Result of `quantize_layers`. Sizes in bytes are of the quantised matrices, before and after, with their scales."""
 
     method: str
     matrices: int
     bytes_before: int
     bytes_after: int
-    kept_bytes: int  # of the layers' weights that are no plain linear layers: fused experts, norms, convolutions
+    kept_bytes: int  # weights of the layers that are not quantised: fused experts, norms, convolutions
 
     def __str__(self) -> str:
         kept = f"; {format_bytes(self.kept_bytes)} of layers stay as they are" if self.kept_bytes else ""
@@ -62,9 +65,9 @@ class Quantization:
 
 
 def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Quantization:
-    """Replace the linear layers in `layers` by quantised ones on `device`, one at a time. Raises LocalError.
+    """Replace the linear layers in `layers` by quantised ones on `device`, one at a time. The rest of `layers` is not moved.
 
-    The rest of `layers` stays where it is.
+    Raises LocalError if the method is unknown or unavailable on `device`, or there are no matrices to quantise.
     """
     if method not in METHODS[1:]:
         raise LocalError(f"no quantisation {method!r}: use one of {', '.join(METHODS)}")
@@ -108,7 +111,7 @@ def _nf4_linear(linear: nn.Linear, device: torch.device) -> nn.Module:
 
 
 def _weight_bytes(quantized: Any) -> int:
-    """Of a quantised matrix and its scales, but for those that are buffers and counted with the others."""
+    """Return the bytes of a quantised matrix and its scales, except scales that are buffers: the caller counts those."""
     weight = quantized.weight
     size = int(weight.nbytes)
     state = getattr(weight, "quant_state", None)

@@ -1,6 +1,6 @@
-"""A span of units of a model on one device: loading it, and its forward pass.
+"""A span of units of a model on one device: its loading and its forward pass.
 
-`family.py` tells the units, `assemble.py` builds the model of the span, `stack.py` leads hidden states through its layers.
+`family.py` defines the units, `assemble.py` builds the model of the span, `stack.py` leads hidden states through its layers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden siz
 
 
 def dismantle(model: nn.Module, device: torch.device) -> None:
-    """Drop all weights and buffers, packed ones too, and give what the device's allocator keeps of them back. It cannot be used
-    any more."""
+    """Drop all weights and buffers, also packed ones, and return the allocator's cached memory to the device.
+
+    The model cannot be used afterwards.
+    """
     for module in list(model.modules()):
         for held in (module._parameters, module._buffers, module._modules):
             held.clear()
         module.__dict__.pop("_packed", None)
     if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # of a card that is lost, with all that was on it
+        with contextlib.suppress(RuntimeError):  # the card may be lost, with everything on it
             torch.cuda.empty_cache()
 
 
 class ModelSpan:
     """Units [start, end) of a model, ready to run.
 
-    `model` is the family's causal language model, cut down. Not safe for use from two threads at once, but for `packings`.
+    `model` is the family's causal language model, cut down. Only `packings` may be used from a second thread.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class ModelSpan:
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self._device: torch.device = parameter.device
         self._dtype: torch.dtype = parameter.dtype
-        # Sizes H of the hidden states and V of the vocabulary. Not asked of the config at each pass: that takes it 40 us.
+        # Sizes H of the hidden states and V of the vocabulary, kept here as reading them from the config takes 40 us a pass.
         self.hidden_size = int(model.config.hidden_size)
         self.vocab_size = int(model.config.vocab_size)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -77,42 +79,42 @@ class ModelSpan:
 
     @property
     def config(self) -> Any:
-        """The whole model's transformers config."""
+        """Transformers config of the whole model."""
         return self.model.config
 
     @cached_property
     def position_limit(self) -> int | None:
-        """How many positions a sequence may have; None where the family knows no end."""
+        """Most positions that a sequence may have; None if the family has no limit."""
         return position_limit(self.family)
 
     @property
     def has_embedding(self) -> bool:
-        """Whether token ids may enter here."""
+        """Whether the span takes token ids: it holds unit 0."""
         return self.start == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether logits come out here."""
+        """Whether the span returns logits: it holds the last unit."""
         return self.end == self.family.units
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states and caches."""
+        """Dtype of hidden states and caches."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device that holds the weights."""
         return self._device
 
     def move_to(self, device: torch.device) -> None:
-        """Let the weights lie on another device. Not for quantised ones."""
+        """Move the weights to another device. Not for quantised ones."""
         self.model.to(device)
         self._device = device
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of weights and buffers, scales of quantised ones included; tied ones count once."""
+        """Bytes of weights and buffers, with the scales of quantised ones; tied ones count once."""
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         quantized = self.quantization
         if quantized is None:
@@ -121,28 +123,31 @@ class ModelSpan:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """KV cache of one token of one row, over all layers of the span."""
+        """Bytes of the KV cache of one token of one row, over all layers of the span."""
         elements = sum(self.family.cache_elements_per_token(unit) for unit in range(self.start, self.end))
         return elements * self.dtype.itemsize
 
     def pass_bytes(self, positions: int, rows: int) -> int:
-        """About what one pass over so many positions (of all rows) takes besides caches: a layer's values, and the rows' logits."""
+        """Return the approximate bytes of one pass besides caches: a layer's values for `positions`, and logits of `rows`.
+
+        `positions` counts the positions of all rows.
+        """
         values = positions * (WIDTHS * self.hidden_size + WIDEST * self._widest())
         return 4 * (values + (LOGITS * rows * self.vocab_size if self.has_head else 0))  # float32, or as much
 
     def _widest(self) -> int:
-        """The most that a layer makes of one position."""
+        """Return the largest number of values that a layer makes of one position."""
         shapes = [tuple(p.shape) for p in self.stack.parameters() if p.dim() == 2]
         shapes += [(m.out_features, m.in_features) for m in self.stack.modules() if isinstance(m, PackedLinear)]
         return max((max(shape) for shape in shapes), default=self.hidden_size)
 
     def close(self) -> None:
-        """Free the memory of the weights, at once. Nothing can be run any more."""
+        """Free the memory of the weights at once. The span cannot run afterwards."""
         self.adapters.clear()
         dismantle(self.model, self.device)
 
     def layers_of(self, start: int, end: int) -> range:
-        """Numbers of the layers among units [start, end)."""
+        """Return the numbers of the layers among units [start, end)."""
         first = min(max(start - 1, 0), self.family.layer_count)
         return range(first, max(first, min(end - 1, self.family.layer_count)))
 
@@ -158,12 +163,24 @@ class ModelSpan:
         end: int | None = None,
         adapter: str = "",
     ) -> Tensor:
-        """Run units [start, end) of the span (default: all) on the next positions of a batch.
+        """Run units [start, end) of the span on the next positions of a batch.
 
-        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. Without a `cache` (training)
-        they are the first ones, and nothing is kept. `attention_mask` (B, past + T) is None where nothing is padding. They go
-        through the model as the `adapter` of this name changes it, one of `adapters`.
-        Returns logits_BKV of the `keep_last` last positions (-1: all) where the range ends with the head, else hidden_BTH.
+        Args:
+            x: ids_BT (int64) if `start` is 0, else hidden_BTH.
+            cache: KV cache with the earlier positions, which takes these, too. None (training): `x` holds the first positions, and
+                nothing is kept.
+            attention_mask: Mask of shape (B, past + T); None if nothing is padding.
+            position_ids: Positions of `x`; unused if the family takes none.
+            keep_last: Number of last positions to return logits for; -1 for all.
+            start: First unit; None for the span's first one.
+            end: End of the units; None for the span's end.
+            adapter: Name of a loaded adapter; "" for the model alone.
+
+        Returns:
+            logits_BKV of the `keep_last` last positions if the range ends with the head, else hidden_BTH.
+
+        Raises:
+            ProtocolError: The adapter is not loaded.
         """
         start = self.start if start is None else start
         end = self.end if end is None else end
@@ -185,13 +202,13 @@ class ModelSpan:
         return self._forward_logits(inputs, entering_BTH, keep_last)
 
     def _forward_hidden(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None) -> Tensor:
-        """hidden_BTH as they leave the last layer; whatever the family does behind it sees no position, where it can."""
+        """Return hidden_BTH as they leave the last layer. Modules behind the layers get no positions, if the family allows that."""
         keep_last = 0 if self.family.narrows else -1
         _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, keep_last)
         return hidden_BTH
 
     def _forward_logits(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None, keep_last: int) -> Tensor:
-        """logits_BKV by the family's own final norm, head, scale and caps."""
+        """Return logits_BKV, computed by the family's own final norm, head, scale and caps."""
         options: dict[str, Any] = {}
         if not self.family.narrows and keep_last > 0:
             options["logits_to_keep"] = keep_last
@@ -204,7 +221,10 @@ class ModelSpan:
 
 @lean()
 def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str) -> Any:
-    """The family's class with units [start, end), on the CPU; weights are mapped from the files where their dtype stays."""
+    """Build the family's class with units [start, end) on the CPU. Weights of unchanged dtype are mapped from the files.
+
+    Raises LocalError if the model lacks these units, CheckpointError if the checkpoint does not fill them.
+    """
     family = checkpoint.family
     if not 0 <= start < end <= family.units:
         raise LocalError(f"no units [{start}:{end}): the model has {family.units}")

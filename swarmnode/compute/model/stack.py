@@ -1,10 +1,10 @@
-"""The layers of a model with a door in front of the first and one behind the last that run.
+"""The layers of a model, with a door in front of the first and one behind the last that run.
 
 A family's own forward prepares masks and rotary embeddings, then goes through its list of layers. `Stack` replaces that list.
-It keeps every layer's place (family code may look at a layer's number), walks through only those asked for, and exchanges
-hidden states at two doors: what the family made of its inputs before the first layer is replaced by the hidden states that
-came from elsewhere, and what leaves the last layer is kept, before any final norm. So embedding scales, position tables and
-norms of any family need no knowledge here.
+It keeps every layer's place (family code may look at a layer's number) and runs only the selected layers. It exchanges hidden
+states at two doors. At the first one, hidden states from elsewhere replace those that the family made of its inputs. At the second
+one, the hidden states that leave the last layer are kept, before any final norm. So embedding scales, position tables and norms
+of any family need no code here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 class Stack(nn.ModuleList):
-    """Layers under their numbers in the whole model; those that are not held here are missing.
+    """Layers of a model under their numbers in the whole model. Layers that are not held are missing.
 
-    `returns_tuple` says whether the family's layers return a tuple that starts with the hidden states, or them alone;
-    `layer_types` names the attention of each of the model's layers where the family has several kinds.
+    `returns_tuple` says whether the family's layers return a tuple that starts with the hidden states, or the hidden states
+    alone. `layer_types` names the attention of each of the model's layers, if the family has several kinds.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Stack(nn.ModuleList):
         self.entering_BTH: Tensor | None = None
         self.leaving_BTH: Tensor | None = None
         self.keep_last = -1
-        self.when_left: Callable[[], None] | None = None  # called as soon as hidden states have left the last layer
+        self.when_left: Callable[[], None] | None = None  # called once hidden states have left the last layer
         self._routes: dict[tuple[int, int], list[Any]] = {}
         self._route: list[Any] = []
         self.select(0, 0)
 
     def select(self, first: int, end: int) -> None:
-        """From now on, run layers [first, end) only; an empty range passes hidden states from door to door."""
+        """Run only layers [first, end) from now on; with an empty range hidden states go from door to door."""
         if (first, end) not in self._routes:
             self._routes[first, end] = self._make_route(first, end)
         self._route = self._routes[first, end]
@@ -54,10 +54,10 @@ class Stack(nn.ModuleList):
     def pass_through(
         self, forward: Callable[[], Any], entering_BTH: Tensor | None, keep_last: int = -1
     ) -> tuple[Any, Tensor]:
-        """Call the family's `forward` and return (what it returned, the hidden states that left the last layer).
+        """Call the family's `forward` and return its result, and the hidden states that left the last layer.
 
-        `entering_BTH` None: the family's own embeddings enter. Behind the last layer the family goes on with the last
-        `keep_last` positions only (-1: all of them, 0: none).
+        With `entering_BTH` None the family's own embeddings enter. Behind the last layer the family goes on with only the last
+        `keep_last` positions (-1: all of them, 0: none).
         """
         self.entering_BTH, self.keep_last = entering_BTH, keep_last
         try:
@@ -68,9 +68,7 @@ class Stack(nn.ModuleList):
             self.entering_BTH = self.leaving_BTH = None
 
     def _make_route(self, first: int, end: int) -> list[Any]:
-        if (
-            first == end
-        ):  # the door stands where a layer would: families walk over as many places as the model has layers
+        if first == end:  # the door takes a layer's place: families walk over as many places as the model has layers
             place = min(first, self.total - 1)
             return [*self._skips[:place], _Door(self, self._skips[place], enters=True, leaves=True)]
         route = self._skips[:first] + [self._modules[str(number)] for number in range(first, end)]
@@ -93,7 +91,7 @@ class Stack(nn.ModuleList):
 
 
 class _Skip:
-    """Stands where a layer is not run. Some families choose a layer's mask by its `attention_type`."""
+    """Stand-in for a layer that is not run. Some families choose a layer's mask by its `attention_type`."""
 
     def __init__(self, returns_tuple: bool, attention_type: str) -> None:
         self.returns_tuple = returns_tuple
@@ -104,7 +102,7 @@ class _Skip:
 
 
 class _Door:
-    """A layer at which hidden states enter the stack, leave it, or both."""
+    """Layer at which hidden states enter the stack, leave it, or both."""
 
     def __init__(self, stack: Stack, layer: Any, *, enters: bool, leaves: bool) -> None:
         self.stack = stack
@@ -133,12 +131,12 @@ class _Door:
 
 
 class Absent(nn.Module):
-    """Stands for a module whose weights are not held: embeddings looked up are zero, hidden states pass unchanged."""
+    """Stand-in for a module that is not held: an embedding gives zero, other modules return their input."""
 
     def __init__(self, missing: nn.Module) -> None:
         super().__init__()
         self.looks_up = isinstance(missing, nn.Embedding)
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Zero (a scalar, which broadcasts) or `x`."""
+        """Return zero (a scalar, which broadcasts) for an embedding, else `x`."""
         return torch.zeros((), device=x.device) if self.looks_up else x

@@ -1,6 +1,6 @@
-"""Do a checkpoint's tensors make its model: names, shapes and dtypes, by the headers alone, before a swarm is founded on it.
+"""Check of a checkpoint's tensors against its model: names, shapes and dtypes, from the headers alone, before a swarm uses it.
 
-transformers' own loader compares them, which knows renames and fused experts; it is given tensors that have a shape and no content.
+transformers' own loader compares them, as it handles renamed tensors and fused experts. It gets tensors with a shape and no values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class _Outline(torch.Tensor):
-    """A tensor on the meta device that stays there, wherever the loader wants it."""
+    """Tensor on the meta device that stays there, whatever device the loader asks for."""
 
     def to(self, *_args: Any, **_settings: Any) -> _Outline:
         """Return the outline itself."""
@@ -32,8 +32,11 @@ class _Outline(torch.Tensor):
 
 @lean()
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if tensors of the model are missing, have other shapes than its config says, are no floating-point
-    numbers, or if the checkpoint has some that the model would ignore."""
+    """Raise CheckpointError if the checkpoint's tensors do not make its model.
+
+    That is so if tensors are missing, have other shapes than the config says or no floating-point numbers, or if the
+    checkpoint has weights that the model would ignore.
+    """
     family, entries = checkpoint.family, checkpoint.entries
     outlines = {
         name: torch.empty(entry.shape, dtype=FLOATS[entry.dtype], device="meta").as_subclass(_Outline)
@@ -64,7 +67,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _compare(family: Family, outlines: dict[str, Any]) -> dict[str, Any]:
-    """Return what transformers' loader says of the tensors."""
+    """Return the report of transformers' loader on the tensors. Raises CheckpointError if the loader fails."""
     try:
         with ONE_AT_A_TIME, quiet_loader(), no_init_weights():
             _, found = family.model_class.from_pretrained(
@@ -72,7 +75,7 @@ def _compare(family: Family, outlines: dict[str, Any]) -> dict[str, Any]:
                 config=family.config,
                 state_dict=outlines,
                 dtype=torch.bfloat16,
-                ignore_mismatched_sizes=True,  # they are told by the caller
+                ignore_mismatched_sizes=True,  # the caller reports them
                 output_loading_info=True,
             )
     except FOREIGN_ERRORS as error:
@@ -81,8 +84,10 @@ def _compare(family: Family, outlines: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts(family: Family, name: str, outlines: dict[str, Any]) -> bool:
-    """Return whether an ignored tensor would have changed the model: a weight or bias in a layer or an end. Buffers that older
-    versions kept, as masks and frequencies, would not."""
+    """Return whether ignoring a tensor would change the model: whether it is a weight or bias of a layer or an end.
+
+    Buffers that older versions stored, such as masks and frequencies, would not.
+    """
     module, _, kind = name.rpartition(".")
     ends = (family.front | family.back) - {family.stack_name}
     in_stack = any(

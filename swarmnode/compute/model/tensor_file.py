@@ -1,7 +1,8 @@
-"""Writes safetensors files, one tensor in memory at a time (safetensors' own `save_file` first copies all of them), and checkpoints
-of them, one shard in memory at a time.
+"""Writers of safetensors files, one tensor in memory at a time (safetensors' own `save_file` first copies all of them), and of
+checkpoints of such files, one shard in memory at a time.
 
-The format: https://github.com/huggingface/safetensors#format, which is length of the header (8 bytes), header (JSON), tensors.
+The format is the length of the header (8 bytes), the header (JSON), then the tensors:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ DTYPE_NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, one tensor in memory at a time where they come from a device or a map. Raises OSError.
+    """Write a safetensors file, with one tensor in memory at a time if they lie on a device or in mapped files. Raises OSError.
 
-    Equal tensors give equal bytes: the largest items first (so that all are aligned), then by name.
+    Equal tensors give equal bytes: they are written by item size, the largest first (so that all are aligned), then by name.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
@@ -48,7 +49,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 class ShardWriter:
-    """Into the empty folder `out`; each file has `shard_bytes` or one tensor, and the last what is left. Raises OSError."""
+    """Writer of a checkpoint into the empty folder `out`, in files of up to `shard_bytes`, or one larger tensor.
+
+    Raises OSError.
+    """
 
     def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._out, self._shard_bytes = out, shard_bytes
@@ -64,7 +68,7 @@ class ShardWriter:
         self.written_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, and an index where there are several files."""
+        """Write the remaining tensors, and an index if there are several files."""
         self._flush()
         count = len(self._shards)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -82,5 +86,5 @@ class ShardWriter:
         self._pending = {}
 
     def _shard(self, number: int) -> Path:
-        """A shard whose name waits for how many there are."""
+        """Return the temporary path of a shard: its final name needs the number of shards."""
         return self._out / f"shard-{number}.safetensors"

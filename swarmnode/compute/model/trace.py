@@ -1,4 +1,4 @@
-"""Learns a family's anatomy by running its own code once on the meta device: shapes only, no weights, milliseconds."""
+"""Finds a family's anatomy by running its own code once on the meta device: shapes only, no weights, milliseconds."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ with lean():
     from transformers.cache_utils import Cache
     from transformers.initialization import no_init_weights
 
-# What a family's own code may raise when it meets a config or a use that it was not made for.
+# Errors that a family's own code may raise for a config or a use that it was not made for.
 FOREIGN_ERRORS = (
     *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError),
     StrictDataclassError,
 )
 
-# (with padding token, with mask): tried in turn. Some families look for padding among ids or in masks, which are not there.
+# (with padding token, with mask), tried in turn: some families look for padding among ids or in masks, which are missing here.
 _WAYS = ((True, False), (False, False), (False, True))
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What one pass over the model showed. Names are those of modules in its class."""
+    """Anatomy of a model, found by one pass. Names are those of modules in its class."""
 
     stack_name: str  # the list of layers, as in "model.layers"
     input_embedding: str  # the module that looks token ids up
@@ -50,11 +50,11 @@ class ModelTrace:
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
 
 
-ONE_AT_A_TIME = threading.RLock()  # models are built under switches of transformers that are the whole process's
+ONE_AT_A_TIME = threading.RLock()  # building a model sets switches of transformers that the whole process shares
 
 
 def build_on_meta(model_class: type[Any], config: Any) -> Any:
-    """The model without weights. Raises CheckpointError where its class refuses the config."""
+    """Build the model without weights, on the meta device. Raises CheckpointError if its class refuses the config."""
     try:
         with ONE_AT_A_TIME, torch.device("meta"), no_init_weights():
             return model_class(config).eval()
@@ -62,11 +62,14 @@ def build_on_meta(model_class: type[Any], config: Any) -> Any:
         raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
 
 
-_traces: dict[tuple[type[Any], str], ModelTrace] = {}  # it takes a tenth of a second, and follows from these
+_traces: dict[tuple[type[Any], str], ModelTrace] = {}  # a trace takes a tenth of a second and depends only on the key
 
 
 def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
-    """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
+    """Return the anatomy of a model, from a cache if it was traced before.
+
+    Raises CheckpointError if the model has no list of layers that pass hidden states on and keep a KV cache.
+    """
     key = model_class, config.to_json_string()
     if key not in _traces:
         _traces[key] = _trace_in_any_way(model_class, copy.deepcopy(config))
@@ -114,7 +117,10 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
 
 
 def _find_stack(model: nn.Module, layer_count: int) -> str:
-    """The name of the list of all layers: the longest of its length by parameters."""
+    """Return the name of the list of all layers: the one with most parameters if several have its length.
+
+    Raises CheckpointError if there is none.
+    """
     found = [
         (sum(parameter.numel() for parameter in module.parameters()), name)
         for name, module in model.named_modules()
@@ -127,7 +133,10 @@ def _find_stack(model: nn.Module, layer_count: int) -> str:
 
 
 def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tuple[list[str], list[str]]:
-    """A pass through the model on meta. Returns the modules with weights called before and after the layers."""
+    """Run a pass on the meta device. Returns the modules with weights called before and after the layers.
+
+    Raises CheckpointError if the model's code fails.
+    """
     front: list[str] = []
     back: list[str] = []
 
@@ -147,7 +156,7 @@ def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tupl
 
 
 def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
-    """Whether the family takes fewer positions behind its layers than before; some restore the shape of the input."""
+    """Return whether the modules behind the layers accept fewer positions than entered; some restore the shape of the input."""
     try:
         _pass(model, stack, recorder, keep_last=1)
         _pass(model, stack, recorder, keep_last=0)
@@ -161,7 +170,7 @@ def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) ->
         "input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta"),
         CACHE_ARGUMENT: recorder,
     }
-    if recorder.has_mask:  # with all four dimensions families take it as it is
+    if recorder.has_mask:  # families use a mask of four dimensions unchanged
         inputs["attention_mask"] = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
         inputs["position_ids"] = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     with torch.inference_mode():
@@ -169,7 +178,7 @@ def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) ->
 
 
 class _Recorder(Cache):
-    """A KV cache that keeps shapes only, and what else the passes share."""
+    """A KV cache that keeps only shapes, and other findings that the probes share."""
 
     def __init__(self, has_mask: bool) -> None:
         super().__init__(layers=[])
@@ -179,13 +188,13 @@ class _Recorder(Cache):
         self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Note (heads, dim) of keys and values."""
+        """Record (heads, dim) of keys and values."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
         return key_states, value_states
 
 
 class _Probe(nn.Module):
-    """Runs a layer for its shapes, once for layers that are alike; what follows attention may not work on meta (experts)."""
+    """Wrapper that runs a layer for its shapes, once for all layers alike. Parts after attention may fail on meta (experts)."""
 
     def __init__(self, layer: nn.Module, number: int, recorder: _Recorder) -> None:
         super().__init__()
@@ -195,7 +204,7 @@ class _Probe(nn.Module):
         self.signature = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, or a stand-in for it."""
+        """Return the layer's output, or the input in its place if the layer fails or a like one was run."""
         recorder = self.recorder
         if self.signature in recorder.seen:
             recorder.shapes[self.number] = recorder.seen[self.signature]

@@ -1,9 +1,9 @@
 """KV caches of all sessions of a span, and the budget of bytes for them.
 
-A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory: of layers
-with a sliding window (`window.py`) what their buffers have at most, and the largest layer twice, for regrouping. Buffers grow
-with it. A cohort may hold padding beyond its members' reservations while there is room; where there is not, it is dissolved
-into its sessions, which always fit.
+A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. For layers
+with a sliding window (`window.py`) it reserves at most the size of their buffers, and for regrouping the largest layer twice.
+Buffers grow with the session. A cohort may hold padding beyond its members' reservations while there is room. Without room it is
+dissolved into its sessions, which always fit.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from swarmnode.ledger import Account, Full, MemoryLedger
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
 MAX_PADDING = 0.25  # of all columns of a cohort
-ROW_SIZES = 4096  # that are remembered
+ROW_SIZES = 4096  # remembered results
 
 SessionId = TypeVar("SessionId", bound=Hashable)
 
 
 class OutOfCache(SwarmnodeError):
-    """The cache budget has no room for the session. When to ask again is the caller's to say."""
+    """The cache budget has no room for the session. The caller decides when to ask again."""
 
 
 class Claim(Enum):
-    """Why memory is needed. The claims overlap: a promise is kept in buffers, and padding of some sessions' buffers makes
-    room as soon as others need what they were promised. So the largest one counts, not the sum."""
+    """Purpose of claimed memory. Claims overlap, so the largest one counts, not the sum.
 
-    PROMISED = "promised"  # to sessions that were let in, by the loop
+    A promise is kept in buffers, and padding in some sessions' buffers makes room once others need their promised memory.
+    """
+
+    PROMISED = "promised"  # to admitted sessions, by the loop
     RESERVED = "reserved"  # by sessions that the pool has opened, on the compute thread
     ALLOCATED = "allocated"  # by buffers, padding included
 
 
 class CacheBudget:
-    """At most `limit_bytes`. May be used from any thread; each claim is made by one."""
+    """Budget of at most `limit_bytes` for caches. May be used from any thread; each claim belongs to one thread."""
 
     def __init__(self, limit_bytes: int, ledger: MemoryLedger | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -58,16 +60,16 @@ class CacheBudget:
         return f"<CacheBudget of {self.limit_bytes / 1e6:.1f} MB: {claims}>"
 
     def is_in(self, ledger: MemoryLedger) -> bool:
-        """Whether what it takes is taken of this ledger."""
+        """Return whether the budget takes its memory from `ledger`."""
         return self._ledger is ledger
 
     def claimed(self, claim: Claim) -> int:
-        """Bytes of one claim."""
+        """Return the bytes of one claim."""
         return self._claims[claim]
 
     @property
     def free_bytes(self) -> int:
-        """What may still be promised."""
+        """Bytes that can still be promised."""
         most_bytes = max(self._claims.values())
         spare_bytes = most_bytes - self._claims[Claim.PROMISED]  # in the ledger already
         left_bytes = self.limit_bytes - self._claims[Claim.PROMISED]
@@ -75,12 +77,12 @@ class CacheBudget:
         return max(0, int(min(left_bytes, in_ledger_bytes)))
 
     def claim(self, claim: Claim, size_bytes: int) -> None:
-        """Need so many bytes from now on. Raises OutOfCache where the budget or the ledger has no room; nothing changes then."""
+        """Set a claim to `size_bytes`. Raises OutOfCache, and changes nothing, if the budget or the ledger has no room for it."""
         with self._lock:
             before = self._claims[claim]
             if size_bytes > max(before, self.limit_bytes):
                 raise OutOfCache(
-                    f"{size_bytes / 1e6:.1f} MB of cache would be {claim.value}; there are {self.limit_bytes / 1e6:.1f} MB"
+                    f"{size_bytes / 1e6:.1f} MB of cache would be {claim.value}; the limit is {self.limit_bytes / 1e6:.1f} MB"
                 )
             self._claims[claim] = size_bytes
             most_bytes = max(self._claims.values())
@@ -91,7 +93,7 @@ class CacheBudget:
                 raise OutOfCache(str(error)) from None
 
     def close(self) -> None:
-        """The caches are gone."""
+        """Release all claims."""
         with self._lock:
             self._claims = dict.fromkeys(Claim, 0)
             self._reservation.release()
@@ -117,30 +119,30 @@ class CachePool:
 
     @property
     def cohorts(self) -> list[Cohort]:
-        """Every cohort once."""
+        """All cohorts, each once."""
         return _cohorts_of(self.sessions.values())
 
     @property
     def reserved_bytes(self) -> int:
-        """What the open sessions may come to need."""
+        """Bytes that the open sessions may need at most."""
         return sum(self.bytes_of(s.layers, s.rows, s.max_length) for s in self.sessions.values())
 
     @property
     def allocated_bytes(self) -> int:
-        """What buffers take, and regrouping them would."""
+        """Bytes that the buffers take, with those for regrouping them."""
         return sum(self._bytes(cohort.members, cohort.capacity) for cohort in self.cohorts)
 
     def open(
         self, session_id: Hashable, *, rows: int, max_length: int, padding: Sequence[int] = (), layers: range
     ) -> CachedSession:
-        """Reserve room for a session. Raises OutOfCache where the budget has none."""
+        """Reserve room for a session. Raises OutOfCache if the budget has none."""
         session = CachedSession(rows, max_length, padding, layers)
         self.budget.claim(Claim.RESERVED, self.reserved_bytes + self.bytes_of(layers, rows, max_length))
         self.sessions[session_id] = session
         return session
 
     def extend(self, session_id: Hashable, max_length: int) -> None:
-        """Reserve room for more positions. Raises OutOfCache where the budget has none."""
+        """Reserve room for `max_length` positions of a session. Raises OutOfCache, and changes nothing, if the budget has none."""
         session = self.sessions[session_id]
         before, session.max_length = session.max_length, max(session.max_length, max_length)
         try:
@@ -150,7 +152,7 @@ class CachePool:
             raise
 
     def close(self, session_id: Hashable) -> None:
-        """Free a session. An unknown one is no error."""
+        """Free a session; no error if it is unknown."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
@@ -162,18 +164,20 @@ class CachePool:
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
 
     def close_all(self) -> None:
-        """Free all sessions, and let the budget go."""
+        """Free all sessions and release the budget."""
         for cohort in self.cohorts:
             cohort.buffers.clear()
         self.sessions.clear()
         self.budget.close()
 
     def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
-        """Let an empty session, which has room for them, begin with copies of the first `length` positions of another one, of as
-        many rows and the same layers. Raises ProtocolError where that one does not hold them, or not any more."""
+        """Copy the first `length` positions of a session into an empty one with room for them, and the same rows and layers.
+
+        Raises ProtocolError if the source does not hold these positions (any more), OutOfCache.
+        """
         source, session = self.sessions[source_id], self.sessions[session_id]
         if source.cohort is None or source.lost or not max(1, source.floor) <= length <= source.length:
-            raise ProtocolError(f"{source!r} has not the first {length} positions", code=ErrorCode.NO_SESSION)
+            raise ProtocolError(f"{source!r} does not hold the first {length} positions", code=ErrorCode.NO_SESSION)
         capacity = min(session.max_length, length + max(GROW_COLUMNS, length // 4))
         try:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
@@ -183,13 +187,16 @@ class CachePool:
         copy_beginning(source, session, length, capacity)
 
     def keeps(self, held: int, length: int) -> bool:
-        """Whether a session that holds at most so many positions has the first `length` whole, wherever its windows stand."""
+        """Return whether a session of at most `held` positions surely has the first `length` whole, wherever its windows stand."""
         return all(
             held + MAX_LAG <= window.kept or held - length <= window.slack - MAX_LAG for window in self.windows.values()
         )
 
     def truncate(self, session_id: Hashable, length: int) -> None:
-        """Forget the positions from `length` on. Raises ProtocolError where a window has moved past what would be seen again."""
+        """Forget the positions from `length` on.
+
+        Raises ProtocolError if a window has moved past positions that would be visible again, ValueError if the session has fewer.
+        """
         session = self.sessions[session_id]
         if not 0 <= length <= session.length:
             raise ValueError(f"cannot truncate {session.length} positions to {length}")
@@ -204,7 +211,10 @@ class CachePool:
             session.length = length
 
     def reorder(self, session_id: Hashable, indices: Sequence[int]) -> None:
-        """Row r of the session becomes what row `indices[r]` was (beam search)."""
+        """Make row r of the session what row `indices[r]` was (beam search).
+
+        Raises ValueError unless there is an index of a row for each row.
+        """
         session = self.sessions[session_id]
         if len(indices) != session.rows or not all(0 <= index < session.rows for index in indices):
             raise ValueError(f"{list(indices)} does not reorder {session.rows} rows")
@@ -220,11 +230,10 @@ class CachePool:
         cohort.refresh_rows()
 
     def prepare(self, sessions: Sequence[CachedSession], count: int) -> Iterator[Cohort]:
-        """Cohorts whose next pass is for these sessions, with room for `count` more columns; run one, then take the next.
-        Sessions may have fewer new positions than that.
+        """Yield cohorts for the next passes of these sessions, with room for `count` more columns. Run each before taking the next.
 
-        The sessions must use the same layers. More than one cohort comes where lengths differ so much that padding would
-        cost more than another pass, or where the budget has no room for padding.
+        Sessions may have fewer new positions than `count`, and must use the same layers. There is more than one cohort if lengths
+        differ so much that padding would cost more than another pass, or if the budget has no room for padding.
         """
         for part in partition_by_length(sessions):
             for cohort in self._prepare_part(part, count):
@@ -247,7 +256,7 @@ class CachePool:
         return self._prepare_apart(members, count)
 
     def _prepare_apart(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
-        """Each member in a cohort of its own: without padding all reservations fit."""
+        """Put each member into a cohort of its own: without padding all reservations fit."""
         self._dissolve()
         cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
@@ -259,7 +268,7 @@ class CachePool:
                 regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
-        """Whether there is room for a cohort of these members, beside what it leaves behind; the room is then claimed."""
+        """Claim room for a cohort of these members, beside the members that they leave behind. Returns whether there is room."""
         before = sum(self._bytes(old.members, old.capacity) for old in _cohorts_of(members))
         after = self._bytes(members, capacity)
         for rest in self._left_behind(members):
@@ -271,13 +280,13 @@ class CachePool:
         return True
 
     def _left_behind(self, members: Sequence[CachedSession]) -> list[list[CachedSession]]:
-        """The other members of the cohorts that these members leave, per cohort."""
+        """Return the other members of the cohorts that these members leave, per cohort."""
         chosen = set(members)
         rests = ([other for other in cohort.members if other not in chosen] for cohort in _cohorts_of(members))
         return [rest for rest in rests if rest]
 
     def _regroup(self, group: Sequence[CachedSession], capacity: int) -> Cohort:
-        """A new cohort for this group; whom it leaves behind stays together in others."""
+        """Make a new cohort of this group. The members that it leaves behind stay together in cohorts of their own."""
         rests = self._left_behind(group)
         sized = [(group, capacity), *((rest, capacity_for(rest, 1)) for rest in rests)]
         return regroup(sized, self.span.device, self.windows)[0]
@@ -286,23 +295,23 @@ class CachePool:
         return self.bytes_of(members[0].layers, sum(member.rows for member in members), columns)
 
     def bytes_of(self, layers: range, rows: int, columns: int) -> int:
-        """What buffers of so many columns take over these layers, and the largest layer once more: regrouping holds it twice."""
+        """Return the bytes of buffers of `columns` columns over these layers, with the largest layer twice, for regrouping."""
         return rows * self._row_bytes(layers, columns)
 
     def _count_row_bytes(self, layers: range, columns: int) -> int:
-        """Asked for each session that is open or kept, whenever one comes or goes, so that it is remembered."""
+        """Return the bytes of one row. Cached, since it is needed for every open or kept session whenever one comes or goes."""
         by_layer = [self._layer_bytes(layer, columns) for layer in layers]
         return sum(by_layer) + max(by_layer, default=0)
 
     def _layer_bytes(self, layer: int, columns: int) -> int:
-        """Of one row."""
+        """Return the bytes of one row of a layer."""
         window = self.windows.get(layer)
         held = columns if window is None else min(columns, window.columns)
         return held * self.span.family.cache_elements_per_token(layer + 1) * self.span.dtype.itemsize
 
 
 def windows_of(span: ModelSpan) -> dict[int, Window]:
-    """By layer of the whole model, for those that look back over a window."""
+    """Return the windows of the span's model by layer; layers without a window are left out."""
     return {layer: Window(size) for layer, size in sliding_layers(span.config).items()}
 
 
@@ -312,9 +321,9 @@ def _cohorts_of(sessions: Iterable[CachedSession]) -> list[Cohort]:
 
 
 def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: int) -> bool:
-    """Whether a pass over these members may go over the whole cohort: all, or for a short step at least half of it.
+    """Return whether a pass over these members may go over the whole cohort: all of it, or for a short step at least half.
 
-    Who has been absent for long is left behind.
+    False if an absent member would lag too far, so that it is left behind.
     """
     if not all(member.cohort is cohort for member in members):
         return False
@@ -328,8 +337,10 @@ def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: i
 
 
 def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:
-    """Groups of sessions, the longest first, in which at most MAX_PADDING of all columns are padding; of rows that are short as
-    many as SMALL_COLUMNS do not count as such."""
+    """Return groups of sessions, the longest first, with at most MAX_PADDING of all columns as padding.
+
+    A row shorter than SMALL_COLUMNS counts as that long.
+    """
     parts: list[list[CachedSession]] = []
     longest = rows = held = 0
     for session in sorted(sessions, key=lambda session: -session.length):
@@ -344,7 +355,7 @@ def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSe
 
 
 def capacity_for(members: Sequence[CachedSession], count: int) -> int:
-    """Columns for a cohort that is about to write `count` more: with slack, but none that nobody can come to use."""
+    """Return the columns for a cohort that is about to write `count` more: with slack, but none beyond its members' limits."""
     end = max(member.length for member in members) + count
     most = max(member.length for member in members) + max(member.max_length - member.length for member in members)
     return max(end, min(most, end + max(GROW_COLUMNS, end // 4)))

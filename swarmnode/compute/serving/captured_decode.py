@@ -1,12 +1,12 @@
-"""Decode steps as CUDA graphs: a step that is repeated is recorded once, and from then on costs the host one launch for all layers.
+"""Decode steps as CUDA graphs: a repeated step is recorded once, and then costs the host one launch for all layers.
 
-A graph reads and writes the same memory at every replay. So its inputs lie in buffers that stay, and its cohort's caches are
-seen as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
+A graph reads and writes the same memory at every replay. So its inputs lie in permanent buffers, and it sees the caches of its
+cohort as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
 
-Which families can be captured is not known by name. After some steady steps one is tried, captured and replayed. Then comes the
-ordinary pass, which writes over whatever that wrote, and what both gave is compared, and how long both took: a replay reads all
-columns of the buffers, masked, so that with many rows and long caches it may cost more than the launches that it saves. Where the
-family's code cannot be captured, all passes stay ordinary; where numbers differ or the replay is slower, those of this cohort.
+Which families can be captured is not known by name. After some steady steps one step is tried, captured and replayed. Then the
+ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. A replay reads all
+columns of the buffers, masked, so with many rows and long caches it may cost more than the launches that it saves. If the
+family's code cannot be captured, all passes stay ordinary; if numbers differ or the replay is slower, those of this cohort.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 
 log = logging.getLogger(__name__)
 
-STEADY_STEPS = 8  # of a cohort, before one is captured
-LEAST_COLUMNS = 16  # that its buffers must still have room for: capturing costs as much as some steps
-MASK_BYTES = 16  # of one column of one row, while masks are made
+STEADY_STEPS = 8  # steps of a cohort between attempts to capture one
+LEAST_COLUMNS = 16  # room that the buffers must still have: capturing costs as much as some steps
+MASK_BYTES = 16  # per column and row, while masks are made
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of a row's deviation
 
 
 class StaticColumns(AttentionCache):
-    """The buffers of a cohort, which it does not keep alive: where a regrouped cohort gives its buffers up, they are gone here too.
+    """Buffers of a cohort at fixed places. If a regrouped cohort gives its buffers up, they are gone here too.
 
-    `column` (a scalar, int64) is where the next step writes. It fits for as long as the cohort's windows stand where they stood.
+    `column` (a scalar, int64) is where the next step writes. It is valid as long as the cohort's windows have not moved.
     """
 
     def __init__(self, cohort: Cohort) -> None:
@@ -53,18 +53,21 @@ class StaticColumns(AttentionCache):
         return f"StaticColumns({len(self._buffers)} layers of up to {self.get_max_length()} columns)"
 
     def fits(self, cohort: Cohort) -> bool:
-        """Whether the cohort's windows have not moved on."""
+        """Return whether the cohort's windows have not moved since."""
         return self._first_kept == first_kept(cohort)
 
     def begin(self, cohort: Cohort) -> None:
-        """The cohort's next step writes behind its end. What lies further behind meets a weight of zero: it must be finite."""
+        """Prepare for the cohort's next step, which writes behind its end.
+
+        Columns further behind get a weight of zero, so they must be finite.
+        """
         cohort.zero_from(cohort.end + 1)
         self.column.fill_(cohort.end)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention: write keys and values (rows, heads, 1, dim), return all columns of the layer."""
+        """Write keys and values (rows, heads, 1, dim) and return all columns of the layer. Called by attention."""
         keys, values = self._buffers[layer_idx]
         place_1 = (self.column - self._first_kept.get(layer_idx, 0)).view(1)
         keys.index_copy_(2, place_1, key_states)
@@ -72,36 +75,36 @@ class StaticColumns(AttentionCache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
-        """Columns in use, on the device, as transformers' own static cache tells them."""
+        """Return the number of columns in use, on the device, as transformers' own static cache does."""
         return self.column
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(columns in the buffers, the first of them)."""
+        """Return (columns in the buffers, the first of them)."""
         return self._columns[layer_idx], self._first_kept.get(layer_idx, 0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Columns in the buffers."""
+        """Return the largest number of columns in any layer's buffers."""
         return max(self._columns.values())
 
     @property
     def is_compileable(self) -> bool:
-        """transformers makes a mask without looking at what is in it."""
+        """Always true: transformers then makes a mask without reading values of the cache."""
         return True
 
     @property
     def is_initialized(self) -> bool:
-        """Positions are held."""
+        """Always true: the buffers hold positions."""
         return True
 
 
 def first_kept(cohort: Cohort) -> dict[int, int]:
-    """The first column of the buffers of each layer that slides."""
+    """Return the first column of the buffers of each sliding layer."""
     return {layer: cohort.first_kept(layer) for layer in cohort.windows}
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Units [start, end), of how many positions logits are wanted, and the adapter: what a captured step cannot change."""
+    """Parameters that a captured step cannot change: units [start, end), number of positions with logits, and the adapter."""
 
     start: int
     end: int
@@ -110,7 +113,7 @@ class StepShape:
 
 
 class CapturedDecode:
-    """Decode steps of one span's cohorts, by replay where they are captured. Used from the compute thread only."""
+    """Decode steps of one span's cohorts, by replay once captured. Used from the compute thread only."""
 
     def __init__(self, span: ModelSpan, ledger: MemoryLedger | None = None, stopwatch: Stopwatch | None = None) -> None:
         self.span = span
@@ -118,7 +121,7 @@ class CapturedDecode:
         self.refusal = ""  # why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()
-        self._pool: Any = None  # graphs that run one after another share the memory of what they compute between
+        self._pool: Any = None  # graphs that run one after another share memory for intermediate results
         self._steady: MutableMapping[Cohort, int] = weakref.WeakKeyDictionary()
         self._captured: MutableMapping[Cohort, _CapturedStep | None] = weakref.WeakKeyDictionary()
 
@@ -126,8 +129,10 @@ class CapturedDecode:
         return f"<CapturedDecode of {self.span!r}: {self.refusal or f'{len(self._captured)} cohorts, {self.replays} replays'}>"
 
     def step(self, cohort: Cohort, x: Tensor, shape: StepShape, ordinary: Callable[[], Tensor]) -> Tensor:
-        """The output of a cohort's next step, which writes one column: what the `ordinary` pass gives, which is called where none
-        was captured. `x` is ids_BT or hidden_BTH of T = 1. Raises what the ordinary pass does, and where the card is lost.
+        """Return the output of a cohort's next step, which writes one column: that of the `ordinary` pass.
+
+        A captured step is replayed if there is one, else `ordinary` is called. `x` is ids_BT or hidden_BTH of T = 1.
+        Raises the errors of the ordinary pass, and any error if the card is lost.
         """
         captured = self._captured.get(cohort)
         if captured is not None and not captured.columns.fits(cohort):
@@ -144,7 +149,7 @@ class CapturedDecode:
         return self._compare(cohort, candidate, x, ordinary)
 
     def _compare(self, cohort: Cohort, candidate: _CapturedStep, x: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
-        """The ordinary pass's output, after which the candidate is kept where it gave the same in no more time."""
+        """Return the ordinary pass's output. Keep the candidate if it gave the same in no more time."""
         candidate.replay(cohort, x)  # the first replay of a graph also brings it to the card
         replayed, replay_s = self._timed(lambda: candidate.replay(cohort, x).clone())
         output, ordinary_s = self._timed(ordinary)
@@ -154,7 +159,7 @@ class CapturedDecode:
         return output
 
     def _timed(self, work: Callable[[], Tensor]) -> tuple[Tensor, float]:
-        """What the work gives on a card that does nothing else, and its seconds."""
+        """Return the work's result on an otherwise idle card, and its seconds."""
         took_s: list[float] = []
         synchronize(self.span.device)
         with self.stopwatch.timing(took_s.append):
@@ -164,7 +169,7 @@ class CapturedDecode:
         return output, took_s[0]
 
     def _is_due(self, cohort: Cohort) -> bool:
-        """Whether the cohort goes on steadily and will for some more steps."""
+        """Return whether the cohort has had enough steady steps, and has room for some more."""
         steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
         is_wanted = not self.refusal and cohort not in self._captured
         return is_wanted and steps % STEADY_STEPS == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
@@ -179,7 +184,7 @@ class CapturedDecode:
             log.info("no memory to capture steps of %r: %s", cohort, error)
             forget_traceback(error)
             return None
-        except Exception as error:  # whatever a family's code does
+        except Exception as error:  # a family's code may raise anything
             if not card_answers():
                 raise
             self.refusal = f"{type(error).__name__}: {error}"
@@ -189,24 +194,26 @@ class CapturedDecode:
         return step
 
     def _reserve(self, cohort: Cohort) -> Reservation:
-        """For what a graph keeps between its kernels. Raises Full."""
+        """Reserve memory for the values that a graph keeps between its kernels. Raises Full."""
         size_bytes = self.span.pass_bytes(cohort.rows, cohort.rows) + cohort.rows * cohort.capacity * MASK_BYTES
         return self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
 
     def _agree(self, replayed_BTX: Tensor, ordinary_BTX: Tensor) -> bool:
-        """Whether all rows are the same, but for how sums are rounded. Rows that are not finite were so before."""
+        """Return whether all rows are equal up to rounding. Rows that are not finite in the ordinary pass are ignored."""
         sound_B = ordinary_BTX.isfinite().flatten(1).all(1)
         far_B = (replayed_BTX - ordinary_BTX).float().abs().flatten(1).amax(1)
         deviation_B = ordinary_BTX.float().flatten(1).std(1)
         close_B = far_B <= TOLERANCES.get(ordinary_BTX.dtype, 0.0) * deviation_B
         agree = bool((close_B | ~sound_B).all())
         if not agree:
-            log.warning("a captured step of %r gave other numbers: this cohort's are not captured", self.span)
+            log.warning(
+                "a captured step of %r gave different numbers: steps of this cohort are not captured", self.span
+            )
         return agree
 
 
 class _CapturedStep:
-    """One cohort's step, and the buffers that it reads and writes."""
+    """Captured step of one cohort, with the buffers that it reads and writes."""
 
     def __init__(self, span: ModelSpan, cohort: Cohort, x: Tensor, shape: StepShape, memory: Reservation) -> None:
         self.shape = shape
@@ -222,9 +229,9 @@ class _CapturedStep:
         self._prepare(cohort, x)
 
     def capture(self, pool: Any) -> None:
-        """Record the step; nothing is computed. Raises what the family's code may.
+        """Record the step without computing it. Raises any error of the family's code.
 
-        A stream that is waited for while it is captured may leave the whole context in a bad state. So the step is tried first.
+        Waiting for a stream during a capture may leave the whole context in a bad state. So the step is tried first.
         """
         with _waiting_refused():
             self._forward()
@@ -233,7 +240,7 @@ class _CapturedStep:
             self._output = self._forward()
 
     def replay(self, cohort: Cohort, x: Tensor) -> Tensor:
-        """The step's output, which the next replay overwrites."""
+        """Return the step's output, which the next replay overwrites."""
         self._prepare(cohort, x)
         self._graph.replay()
         assert self._output is not None
@@ -263,7 +270,7 @@ class _CapturedStep:
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """An operator for which the host would wait raises RuntimeError. On all threads: this lasts for one step."""
+    """Make operators that the host would wait for raise RuntimeError, on all threads, for one step."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

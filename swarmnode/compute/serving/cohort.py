@@ -3,15 +3,15 @@
 A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim]. All rows end at the same column, so a decode step
 of the whole cohort writes one column in place and copies nothing; shorter rows have masked columns on their left. To the
 family this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything
-else that goes by distance from the newest position.
+else that depends on the distance from the newest position.
 
-Steps of sessions do not always arrive together, nor are they equally long. A pass is as long as its longest step; shorter ones
-are filled up behind with stand-in inputs, and absent members consist of them. What stand-ins wrote does not count: rows then lag
-behind the cohort's end, as they do when their last positions are cut off, and are moved up to it before their next pass, a copy
-of those rows alone.
+Steps of sessions do not always arrive together, nor are they equally long. A pass is as long as its longest step. Shorter steps
+are filled up at their end with stand-in inputs, and absent members get only these. Columns written by stand-ins do not count. The
+rows then lag behind the cohort's end, as they do after their last positions are cut off. Before their next pass they are moved up
+to it, which copies those rows alone.
 
-Layers with a sliding window (`window.py`) keep the newest columns only: their buffers begin at a later column than 0, and the
-family's masks are told which. Columns are counted alike for all layers.
+Layers with a sliding window (`window.py`) keep only the newest columns: their buffers begin at a later column than 0, and the
+cache gives that column to the family's masks. Columns are counted alike for all layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swarmnode.compute.serving.window import AttentionCache, Window, Windows
 
 
 class CachedSession:
-    """One session's place in the caches: `rows` rows that hold `length` positions, and room for `max_length`.
+    """Place of one session in the caches: `rows` rows that hold `length` positions, and room for `max_length`.
 
     `padding[r]` of the first positions of row r are left padding. `layers` are the numbers of the layers that it uses here.
     In its cohort its rows begin at `first_row` and end `lag` columns before the cohort's end. It may be cut down to `floor`
-    positions: for fewer, sliding windows do not keep what would come into sight again. What it held is `lost` where copying it
-    failed half-way.
+    positions: below that, sliding windows no longer keep positions that would be visible again. `lost` says that its cache was lost
+    when a copy failed half-way.
     """
 
     def __init__(self, rows: int, max_length: int, padding: Sequence[int], layers: range) -> None:
@@ -51,14 +51,14 @@ class CachedSession:
 
     @property
     def row_slice(self) -> slice:
-        """Its rows in its cohort."""
+        """Rows of the session in its cohort."""
         return slice(self.first_row, self.first_row + self.rows)
 
 
 class Cohort(AttentionCache):
-    """The cache that one forward pass over its members reads and writes.
+    """Cache that one forward pass over its members reads and writes.
 
-    A pass writes at column `end` and `advance` makes that good, so a pass that failed leaves no trace. `present` are the
+    A pass writes at column `end`, and `advance` makes the columns count, so a pass that failed leaves no trace. `present` are the
     members that the next pass is for.
     """
 
@@ -84,22 +84,22 @@ class Cohort(AttentionCache):
         return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
 
     def columns_of(self, member: CachedSession) -> slice:
-        """Where the member's positions are."""
+        """Return the columns of a member's positions."""
         end = self.end - member.lag
         return slice(end - member.length, end)
 
     def first_kept(self, layer: int) -> int:
-        """The column at which the buffers of a layer begin."""
+        """Return the column at which the buffers of a layer begin."""
         window = self.windows.get(layer)
         return 0 if window is None else self._first_kept[window]
 
     def columns_in(self, layer: int) -> int:
-        """How many columns the buffers of a layer have."""
+        """Return the number of columns of a layer's buffers."""
         window = self.windows.get(layer)
         return self.capacity if window is None else min(self.capacity, window.columns)
 
     def make_room(self, count: int) -> None:
-        """Let windows move on where `count` more columns do not fit behind what their buffers hold."""
+        """Move windows on whose buffers have no room for `count` more columns."""
         for window, first in self._first_kept.items():
             if self.end + count - first > min(self.capacity, window.columns):
                 self._move_window(window, max(first, self.end - window.kept))
@@ -114,7 +114,7 @@ class Cohort(AttentionCache):
         self.note_floors()
 
     def zero_from(self, column: int) -> None:
-        """Let columns that are not in use be zero, from this one on."""
+        """Set the columns from `column` on, which are not in use, to zero."""
         for layer, buffers in self.buffers.items() if column < self.dirty_end else ():
             first = self.first_kept(layer)
             for buffer in buffers:
@@ -122,7 +122,7 @@ class Cohort(AttentionCache):
         self.dirty_end = column
 
     def note_floors(self) -> None:
-        """How far back members may go now that the windows stand where they do."""
+        """Raise the members' `floor`, the least length that they can be cut down to, to fit the windows' places."""
         for window, first in self._first_kept.items():
             for member in self.members:
                 columns = self.columns_of(member)
@@ -130,7 +130,7 @@ class Cohort(AttentionCache):
                     member.floor = max(member.floor, first + window.size - 1 - columns.start)
 
     def call(self, members: Sequence[CachedSession]) -> None:
-        """The next pass is for these members: move up those that lag."""
+        """Prepare the next pass for `members`: move up those that lag."""
         is_changed = len(members) < len(self.members) or len(self.present) < len(self.members)
         self.present = set(members)
         for member in self.members:
@@ -147,7 +147,7 @@ class Cohort(AttentionCache):
         self._draw_in()
 
     def _draw_in(self) -> None:
-        """End at the newest column that counts for somebody."""
+        """Move the end back to the newest column that counts for some member."""
         lag = min(member.lag for member in self.members)
         if lag:
             self.end -= lag
@@ -164,12 +164,12 @@ class Cohort(AttentionCache):
         member.lag = 0
 
     def held(self, member: CachedSession, layer: int) -> slice:
-        """Where the member's positions are in the buffers of a layer, as far as they are kept."""
+        """Return the columns of a member's kept positions within the buffers of a layer."""
         first, columns = self.first_kept(layer), self.columns_of(member)
         return slice(max(columns.start - first, 0), columns.stop - first)
 
     def refresh_rows(self) -> None:
-        """Find, per row, the first column that counts, which stays as columns are added; for stand-ins only the newest does."""
+        """Find the first column that counts in each row, which stays as columns are added. For stand-ins only the newest counts."""
         self.first_columns = [
             self.columns_of(member).start + padding if member in self.present else self.end
             for member in self.members
@@ -178,7 +178,7 @@ class Cohort(AttentionCache):
         self._mask_RC = self._first_R1 = None
 
     def attention_mask(self, count: int) -> Tensor | None:
-        """mask (rows, end + count) for a pass over `count` new columns: 1 where a column counts. None where all do."""
+        """Return the mask (rows, end + count) for a pass over `count` new columns: 1 if a column counts. None if all do."""
         if not any(self.first_columns):
             return None
         if self._mask_RC is None or self._mask_RC.shape[1] < self.end + count:
@@ -187,7 +187,7 @@ class Cohort(AttentionCache):
         return self._mask_RC[:, : self.end + count]
 
     def position_ids(self, count: int) -> Tensor:
-        """Positions (rows, count) of the next `count` columns, counted from each row's first token."""
+        """Return the positions (rows, count) of the next `count` columns, counted from each row's first token."""
         columns_T = torch.arange(self.end, self.end + count, device=self.device)
         if not any(self.first_columns):
             return columns_T.expand(self.rows, count)
@@ -199,7 +199,7 @@ class Cohort(AttentionCache):
         return self._first_R1
 
     def advance(self, counts: Mapping[CachedSession, int]) -> None:
-        """The last pass wrote as many columns as the longest of these steps has; of them, each member's first ones count."""
+        """Record the last pass: it wrote as many columns as the longest step in `counts`, and each member's first ones count."""
         written = max(counts.values())
         self.end += written
         for member in self.members:
@@ -211,7 +211,7 @@ class Cohort(AttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention: write keys and values (rows, heads, T, dim), return all of the layer so far."""
+        """Write keys and values (rows, heads, T, dim) and return all of the layer up to them. Called by attention."""
         count = key_states.shape[2]
         if layer_idx not in self.buffers:
             self.buffers[layer_idx] = (
@@ -230,31 +230,32 @@ class Cohort(AttentionCache):
         return states.new_empty(self.rows, heads, self.columns_in(layer), dim)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in use, for the family's masks and positions."""
+        """Return the number of columns in use, for the family's masks and positions."""
         return self.end
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(columns in the buffers, the first of them). What a sliding layer keeps beyond its window the family masks."""
+        """Return (columns in the buffers, the first of them). The family masks columns that a layer keeps beyond its window."""
         first = self.first_kept(layer_idx)
         return self.end + query_length - first, first
 
     @property
     def is_compileable(self) -> bool:
-        """Where something is padded a step needs a mask: transformers makes it without waiting to see whether it does."""
+        """Whether some row is padded, so that a step needs a mask, which transformers then makes without a wait."""
         return any(self.first_columns)
 
     @property
     def is_initialized(self) -> bool:
-        """Whether positions are held."""
+        """Whether the cohort holds positions."""
         return self.end > 0
 
 
 def regroup(
     groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device, windows: Windows
 ) -> list[Cohort]:
-    """Copy sessions into new cohorts, given as (members, capacity). Who was beside them and is not among them is lost.
+    """Copy sessions into new cohorts, given as (members, capacity). Other members of their old cohorts lose their positions.
 
-    Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice.
+    Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice. If that fails, all members
+    of the old cohorts are marked `lost`.
     """
     cohorts = [Cohort(members, capacity, device, windows) for members, capacity in groups]
     olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
@@ -264,7 +265,7 @@ def regroup(
                 _copy_layer(cohort, layer)
             for old in olds.values():
                 old.buffers.pop(layer, None)
-    except BaseException:  # no memory: some layers are gone from the old cohorts, and the new ones come to nothing
+    except BaseException:  # no memory: the old cohorts have lost some layers, and the new ones are incomplete
         for member in (member for old in olds.values() for member in old.members):
             member.lost = True
         raise
@@ -274,16 +275,18 @@ def regroup(
             member.cohort, member.first_row, member.lag = cohort, row, 0
             row += member.rows
         cohort.note_floors()
-        cohort.refresh_rows()  # not before: the members' lags were those of their old cohorts
+        cohort.refresh_rows()  # only now: the members' lags were those of their old cohorts
     return cohorts
 
 
 def copy_beginning(source: CachedSession, session: CachedSession, length: int, capacity: int) -> None:
-    """Let an empty session have the first `length` positions that a source holds, in a cohort of its own of so many columns. The
-    source stays as it is."""
+    """Copy the first `length` positions of `source` into the empty `session`, in a new cohort of `capacity` columns.
+
+    The source does not change.
+    """
     cohort = source.cohort
     assert cohort is not None and session.length == 0
-    # As another member whose last positions were cut off, in the same rows; the copy is then as of any member.
+    # Looks like another member with its last positions cut off, in the source's rows, so that it is copied like any member.
     session.length, session.floor = length, source.floor
     session.cohort, session.first_row, session.lag = cohort, source.first_row, source.lag + source.length - length
     try:
@@ -303,9 +306,9 @@ def _cohorts_of(members: Sequence[CachedSession]) -> Iterator[Cohort]:
 
 
 def _copy_layer(cohort: Cohort, layer: int) -> None:
-    """Fill one layer of a new cohort from where its members are now, each ending at the cohort's last column.
+    """Fill one layer of a new cohort with its members' old columns, each ending at the cohort's last column.
 
-    Columns left of a member are zeroed: masked, they still meet a weight of zero, which garbage that is not finite survives.
+    Columns left of a member are zeroed: masked, they still get a weight of zero, and zero times infinity or NaN is not zero.
     """
     source = next((old.buffers[layer] for old in _cohorts_of(cohort.members) if layer in old.buffers), None)
     if source is None:

@@ -1,6 +1,6 @@
 """Transfers of a pass: the inputs of all its sessions to the device, and their outputs to the host, each in one copy.
 
-Inputs are gathered in a pinned buffer, for which nothing waits.
+Inputs are gathered in a pinned buffer, so that the host does not wait for their copy.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo
 from swarmnode.compress.codecs import Buffer, decode, decode_in_place
 
-ALIGNMENT_BYTES = 8  # of each tensor in what is brought: that of the widest elements
+ALIGNMENT_BYTES = 8  # of each tensor within a transfer: that of the widest elements
 
 
 class DeviceOutputs:
-    """Of one pass. `add` what is wanted, `fetch` it all, and look it up under the number that `add` gave."""
+    """Outputs of one pass on their way to the host: `add` the wanted tensors, then `fetch` them all."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
@@ -25,12 +25,12 @@ class DeviceOutputs:
         return f"<DeviceOutputs of {len(self._parts)} tensors>"
 
     def add(self, tensor: Tensor) -> int:
-        """Its number. It must not be written to any more."""
+        """Take `tensor`, which must not be written to any more. Returns its place in the list that `fetch` returns."""
         self._parts.append(tensor.detach())
         return len(self._parts) - 1
 
     def fetch(self) -> list[Tensor]:
-        """All of them on the host, by number: those that are there already as they are, the others in one copy."""
+        """Return all added tensors on the host, by number. Those on a device come in one copy."""
         far = [number for number, part in enumerate(self._parts) if part.device.type != "cpu"]
         if far:
             whole_M = _to_host(torch.cat([_aligned(self._parts[number]) for number in far]))
@@ -43,7 +43,7 @@ class DeviceOutputs:
 
 
 def _to_host(far_M: Tensor) -> Tensor:
-    """Waits for it; through pinned memory where it comes from a card, which needs no buffer of the driver's between."""
+    """Copy to the host, and wait for it. From a card it goes to pinned memory, which needs no intermediate buffer of the driver."""
     if far_M.device.type != "cuda":
         return far_M.cpu()
     near_M = far_M.to("cpu", non_blocking=True)
@@ -52,15 +52,17 @@ def _to_host(far_M: Tensor) -> Tensor:
 
 
 def _aligned(part: Tensor) -> Tensor:
-    """Its bytes, and some more up to where the next tensor may begin."""
+    """Return a tensor's bytes, padded to the alignment of the next tensor."""
     bytes_M = part.contiguous().view(-1).view(torch.uint8)
     surplus = -len(bytes_M) % ALIGNMENT_BYTES
     return pad(bytes_M, (0, surplus)) if surplus else bytes_M
 
 
 class DeviceInputs:
-    """Of one pass. `add` all that it takes; the first `tensor` that is asked for sends them. Token ids stay on the host, where they
-    are looked at first."""
+    """Inputs of one pass on their way to the device: `add` them all, and the first call of `tensor` sends them.
+
+    Token ids stay on the host, which checks them first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,12 +73,15 @@ class DeviceInputs:
         return f"<DeviceInputs of {len(self._parts)} tensors for {self._device}>"
 
     def add(self, info: TensorInfo, payload: Buffer) -> int:
-        """Its number. It must not change any more."""
+        """Take an input, whose payload must not change any more. Returns its number for `tensor`."""
         self._parts.append((info, payload))
         return len(self._parts) - 1
 
     def tensor(self, number: int) -> Tensor:
-        """What was added under this number. Raises ProtocolError where the payload is not what its descriptor says."""
+        """Return the input with this number: floats on the device, others on the host.
+
+        Raises ProtocolError if the payload does not match its descriptor.
+        """
         info, payload = self._parts[number]
         if self._sent is None:
             self._sent = self._send()
@@ -85,7 +90,7 @@ class DeviceInputs:
         return decode(info, payload, device=self._device if info.dtype in FLOAT_DTYPES else "cpu")
 
     def _send(self) -> dict[int, Tensor]:
-        """payload_M (uint8) on a card, by number; none on other devices, which have them already or know no pinned memory."""
+        """Send the float payloads to a card in one copy. Returns payload_M (uint8) by number; empty on other devices."""
         if self._device.type != "cuda":
             return {}
         places: dict[int, slice] = {}

@@ -1,4 +1,4 @@
-"""Grammars that generated text must follow, by llguidance: of all tokens, those that may come next."""
+"""Grammars that generated text must follow, by llguidance: the set of tokens that may come next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from transformers import AutoTokenizer, GenerationConfig
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import ErrorCode, ProtocolError
 
-BURST_S, TOKEN_S = 1.0, 0.02  # of the compute thread, which all sessions share: at first, and for each token
+BURST_S, TOKEN_S = (
+    1.0,
+    0.02,
+)  # of the compute thread, which all sessions share: for the first token, and for each further one
 LIBRARY_BYTES = 8 << 20
 TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
 LIMITS = LLParserLimits(
@@ -29,9 +32,7 @@ LIMITS = LLParserLimits(
     max_lexer_states=8192,  # some 2 kB each
     max_grammar_size=50_000,
 )
-COMPACT: Any = {
-    "whitespace_flexible": False
-}  # models that may write as much white space as they like often do nothing else
+COMPACT: Any = {"whitespace_flexible": False}  # models that may write white space freely often write nothing else
 READERS = {
     GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, defaults=COMPACT),
     GrammarKind.LARK: LLMatcher.grammar_from_lark,
@@ -40,14 +41,14 @@ READERS = {
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises ProtocolError, INVALID_REQUEST, where it is none, or too large a one."""
+    """Raise ProtocolError (INVALID_REQUEST) if `grammar` cannot be read or is too large."""
     refused, told = LLMatcher.validate_grammar_with_warnings(read_grammar(grammar), limits=LIMITS)
     if refused:
         raise invalid(told[0])
 
 
 def read_grammar(grammar: Grammar) -> str:
-    """As llguidance takes it. Raises ProtocolError, INVALID_REQUEST."""
+    """Return the grammar in llguidance's form. Raises ProtocolError (INVALID_REQUEST) if it cannot be read."""
     try:
         return READERS[GrammarKind(grammar.kind)](grammar.text)
     except ValueError as error:
@@ -55,14 +56,14 @@ def read_grammar(grammar: Grammar) -> str:
 
 
 def invalid(why: str) -> ProtocolError:
-    """The error of a grammar that cannot be used, in one line."""
+    """Return the error for a grammar that cannot be used, in one line."""
     lines = why.strip().splitlines() or ["unknown"]
-    told = f"{lines[0]} {lines[-1].strip()}" if lines[0].endswith(":") else lines[0]  # between them it shows where
+    told = f"{lines[0]} {lines[-1].strip()}" if lines[0].endswith(":") else lines[0]  # the lines between show the place
     return ProtocolError(f"the grammar cannot be used: {told}", code=ErrorCode.INVALID_REQUEST)
 
 
 class GrammarCompiler:
-    """For the tokenizer of a checkpoint folder and the `vocabulary` of its model. Used from one thread, once it is made."""
+    """Compiler of grammars for the tokenizer in a checkpoint folder and its model's `vocabulary`. Used from one thread."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._folder = folder
@@ -79,12 +80,14 @@ class GrammarCompiler:
 
     @property
     def tokenizer_bytes(self) -> int:
-        """Of memory that loading the tokenizer takes, for good."""
+        """Bytes of memory that loading the tokenizer takes, for good."""
         return LIBRARY_BYTES + self._vocabulary * TOKEN_BYTES
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """What follows the text of a session. The first one takes seconds: it brings the tokenizer. Raises ProtocolError,
-        INVALID_REQUEST."""
+        """Return a matcher for the text of a session. The first call takes seconds, as it loads the tokenizer.
+
+        Raises ProtocolError (INVALID_REQUEST) if the grammar cannot be used or the checkpoint has no tokenizer.
+        """
         matcher = LLMatcher(self._load(), read_grammar(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise invalid(matcher.get_error())
@@ -101,7 +104,7 @@ class GrammarCompiler:
 
 
 def _end_ids(folder: Path) -> int | list[int] | None:
-    """The tokens that end a text; None where only the tokenizer may know."""
+    """Return the ids of tokens that end a text; None if the checkpoint's generation config names none."""
     try:
         ids: int | list[int] | None = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):
@@ -110,20 +113,23 @@ def _end_ids(folder: Path) -> int | list[int] | None:
 
 
 class GrammarMatcher:
-    """Which tokens may follow the text of one session. Used from the compute thread."""
+    """Matcher of one session's text: tells which tokens may follow it. Used from the compute thread."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._text: list[int] = []  # that it has followed
-        self._spent_s = 0.0  # of the compute thread
+        self._text: list[int] = []  # tokens that the matcher has consumed
+        self._spent_s = 0.0  # time of the compute thread
         self._mask = allocate_token_bitmask(1, vocabulary)
 
     def __repr__(self) -> str:
         return f"<GrammarMatcher after {len(self._text)} tokens>"
 
     def allowed(self, text: Sequence[int]) -> Tensor:
-        """allowed_V (bool) after these tokens. Raises ProtocolError, INVALID_REQUEST: none is, or that takes too much."""
+        """Return allowed_V (bool): which tokens may follow `text`.
+
+        Raises ProtocolError (INVALID_REQUEST) if none may, `text` does not follow the grammar, or finding out takes too long.
+        """
         began_s = time.thread_time()
         self._follow(text)
         fill_next_token_bitmask(self._matcher, self._mask, 0)
@@ -139,7 +145,10 @@ class GrammarMatcher:
         return allowed_V
 
     def ends(self, text: Sequence[int]) -> bool:
-        """Whether the text is whole after these tokens, and nothing may follow."""
+        """Return whether the text is complete after these tokens, so that nothing may follow.
+
+        Raises ProtocolError (INVALID_REQUEST) if `text` does not follow the grammar.
+        """
         self._follow(text)
         return bool(self._matcher.is_stopped())
 

@@ -1,7 +1,7 @@
-"""Loads spans of families that were tried: split into spans, a tiny random model must give the whole model's logits.
+"""Loads spans of tried families: split into spans, a tiny random model must give the whole model's logits.
 
-Most families that this project has never met pass, because nothing here knows families. One that hands more than hidden states
-from layer to layer, or keeps state outside its KV cache, fails and is refused, rather than answer wrongly.
+Most families that this project has never met pass, because no code here depends on a family. A family that passes more than hidden
+states from layer to layer, or keeps state outside its KV cache, fails and is refused instead of answering wrongly.
 """
 
 from __future__ import annotations
@@ -42,11 +42,25 @@ def load_span(
     quantize: str = "none",
     check: bool = True,
 ) -> ModelSpan:
-    """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
+    """Load units [start, end) of a checkpoint onto a device, ready to run.
 
-    Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
-    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process). The span's `packings` are
-    left to the caller: they may run beside passes.
+    Reads only the tensors of the span, each once, from mapped files. Nothing is copied on the CPU if the dtype stays.
+
+    Args:
+        checkpoint: The model's files.
+        start: First unit.
+        end: End of the units.
+        device: Device for the weights.
+        dtype: Dtype to compute in; "auto" is the checkpoint's own.
+        quantize: Method for the layers' matrices: "none", "int8" or "nf4".
+        check: Try the family on a tiny model first (some 0.3 s, once per process).
+
+    Returns:
+        The span. Its `packings` are left to the caller: they may run beside passes.
+
+    Raises:
+        CheckpointError: The checkpoint does not make the model, or the family cannot be split.
+        LocalError: The model lacks these units, or cannot be quantised so.
     """
     family = checkpoint.family
     if check:
@@ -65,8 +79,10 @@ def load_span(
 def prepare_span(
     checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str, dtype: torch.dtype
 ) -> None:
-    """What loading a span takes besides its weights, while they are still on their way: to try the family on a tiny model, and to
-    time products. Raises CheckpointError."""
+    """Do the parts of loading that need no weights, while these are on their way: try the family, and time matrix products.
+
+    Raises CheckpointError if the family cannot be split.
+    """
     check_family(checkpoint.family)
     if torch.device(device).type == "cpu":
         speed_up_linears(outline(checkpoint.family, start, end, dtype=dtype))
@@ -74,7 +90,7 @@ def prepare_span(
 
 @lean()
 def check_family(family: Family) -> None:
-    """Raises CheckpointError where a split tiny model of this class and config does not equal the whole one."""
+    """Raise CheckpointError if a split tiny model of this class and config does not give the whole one's logits."""
     key = family_key(family)
     if key in _passed:
         return
@@ -88,7 +104,10 @@ def check_family(family: Family) -> None:
 
 @torch.inference_mode()
 def _largest_difference(family: Family) -> float:
-    """Of logits between spans with cohort caches and one pass of the whole model without a cache."""
+    """Return the largest difference of logits between spans with cohort caches and one pass of the whole model.
+
+    It is in units of the whole model's standard deviation. The whole model's pass has no cache.
+    """
     whole = tiny_model(family)
     ids_BT = torch.randint(2, family.config.vocab_size, (2, LENGTH))
     mask_BT = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).to(torch.int64)
@@ -106,7 +125,10 @@ def _whole_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Ten
 
 
 def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
-    """Three spans; a prompt, then single positions. Sliding layers keep not one position that they do not see."""
+    """Return the logits of three spans, for a prompt and then single positions.
+
+    Sliding layers keep no position beyond their window.
+    """
     cuts = sorted({0, 2, max(2, family.layer_count), family.units})
     runners = []
     for start, end in pairwise(cuts):

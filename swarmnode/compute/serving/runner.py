@@ -1,7 +1,8 @@
 """Runs work of several sessions on one span: group, run, postprocess. Called from one compute thread.
 
-Short steps (one new position, or a few: drafts) go through the model together, and so do chunks of prompts; what is too long for
-one pass goes alone and in chunks. Who waits for whom is decided before (`plan/serving/scheduler.py`).
+Short steps (one new position, or a few: drafts) go through the model together, and so do chunks of prompts. A prompt that is too
+long for one pass goes alone and in chunks. The scheduler decides before which sessions wait for others
+(`plan/serving/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 class RunnerConfig:
     """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
 
-    `windows` replaces what sliding layers keep. `capture`: replay decode steps as CUDA graphs, on devices that have them.
+    `windows` replaces the windows of sliding layers. `capture` replays decode steps as CUDA graphs, on CUDA devices.
     """
 
     cache_bytes: int
@@ -44,12 +45,12 @@ class RunnerConfig:
 
 @dataclass(frozen=True)
 class StepInput:
-    """The next positions of one session. `start`, where it is said, must be where they come to lie: behind those that are held.
+    """The next positions of one session.
 
-    `x` is ids_BT (int64) where the session's range starts with the embedding, else hidden_BTH. `want` says which logits are
-    needed where it ends with the head (0 none, 1 the last position's, 2 all); hidden states always come back whole.
-    First the positions from `truncate_to` on are forgotten, and `reorder`, where not empty, permutes the session's rows: both
-    stand, even where the pass then fails.
+    `x` is ids_BT (int64) if the session's range starts with the embedding, else hidden_BTH. `want` says which logits are
+    needed if it ends with the head (0 none, 1 the last position's, 2 all); hidden states always come back whole.
+    Before the pass, the positions from `truncate_to` on are forgotten, and `reorder`, unless empty, permutes the session's rows.
+    Both stay in effect even if the pass fails. `start`, if given, must then be the session's next position.
     """
 
     session_id: Hashable
@@ -61,18 +62,18 @@ class StepInput:
 
     @property
     def count(self) -> int:
-        """New positions."""
+        """Number of new positions."""
         return self.x.shape[1]
 
     @property
     def head_positions(self) -> int:
-        """Of how many of its last positions logits are wanted."""
+        """Number of last positions whose logits are wanted."""
         return {WANT_NOTHING: 0, WANT_LAST: 1, WANT_ALL: self.count}[self.want]
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """`output` is hidden_BTH, or logits_BKV of the K positions wanted. `start` is the position of the work's first input."""
+    """Result of a step: hidden_BTH, or logits_BKV of the K positions wanted. `start` is the step's first position."""
 
     session_id: Hashable
     start: int
@@ -88,7 +89,7 @@ class _Opened:
 
 
 class StageRunner:
-    """The sessions of one span and their passes through it."""
+    """Sessions of one span and their passes through it."""
 
     def __init__(
         self,
@@ -127,8 +128,10 @@ class StageRunner:
         end: int | None = None,
         adapter: str = "",
     ) -> None:
-        """Open a session over units [start, end) of the span (default: all), through the adapter of this name, which is loaded
-        beside it. Raises OutOfCache, ProtocolError."""
+        """Open a session over units [start, end) of the span (default: all), with the loaded adapter of this name ("": none).
+
+        Raises OutOfCache if the budget has no room, ProtocolError if the arguments are invalid or the session is open already.
+        """
         start = self.span.start if start is None else start
         end = self.span.end if end is None else end
         if not self.span.start <= start < end <= self.span.end:
@@ -144,25 +147,27 @@ class StageRunner:
         self._sessions[session_id] = _Opened(start, end, cached, adapter)
 
     def extend(self, session_id: Hashable, max_length: int) -> None:
-        """Let a session have so many positions, or as many as it may have already. Raises OutOfCache, ProtocolError."""
+        """Let a session have `max_length` positions, unless it may have more already. Raises OutOfCache, ProtocolError."""
         self._opened(session_id)
         self.pool.extend(session_id, max_length)
 
     def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
-        """Let a session that was just opened begin with the first `length` positions of another one over the same units. Raises
-        ProtocolError, OutOfCache."""
+        """Let a newly opened session begin with the first `length` positions of another one over the same units.
+
+        Raises ProtocolError if the other session does not hold them or differs in units or rows, OutOfCache.
+        """
         source, opened = self._opened(source_id), self._opened(session_id)
         if (source.start, source.end, source.cached.padding) != (opened.start, opened.end, opened.cached.padding):
             raise ProtocolError("sessions of other units or rows have nothing in common")
         self.pool.fork(source_id, session_id, length)
 
     def close(self, session_id: Hashable) -> None:
-        """Free a session. An unknown one is no error."""
+        """Free a session; no error if it is unknown."""
         if self._sessions.pop(session_id, None) is not None:
             self.pool.close(session_id)
 
     def close_all(self, *, keep_span: bool = False) -> None:
-        """Free the sessions, and the span unless somebody keeps it: nothing runs here any more."""
+        """Free all sessions, and the span unless `keep_span`. Nothing can run here afterwards."""
         self._sessions.clear()
         self.pool.close_all()
         self.span.adapters.clear()
@@ -170,25 +175,25 @@ class StageRunner:
             self.span.close()
 
     def reservation_bytes(self, rows: int, max_length: int, start: int, end: int) -> int:
-        """What a session over units [start, end) takes of `pool.budget`."""
+        """Return the bytes that a session over units [start, end) takes of `pool.budget`."""
         return self.pool.bytes_of(self.span.layers_of(start, end), rows, max_length)
 
     def length(self, session_id: Hashable) -> int:
-        """Positions held."""
+        """Return the number of positions that a session holds. Raises ProtocolError if it is unknown."""
         return self._opened(session_id).cached.length
 
     def units(self, session_id: Hashable) -> int:
-        """How many units its positions pass."""
+        """Return the number of units in a session's range. Raises ProtocolError if it is unknown."""
         opened = self._opened(session_id)
         return opened.end - opened.start
 
     def truncate(self, session_id: Hashable, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Forget a session's positions from `length` on. Raises ProtocolError if it is unknown or cannot be cut to that."""
         self._opened(session_id)
         self.pool.truncate(session_id, length)
 
     def run(self, works: Sequence[StepInput]) -> list[StepOutput]:
-        """Run all works, at most one per session; results in the order of the works. Raises the first error of any of them."""
+        """Run all works, at most one per session. Returns results in the order of the works; raises the first error among them."""
         results = []
         for result in self.run_each(works):
             if isinstance(result, Exception):
@@ -198,10 +203,11 @@ class StageRunner:
 
     @torch.inference_mode()
     def run_each(self, works: Sequence[StepInput]) -> list[StepOutput | Exception]:
-        """As `run`, with the error of a work in its place: it costs the others nothing but time.
+        """Run all works, at most one per session. Returns for each its result, or its error.
 
-        What an input does to a pass is not always foreseen, and then the whole pass fails. Its works are tried again in halves,
-        down to each alone, so that only those fail whose fault it is: at most twice as many passes as there are works.
+        An input may make a whole pass fail in an unforeseen way. The pass's works are then tried again in halves, down to each
+        alone, so that only the guilty ones fail: at most twice as many passes as there are works.
+        Raises ValueError for two works of one session.
         """
         if len({work.session_id for work in works}) < len(works):
             raise ValueError("two works of one session in one run")
@@ -219,15 +225,17 @@ class StageRunner:
         return [outcomes[work.session_id] for work in works]
 
     def _rearrange(self, work: StepInput) -> None:
-        """What comes before the pass, once however often that is tried."""
+        """Truncate and reorder before the pass: once, however often the pass is tried."""
         if work.truncate_to is not None:
             self.pool.truncate(work.session_id, work.truncate_to)
         if work.reorder:
             self.pool.reorder(work.session_id, work.reorder)
 
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
-        """Works that go through the model together: over the same units and through the same adapter, steps with steps and chunks
-        with chunks."""
+        """Group works that go through the model together.
+
+        A group has the same units and adapter, and only short steps or only chunks.
+        """
         alike: dict[tuple[int, int, str, bool, bool], list[StepInput]] = {}
         for work in works:
             opened = self._sessions[work.session_id]
@@ -236,7 +244,7 @@ class StageRunner:
         return [group for candidates in alike.values() for group in self._fill_up(candidates)]
 
     def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
-        """All that can be filled up to the longest, as one; each of the others alone."""
+        """Group works that can be filled up to the longest one; each other work is alone."""
         longest = max(work.count for work in works)
         rows = sum(work.x.shape[0] for work in works)
         if longest > self._longest_shared and longest > min(self._longest_pass, self.config.prefill_positions // rows):
@@ -246,18 +254,21 @@ class StageRunner:
         return [together, *alone] if together else alone
 
     def _room(self, work: StepInput) -> int:
-        """How far a step may be filled up: what would lie beyond its session's last position may be beyond the model's too."""
+        """Return the length that a step may be filled up to.
+
+        Positions beyond the session's last one may also be beyond the model's.
+        """
         cached = self._sessions[work.session_id].cached
         return min(cached.max_length - cached.length, self._before_switch(cached) or cached.max_length)
 
     def _before_switch(self, cached: CachedSession) -> int:
-        """How many more positions of a session come before those that longrope turns by other frequencies; 0 is none."""
+        """Return how many more positions come before longrope's switch of frequencies; 0 if the switch has passed."""
         if self._switch is None:
             return cached.max_length
         return max(0, self._switch - (cached.length - min(cached.padding)))
 
     def _run_together(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput | Exception]:
-        """New positions of several sessions over the same units, or any number of one session alone."""
+        """Run new positions of several sessions over the same units, or any number of positions of one session alone."""
         opened, longest = self._sessions[works[0].session_id], max(work.count for work in works)
         outcomes: dict[Hashable, StepOutput | Exception] = {}
         try:
@@ -275,7 +286,7 @@ class StageRunner:
         return outcomes
 
     def _run_apart(self, failed: Sequence[StepInput], error: Exception) -> dict[Hashable, StepOutput | Exception]:
-        """After a pass that failed: each half of its works, unless it was only one or there is nothing left to go on from."""
+        """Run each half of a failed pass's works. A work that was alone, or whose cache is lost, gets the error."""
         if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
             return {work.session_id: error for work in failed}
         middle = len(failed) // 2
@@ -290,7 +301,7 @@ class StageRunner:
     def _run_cohort(
         self, opened: _Opened, cohort: Cohort, works: Mapping[CachedSession, StepInput]
     ) -> Iterator[StepOutput]:
-        """One pass. Steps are filled up behind, so what is wanted of a shorter one is not in the last columns."""
+        """Run one pass. Steps are filled up at their end, so the wanted outputs of a shorter one are not in the last columns."""
         longest = max(work.count for work in works.values())
         keep_last = max(longest - work.count + work.head_positions if work.want else 0 for work in works.values())
         inputs = {member: work.x for member, work in works.items()}
@@ -303,7 +314,7 @@ class StageRunner:
             yield StepOutput(work.session_id, member.length - work.count, y[:, end - wanted : end])
 
     def _run_prompt(self, work: StepInput) -> StepOutput:
-        """Many new positions of one session, in chunks; all of them or none."""
+        """Run many new positions of one session, in chunks; all of them or none."""
         opened = self._sessions[work.session_id]
         start = opened.cached.length
         rows, length = work.x.shape[:2]
@@ -327,7 +338,7 @@ class StageRunner:
     def _forward(
         self, opened: _Opened, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], *, keep_last: int
     ) -> Tensor:
-        """One pass of a cohort, which advances it."""
+        """Run one pass of a cohort and advance it."""
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
         shape = StepShape(opened.start, opened.end, keep_last, opened.adapter)
@@ -379,7 +390,7 @@ class StageRunner:
 
 
 def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int) -> Tensor:
-    """The inputs of all rows of a cohort, each filled up to the longest; rows of absent members repeat another's."""
+    """Return the inputs of all rows of a cohort, each filled up to `longest`. Absent members' rows repeat another's input."""
     if len(cohort.members) == 1:
         return inputs[cohort.members[0]]
     stand_in = next(iter(inputs.values()))[:1, -1:]
@@ -393,8 +404,10 @@ def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int
 
 
 def finiteness(tensor: Tensor) -> Tensor:
-    """Whether no element is NaN or infinite: a bool on the tensor's device, for which nobody has waited. NaN is both the least and
-    the largest of any elements."""
+    """Return whether no element is NaN or infinite: a bool tensor on the tensor's device, without waiting for it.
+
+    A NaN among the elements is both their minimum and their maximum.
+    """
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool)
     low, high = torch.aminmax(tensor)

@@ -21,17 +21,17 @@ from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 
 if TYPE_CHECKING:
-    from swarmnode.compute.serving.grammar import GrammarMatcher  # brings llguidance along
+    from swarmnode.compute.serving.grammar import GrammarMatcher  # imports llguidance
 
 HEAD = 1024  # of the vocabulary, put in order first
 UNKNOWN = -1
 
 
 class TokenHistory:
-    """Ids by position. What is told and what is drawn may be set in any order and again: a position always has the same token."""
+    """Token ids of a session by position. Ids may be set in any order, and again: a position always has the same token."""
 
     def __init__(self, prompt_length: int, max_length: int) -> None:
-        """The last token of a session lies behind its last position."""
+        """Make an empty history. It has a place more than `max_length`: a session's last token lies behind its last position."""
         self._prompt_length = prompt_length
         self._ids_T = torch.full((max_length + 1,), UNKNOWN, dtype=torch.int32)
 
@@ -39,16 +39,16 @@ class TokenHistory:
         return f"<TokenHistory of up to {len(self._ids_T)} tokens, {self._prompt_length} of them the prompt's>"
 
     def set(self, start: int, ids: Sequence[int]) -> None:
-        """The tokens from position `start` on."""
+        """Set the tokens from position `start` on. Those beyond the history's end are dropped."""
         ids = ids[: max(0, len(self._ids_T) - start)]
         self._ids_T[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
 
     def prompt(self) -> Tensor:
-        """ids_N (int64) of the prompt, where they are known."""
+        """Return the known ids_N (int64) of the prompt."""
         return _known(self._ids_T[: self._prompt_length])
 
     def drawn(self, position: int) -> Tensor:
-        """ids_N (int64) of those that were drawn for the positions before this one."""
+        """Return the known ids_N (int64) that were drawn for the positions before `position`."""
         return _known(self._ids_T[self._prompt_length : position])
 
 
@@ -57,8 +57,10 @@ def _known(ids_T: Tensor) -> Tensor:
 
 
 def adjust(logits_V: Tensor, parameters: Sampling, history: TokenHistory | None, position: int) -> None:
-    """Change logits_V (float32), from which the token at `position` is drawn: first by the repetition penalty (CTRL, arXiv
-    1909.05858), then by frequency and presence penalty (OpenAI's API), then by the biases."""
+    """Change logits_V (float32) in place, before the token at `position` is drawn from it.
+
+    First the repetition penalty (CTRL, arXiv 1909.05858), then frequency and presence penalty (OpenAI's API), then the biases.
+    """
     if history is not None:
         _penalise_repetition(logits_V, parameters.repetition_penalty, history, position)
         _penalise_frequency(logits_V, parameters, history, position)
@@ -83,7 +85,7 @@ def _penalise_frequency(logits_V: Tensor, parameters: Sampling, history: TokenHi
 
 
 def sample(logits_BV: Tensor, parameters: Sampling, position: int, *, rows: Sequence[int] = ()) -> Tensor:
-    """ids_B (int64) for the given position of each row. `rows` are the rows' numbers in their session (default 0..B-1)."""
+    """Draw ids_B (int64) for `position` of each row. `rows` are the rows' numbers in their session (default 0..B-1)."""
     if parameters.temperature <= 0:
         return logits_BV.argmax(dim=-1).cpu()
     logits_BV = logits_BV.to("cpu", torch.float32)
@@ -96,14 +98,16 @@ def sample(logits_BV: Tensor, parameters: Sampling, position: int, *, rows: Sequ
 
 
 def uniform(seed: int, row: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: the SHA-256 of the three, little-endian 64-bit integers."""
+    """Return a number in [0, 1) with 53 random bits, from the SHA-256 of the three values as little-endian 64-bit integers."""
     digest = hashlib.sha256(struct.pack("<QQQ", seed & 0xFFFFFFFFFFFFFFFF, row, position)).digest()
     return (int.from_bytes(digest[:8], "little") >> 11) / (1 << 53)
 
 
 class Candidates(NamedTuple):
-    """What most draws of some rows need of their logits: the largest values_BC (float32), in order, their ids_BC, and total_B
-    (float64), the logarithm of the sum of exponentials of all that are kept, over the temperature."""
+    """Part of some rows' logits that most draws need: the largest values_BC (float32), in order, and their ids_BC.
+
+    total_B (float64) is the logarithm of the sum of exponentials of all kept logits over the temperature.
+    """
 
     values_BC: Tensor
     ids_BC: Tensor
@@ -111,7 +115,10 @@ class Candidates(NamedTuple):
 
 
 def candidates(logits_BV: Tensor, parameters: Sampling) -> Candidates:
-    """On the logits' device, which need not be waited for. One more than are looked among, so that a tie at the edge shows."""
+    """Return the candidates on the logits' device, without waiting for it.
+
+    There is one candidate more than a draw uses, to show a tie at the edge.
+    """
     kept, count = _counts(logits_BV.shape[1], parameters)
     values_BC, ids_BC = torch.topk(logits_BV.float(), min(count + 1, logits_BV.shape[1]))
     all_BV = values_BC[:, :count] if count == kept else logits_BV
@@ -119,12 +126,12 @@ def candidates(logits_BV: Tensor, parameters: Sampling) -> Candidates:
 
 
 def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, position: int) -> Tensor | None:
-    """ids_B as `sample` draws them, on the host; None where that takes all logits."""
+    """Draw ids_B as `sample` does, on the host; None if that needs all logits."""
     kept, count = _counts(vocabulary, parameters)
     ids = []
     for row, (values_C, ids_C, total) in enumerate(zip(*known, strict=True)):
         if len(values_C) > count and values_C[count] == values_C[count - 1]:
-            return None  # which of the equal ones are among the first is not known here
+            return None  # unknown which of the equal ones come first
         by_id = ids_C[:count].argsort()
         ordered_C, order = torch.sort(values_C[by_id], descending=True, stable=True)
         number = uniform(parameters.seed, row, position)
@@ -136,15 +143,15 @@ def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, 
 
 
 def _counts(vocabulary: int, parameters: Sampling) -> tuple[int, int]:
-    """How many of the most likely tokens may be drawn, and among how many one is looked for first."""
+    """Return how many of the most likely tokens may be drawn, and how many of them to search first."""
     kept = min(parameters.top_k or vocabulary, vocabulary)
     return kept, kept if parameters.top_k else min(kept, HEAD)
 
 
 def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
-    """The token whose stretch of the cumulated probabilities, most likely first, holds `number`.
+    """Return the token whose stretch of the cumulated probabilities, most likely first, holds `number`.
 
-    The largest few logits nearly always hold it, so the whole vocabulary is put in order only where they do not.
+    The largest few logits nearly always hold it, so the whole vocabulary is sorted only if they do not.
     """
     kept, first = _counts(len(logits_V), parameters)
     token = _draw_among(first, kept, logits_V, parameters, number)
@@ -155,7 +162,7 @@ def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
 
 
 def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, number: float) -> int | None:
-    """The token, looked for among the `count` most likely of the `kept` ones; None where more are needed."""
+    """Return the token, searched for among the `count` most likely of the `kept` ones; None if that needs more of them."""
     ordered_C, ids_C = _largest(logits_V, count)
     scaled_C = ordered_C.double() / parameters.temperature
     total = scaled_C.logsumexp(0) if count == kept else (logits_V.double() / parameters.temperature).logsumexp(0)
@@ -165,7 +172,7 @@ def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, n
 def _pick(
     ordered_C: Tensor, ids_C: Tensor, total: Tensor, are_all: bool, parameters: Sampling, number: float
 ) -> int | None:
-    """The token among these, which are in order, whose stretch holds `number`; None where it lies behind them."""
+    """Return the token among these ordered ones whose stretch holds `number`; None if it lies behind them."""
     likelihood_C = (ordered_C.double() / parameters.temperature - total).exp()
     cumulated_C = likelihood_C.cumsum(0)
     last = float(cumulated_C[-1]) if are_all else 1.0
@@ -182,8 +189,11 @@ def _pick(
 
 
 def _truncation(likelihood_C: Tensor, cumulated_C: Tensor, parameters: Sampling) -> int:
-    """How many of the most likely tokens are kept: the smallest set that reaches top_p (nucleus sampling, arXiv 1904.09751), and
-    of these who are at least min_p times as likely as the first (arXiv 2407.01082). More than these where others may be, too."""
+    """Return how many of the most likely tokens are kept. A number above their count means that more may be kept.
+
+    Kept is the smallest set that reaches top_p (nucleus sampling, arXiv 1904.09751), and of these the tokens at least min_p times
+    as likely as the first (arXiv 2407.01082).
+    """
     kept = len(likelihood_C) + 1
     if parameters.top_p < 1:
         kept = int((cumulated_C < parameters.top_p).sum()) + 1
@@ -194,7 +204,7 @@ def _truncation(likelihood_C: Tensor, cumulated_C: Tensor, parameters: Sampling)
 
 
 def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(values, ids) of the `count` largest, largest first, equal ones by id."""
+    """Return (values, ids) of the `count` largest logits, the largest first, equal ones by id."""
     ids = torch.arange(len(logits_V))
     if count < len(logits_V):
         ids = (logits_V >= torch.topk(logits_V, count).values[-1]).nonzero()[:, 0]
@@ -203,7 +213,10 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Drawn(NamedTuple):
-    """The tokens at a position, one for each row; `final` where nothing follows. `logprobs` as they travel, where wanted."""
+    """Tokens drawn at a position, one for each row. `final` says that nothing follows.
+
+    `logprobs` is in its wire format; empty if not wanted.
+    """
 
     position: int
     ids: tuple[int, ...]
@@ -212,12 +225,14 @@ class Drawn(NamedTuple):
 
 
 Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
-"""From what was fetched to the tokens, on the host"""
+"""Function from the fetched outputs to the drawn tokens, on the host"""
 
 
 class Sampler:
-    """Of a session of at most so many positions, whose text follows the `grammar`. Where tokens count, it must be told of those
-    that are not drawn here."""
+    """Sampler of one session of at most `max_length` positions, whose text follows the `grammar`.
+
+    If parameters count tokens, `tell` must give it the tokens that are not drawn here.
+    """
 
     def __init__(self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None) -> None:
         self._parameters = parameters
@@ -230,17 +245,17 @@ class Sampler:
         return f"<Sampler by {self._parameters!r}>"
 
     def tell(self, text: Buffer) -> None:
-        """What came with an OPEN: the ids of the prompt, where they count, then of the tokens that were drawn elsewhere."""
+        """Take the text of an OPEN: the ids of the prompt, if the parameters count them, then of the tokens drawn elsewhere."""
         if self._history is not None:
             start = 0 if self._parameters.counts_prompt else self._parameters.prompt_length
             self._history.set(start, unpack_text(text))
 
     def first(self, known: int) -> int:
-        """The first position for which a token is to be drawn, where outputs for those below `known` are there already."""
+        """Return the first position to draw a token for, if outputs for the positions below `known` exist already."""
         return max(self._parameters.prompt_length, known)
 
     def is_final(self, position: int, token: int) -> bool:
-        """Whether nothing follows this token."""
+        """Return whether nothing follows `token`: it is the last one, a stop token, or the grammar's end."""
         parameters = self._parameters
         end = parameters.prompt_length + parameters.max_new_tokens
         if position + 1 >= end or token in parameters.stop_ids:
@@ -250,7 +265,7 @@ class Sampler:
         return self._grammar.ends(self._history.drawn(position + 1).tolist())
 
     def launch(self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs) -> Draw:
-        """What draws, from what was fetched, the tokens at K positions from `first` on."""
+        """Add the needed outputs, and return a function that draws the tokens at K positions from `first` on."""
         if self._needs_all:
             place = outputs.add(logits_BKV)
             return lambda fetched: tuple(self._draw_in_order(fetched[place], first))
@@ -263,7 +278,7 @@ class Sampler:
         return Drawn(position, tuple(ids), self.is_final(position, ids[0]), logprobs)
 
     def _draw_in_order(self, logits_BKV: Tensor, first: int) -> Iterator[Drawn]:
-        """Each may depend on the one before. Only sessions of one row are drawn for."""
+        """Draw the positions in order, as each may depend on the earlier ones. Only for sessions of one row."""
         for position, logits_V in enumerate(logits_BKV[0].float(), first):
             adjusted_V = logits_V.clone()
             adjust(adjusted_V, self._parameters, self._history, position)
@@ -288,7 +303,10 @@ class Sampler:
 def _launch(
     logits_BV: Tensor, parameters: Sampling, position: int, outputs: DeviceOutputs
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What draws ids_B from what was fetched. Of a card's logits only the largest are; all of them where these are too few."""
+    """Return a function that draws ids_B from the fetched outputs.
+
+    A card sends only its largest logits; all of them are copied later if a draw needs more.
+    """
     if parameters.temperature <= 0:
         place = outputs.add(logits_BV.argmax(dim=-1))
         return lambda fetched: fetched[place]

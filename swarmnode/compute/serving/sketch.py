@@ -1,7 +1,7 @@
 """Sketches: rows of tensors in a few dozen numbers each, so that two replicas can be compared without sending tensors.
 
 Random projections onto signs, as in Activation-DiFR (arXiv 2511.20621): the distance of two sketches is an unbiased measure of
-the distance of what was sketched. The signs follow from a seed that is chosen after the states were sent, so that nobody can
+the distance of the sketched rows. The signs follow from a seed that is chosen after the states were sent, so that no peer can
 change states and keep their sketch.
 
 Shape letters: T rows (of hidden states: positions), H of a row, K of a sketch, N float32 numbers.
@@ -26,21 +26,23 @@ REMEMBERED_SEEDS = 8
 
 @lru_cache(maxsize=REMEMBERED_SEEDS)
 def signs(seed: bytes, count: int) -> Tensor:
-    """Draw `count` signs, a multiple of 8, of -1 and 1 (int8): the bits of SHAKE-128 of the seed, the highest of a byte first."""
+    """Draw `count` signs (a multiple of 8) of -1 and 1 (int8): the bits of SHAKE-128 of the seed, the highest of a byte first."""
     bits = np.unpackbits(np.frombuffer(hashlib.shake_128(seed).digest(count // 8), dtype=np.uint8))
     return torch.from_numpy(bits.astype(np.int8) * 2 - 1)
 
 
 def sketch(hidden_TH: Tensor, seed: bytes) -> Tensor:
-    """Project rows of any float dtype to sketch_TK (float32). Sums are of float64, so that their order does not matter."""
+    """Project rows of any float dtype to sketch_TK (float32). Sums are in float64, so that their order does not matter."""
     width = hidden_TH.shape[-1]
     signs_HK = signs(seed, width * SKETCH_VALUES).view(width, SKETCH_VALUES)
     return (hidden_TH.to("cpu", torch.float64) @ signs_HK.double()).to(torch.float32)
 
 
 def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
-    """Project the rows of each float tensor that is not empty to a sketch_TK. A row is what the last dimension holds. Of more than
-    MAX_SKETCHED rows as many are taken, at equal distances, from one on that follows from the seed."""
+    """Project the rows of each float tensor that is not empty to a sketch_TK. The last dimension makes a row.
+
+    From a tensor with more than MAX_SKETCHED rows it takes MAX_SKETCHED at equal distances. The seed chooses the first one.
+    """
     return [sketch(_rows(value, seed), seed) for value in values if value.is_floating_point() and value.numel()]
 
 
@@ -69,7 +71,7 @@ def sketch_bytes(sketch_N: Tensor) -> bytes:
 
 
 def read_sketch(data: bytes | bytearray | memoryview) -> Tensor:
-    """Decode the sketch_N of some bytes. Raises ProtocolError if they are no whole float32 numbers."""
+    """Decode the sketch_N in `data`. Raises ProtocolError unless it is a whole number of float32 values."""
     if len(data) % 4:
         raise ProtocolError(f"a sketch of {len(data)} bytes")
     return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
@@ -86,16 +88,20 @@ def read_sketches(data: bytes | bytearray | memoryview, count: int) -> Tensor:
 
 
 def deviations(one_TK: Tensor, other_TK: Tensor, *, least: float = 0.0) -> list[float]:
-    """Return for each row the distance of two sketches, relative to their lengths: infinite if one alone is zero. `least`: see
-    `relative`."""
+    """Return for each row the distance of two sketches, relative to their lengths: infinite if only one is zero.
+
+    `least` is explained at `relative`.
+    """
     one_TK, other_TK = one_TK.double(), other_TK.double()
     lengths_T = (one_TK.norm(dim=-1) * other_TK.norm(dim=-1)).sqrt()
     return relative((one_TK - other_TK).norm(dim=-1), lengths_T, least=least).tolist()
 
 
 def relative(distances_T: Tensor, lengths_T: Tensor, *, least: float) -> Tensor:
-    """Divide distances by lengths; a distance of 0 stays 0. A row counts as at least `least` times as long as a usual one: of
-    gradients some are nothing but rounding."""
+    """Divide distances by lengths; a distance of 0 stays 0.
+
+    A row counts as at least `least` times as long as the root mean square length: some gradients are nothing but rounding.
+    """
     if least:
         lengths_T = lengths_T.clamp_min(least * float(lengths_T.square().mean().sqrt()))
     return torch.where(distances_T == 0, 0.0, distances_T / lengths_T)

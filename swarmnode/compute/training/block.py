@@ -1,8 +1,8 @@
-"""Block: what one unit trains - parameters, running statistics, the step's sums of both, and the optimiser's memory.
+"""Block: the trained part of one unit - parameters, running statistics, the step's sums of both, and the optimiser's memory.
 
-Running statistics (buffers of batch norms) are moved in place by every forward pass in training mode. Here each pass starts from
-the step's values, and only the change that it made is kept, under its microbatch. When the step ends, they move by the mean of
-all microbatches' changes: as one machine's would with the whole batch. So order, replays and recomputations do not show, and
+Running statistics (buffers of batch norms) are changed in place by every forward pass in training mode. Here each pass starts from
+the step's values, and only its change is kept, under its microbatch. When the step ends, the statistics move by the mean of
+all microbatches' changes: as one machine's would with the whole batch. So order, replays and recomputations have no effect, and
 replicas, which sum changes as they sum gradients, keep equal statistics.
 """
 
@@ -23,9 +23,9 @@ Changes = dict[str, Tensor]
 
 
 class OuterOptimizer:
-    """What all replicas agreed on last (`anchor_N`) and the momentum, float32. Changed by `update` only, at a commit.
+    """Outer optimiser: the values that all replicas agreed on last (`anchor_N`), and the momentum, in float32.
 
-    The first `trained` elements are parameters; statistics, behind them, are just averaged.
+    It changes only at a commit. The first `trained` elements are parameters; the statistics behind them are averaged.
     """
 
     def __init__(self, values_N: Tensor, trained: int, averaging: Averaging) -> None:
@@ -38,11 +38,11 @@ class OuterOptimizer:
         return f"OuterOptimizer({len(self.velocity_N)} parameters, lr {self.learning_rate}, momentum {self.momentum})"
 
     def way(self, values_N: Tensor) -> Tensor:
-        """How far a replica came since the last averaging, in the direction of a gradient; written into `values_N`."""
+        """Return the pseudo-gradient: the way of a replica since the last averaging. Written into `values_N`."""
         return torch.sub(self.anchor_N, values_N, out=values_N)
 
     def update(self, mean_way_N: Tensor) -> Tensor:
-        """A step along the mean of the replicas' ways; the values with which all go on."""
+        """Take a step along the mean pseudo-gradient of the replicas. Returns the values that all go on with."""
         trained = len(self.velocity_N)
         mean_way_P = mean_way_N[:trained]
         self.velocity_N.mul_(self.momentum).add_(mean_way_P)
@@ -53,13 +53,13 @@ class OuterOptimizer:
 
 
 class Block:
-    """The parameters and statistics of one unit, or those that the first and the last unit share.
+    """Parameters and statistics of one unit, or the parameters that the first and the last unit share.
 
     `sums_N` (float32) strings together the gradients of the parameters, names in order, then the changes of the
-    statistics, names in order; `shapes` are theirs. It is one piece of memory for good: gradients that come and go among
+    statistics, names in order; `shapes` are theirs. It is one permanent piece of memory: gradients that come and go among
     activations leave a heap that cannot shrink (measured: 1.8 instead of 1.3 times the memory).
 
-    One that `follows` is a copy of a block on another device of this node: it is never updated, and so has no optimiser.
+    A block that `follows` is a copy of a block on another device of this node: it is never updated, and so has no optimiser.
     """
 
     def __init__(
@@ -101,27 +101,27 @@ class Block:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of what the optimiser remembers, and the outer one of replicas that update apart."""
+        """Bytes of the optimiser's memory, and of the outer optimiser's, if replicas update apart."""
         slots = [tensor for named in self.optimizer.slots.values() for tensor in named.values()]
         outer = [] if self.outer is None else [self.outer.anchor_N, self.outer.velocity_N]
         return sum(tensor.nbytes for tensor in (*slots, *outer))
 
     @property
     def gradient_N(self) -> Tensor:
-        """The step's sum of the parameters' gradients: a reference."""
+        """Step's sum of the parameters' gradients: a reference."""
         return self.sums_N[self._gradient]
 
     # -- statistics
 
     def save(self) -> Changes:
-        """Copies of the statistics, before a pass."""
+        """Return copies of the statistics, before a pass."""
         return {name: buffer.clone() for name, buffer in self.statistics.items()}
 
     def take_back(self, saved: Changes) -> Changes:
-        """Put the statistics back as saved; returns what the pass between had changed."""
+        """Restore the statistics from `saved`. Returns the changes that the pass between had made."""
         changes = {name: (self.statistics[name] - value).float() for name, value in saved.items()}
         for name, value in saved.items():
-            self.statistics[name].data.copy_(value)  # data: graphs that are kept must not take it for a change
+            self.statistics[name].data.copy_(value)  # data: autograd must not see it as a change of kept graphs
         return changes
 
     def count(self, changes: Changes) -> None:
@@ -132,7 +132,10 @@ class Block:
     # -- the end of a step
 
     def squared_norm(self, sums_N: Tensor) -> float:
-        """Of the gradient in `sums_N`, which may be own or all replicas' sums. Raises NotFinite."""
+        """Return the squared norm of the gradient in `sums_N`: own sums, or those of all replicas.
+
+        Raises NotFinite if it is NaN or infinite.
+        """
         norm = torch.linalg.vector_norm(sums_N[self._gradient]).item()
         if not math.isfinite(norm):
             unit = max(self.number, 0)
@@ -141,7 +144,7 @@ class Block:
 
     @torch.no_grad()
     def update(self, step: int, factor: float) -> None:
-        """End step `step` with the sums, gradients multiplied by `factor`; the sums are zero then."""
+        """End step `step` with the sums, gradients multiplied by `factor`; then set the sums to zero."""
         self.gradient_N.mul_(factor)
         self.optimizer.update(step)
         for name, buffer in self.statistics.items():
@@ -152,33 +155,33 @@ class Block:
     # -- copies on several devices of one node
 
     def hand_over(self, leader: Block) -> None:
-        """Move the sums to those of the block that this one follows."""
+        """Move the sums to the block that this one follows."""
         leader.sums_N += self.sums_N.to(leader.sums_N.device)
         self.sums_N.zero_()
 
     @torch.no_grad()
     def follow(self, leader: Block) -> None:
-        """Take over the values of the block that this one follows."""
+        """Copy the values of the block that this one follows."""
         values = leader.state()
         for name, tensor in self.state().items():
-            tensor.data.copy_(values[name])  # data: what is served beside shares it
+            tensor.data.copy_(values[name])  # data: a served model may share it
 
     # -- replicas that update apart
 
     def way(self, *, out_N: Tensor) -> None:
-        """Write how far the values came since the replicas last averaged; as long as `sums_N`, and to be averaged like it."""
+        """Write the pseudo-gradient into `out_N`, which is as long as `sums_N` and is averaged like it."""
         assert self.outer is not None
         self._write_values(out_N)
         self.outer.way(out_N)
 
     def agree(self) -> None:
-        """All replicas have the same values now: from here on counts how far each comes."""
+        """Record the present values as those of all replicas: pseudo-gradients start from here."""
         if self.outer is not None:
             self._write_values(self.outer.anchor_N)
 
     @torch.no_grad()
     def average(self, mean_way_N: Tensor) -> None:
-        """Go on from where the mean of the replicas' ways leads."""
+        """Set the values to those that the mean pseudo-gradient of the replicas leads to."""
         assert self.outer is not None
         parts = torch.split(self.outer.update(mean_way_N), [shape.numel() for shape in self.shapes])
         for tensor, part in zip((*self.parameters.values(), *self.statistics.values()), parts, strict=True):
@@ -187,7 +190,7 @@ class Block:
 
     @torch.no_grad()
     def _write_values(self, out_N: Tensor) -> Tensor:
-        """Parameters and statistics, strung together; `out_N`, which is as long as `sums_N`."""
+        """Write parameters and statistics, strung together, into `out_N`, which is as long as `sums_N`. Returns it."""
         tensors = (*self.parameters.values(), *self.statistics.values())
         parts = torch.split(out_N, [shape.numel() for shape in self.shapes])
         for tensor, part in zip(tensors, parts, strict=False):
@@ -197,7 +200,7 @@ class Block:
     # -- state
 
     def state(self) -> dict[str, Tensor]:
-        """All that decides how the block goes on, by name: references, not copies."""
+        """Return the tensors that decide how the block goes on, by name: references, not copies."""
         tensors: dict[str, Tensor] = {f"parameter/{name}": value.detach() for name, value in self.parameters.items()}
         tensors.update({f"buffer/{name}": buffer for name, buffer in self.buffers.items()})
         for slot, named in self.optimizer.slots.items():
@@ -208,7 +211,7 @@ class Block:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
+        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ."""
         own = self.state()
         if own.keys() != tensors.keys():
             name = min(own.keys() ^ tensors.keys())

@@ -1,8 +1,8 @@
-"""The learners of one node's devices, as one: what is done with whole blocks, between their passes.
+"""The learners of one node's devices as one learner, for work on whole blocks between their passes.
 
-Each learner computes passes on its own device's thread, under its lock; what is done here holds the locks of all. A block may be
-on several devices: units where the node has several replicas of them, and what the ends of a model share. The first learner that
-has it leads: the sums of the others are moved to its own before anybody reads them, it alone updates, and its values are copied to
+Each learner computes passes on its own device's thread, under its lock; the work here holds all locks. A block may be on several
+devices: units that the node has several replicas of, and the weights that the ends of a model share. The first learner that has a
+block leads it. The sums of the others are moved to its own before they are read, it alone updates, and its values are copied to
 the others.
 """
 
@@ -27,13 +27,13 @@ Vectors = Mapping[tuple[int, ...], Tensor]
 
 
 class DeviceLearners:
-    """Of `segment`, whose blocks they hold."""
+    """Learners of one node's devices, as one learner of the blocks of `segment`."""
 
     def __init__(self, learners: Sequence[Learner], segment: Segment) -> None:
         self.segment = segment
         self.run: Run = learners[0].run
         self._learners = tuple(learners)
-        self._holders: dict[int, list[Learner]] = {}  # by block, the one that leads first
+        self._holders: dict[int, list[Learner]] = {}  # by block, the leader first
         for learner in learners:
             for number in learner.blocks:
                 self._holders.setdefault(number, []).append(learner)
@@ -43,7 +43,7 @@ class DeviceLearners:
 
     @property
     def step(self) -> int:
-        """That all are at."""
+        """Step that all learners are at."""
         return self._learners[0].step
 
     @step.setter
@@ -53,12 +53,12 @@ class DeviceLearners:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of the blocks held, in order."""
+        """Numbers of the held blocks, in order."""
         return tuple(sorted(self._holders))
 
     @property
     def counted(self) -> dict[int, int]:
-        """By unit the mask of the microbatches that any device has counted."""
+        """Mask of the counted microbatches for each unit, over all devices."""
         counted: dict[int, int] = {}
         for learner in self._learners:
             for unit, mask in learner.counted.items():
@@ -66,21 +66,21 @@ class DeviceLearners:
         return counted
 
     def count_of(self, block: int) -> int:
-        """See `Learner.count_of`; by all devices together."""
+        """Return how many microbatches all devices together have counted for a block, see `Learner.count_of`."""
         return count_of(block, self.counted, self.segment.units)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the sums of all blocks, each once."""
+        """Bytes of the gradient sums of all blocks, each once."""
         return sum(self._block(number).sums_N.nbytes for number in self._holders)
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of all blocks."""
+        """Bytes of the states of all blocks."""
         return sum(tensor.nbytes for number in self._holders for tensor in self.state(number).values())
 
     def discard(self) -> None:
-        """Forget everything of this step: accumulators, masks, passes in flight."""
+        """Forget everything of this step: sums, masks, passes in flight."""
         with self._alone():
             for learner in self._learners:
                 learner.discard()
@@ -88,17 +88,17 @@ class DeviceLearners:
     # -- what others may check
 
     def has_counted(self, index: int, start: int, end: int) -> bool:
-        """Whether any of units [start, end) has counted a microbatch."""
+        """Return whether any of units [start, end) has counted microbatch `index`."""
         return any(learner.has_counted(index, *held) for learner, held in self._among(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """By block, in order, those of units [start, end); with those of an end, what the ends share."""
+        """Return the parameters of units [start, end) by block, in order; with an end's, those that the ends share."""
         found = [learner.parameters(*held) for learner, held in self._among(start, end)]
         by_number = {number: tensors for held in reversed(found) for number, tensors in held.items()}
         return dict(sorted(by_number.items()))
 
     def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
-        """See `Learner.compute`; of units on one device."""
+        """Compute units, all on one device, without counting; see `Learner.compute`."""
         learner, _ = next(self._among(start, end))
         with learner.lock:
             device = learner.segment.device
@@ -107,7 +107,10 @@ class DeviceLearners:
     def gradients(
         self, index: int, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor], labels: Values = ()
     ) -> list[Tensor | None]:
-        """See `Learner.gradients`; of units on one device."""
+        """Return gradients without counting, for units on one device; see `Learner.gradients`.
+
+        A gradient is None if the outputs do not depend on the tensor.
+        """
         learner, _ = next(self._among(piece.start, piece.end))
         with learner.lock, torch.enable_grad():
             device = learner.segment.device
@@ -115,7 +118,7 @@ class DeviceLearners:
             return learner.gradients(index, here, grads, wanted, moved(labels, device))
 
     def _among(self, start: int, end: int) -> Iterator[tuple[Learner, tuple[int, int]]]:
-        """The learners that have some of units [start, end), and which of them."""
+        """Yield the learners that have some of units [start, end), and the range that each has."""
         for learner in self._learners:
             low, high = max(start, learner.segment.start), min(end, learner.segment.end)
             if low < high:
@@ -124,12 +127,14 @@ class DeviceLearners:
     # -- the end of a step
 
     def shapes(self, blocks: Sequence[int]) -> list[torch.Size]:
-        """See `Learner.shapes`."""
+        """Return the shapes of the tensors in `gradient`, see `Learner.shapes`."""
         return [shape for number in blocks for shape in self._block(number).shapes]
 
     def gradient(self, blocks: Sequence[int]) -> FlatVector:
-        """The accumulators of these blocks, float32: not copied where they are on one device, else a copy on that of the first.
-        Raises KeyError for others' blocks."""
+        """Return the float32 sums of these blocks as one vector. Raises KeyError for a block that is not held.
+
+        They are not copied if they are on one device, otherwise they are copied to that of the first.
+        """
         with self._alone():
             self._gather()
             sums = [self._block(number).sums_N for number in blocks]
@@ -138,24 +143,24 @@ class DeviceLearners:
             return FlatVector(sums)
 
     def lengths(self, blocks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Of each block, how much of `gradient` it is, and how many of these elements, the first, are gradients."""
+        """Return for each block its length in `gradient`, and how many of its first elements are gradients."""
         return {block: (self._size(block), len(self._block(block).gradient_N)) for block in blocks}
 
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
-        """See `Learner.squared_norm`."""
+        """Return the squared norm of gradients, see `Learner.squared_norm`."""
         with self._alone():
             self._gather()
             parts = {} if flat is None else by_block({tuple(blocks): flat}, self._size)
             return sum(self._leader(number).squared_norm([number], parts.get(number)) for number in blocks)
 
     def apart_squared_norm(self, blocks: Sequence[int]) -> float:
-        """See `Learner.apart_squared_norm`."""
+        """Return the squared norm of the mean gradient of the microbatches counted here, see `Learner.apart_squared_norm`."""
         with self._alone():
             self._gather()
             return sum(self._leader(number).apart_squared_norm([number]) for number in blocks)
 
     def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
-        """See `Learner.pseudo_gradients`; on the device of the first block."""
+        """Return the pseudo-gradients on the device of the first block, see `Learner.pseudo_gradients`."""
         with self._alone():
             ways = [self._leader(number).pseudo_gradients([number]) for number in blocks]
             return torch.cat([way_N.to(ways[0].device) for way_N in ways])
@@ -169,7 +174,7 @@ class DeviceLearners:
         apart: Collection[int] = (),
         pseudo_gradients: Vectors = MappingProxyType({}),
     ) -> None:
-        """See `Learner.commit`."""
+        """Update parameters and go on to the next step, see `Learner.commit`."""
         agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
         updated = self._holders.keys() if summed is None else summed
         with self._alone():
@@ -187,7 +192,7 @@ class DeviceLearners:
             self._follow(self._holders)
 
     def _gather(self) -> None:
-        """Who leads a block has all of its sums, and knows what they are of."""
+        """Move all sums of a block to its leader, and share the masks of counted microbatches."""
         for number, (leader, *others) in self._holders.items():
             for other in others:
                 other.block(number).hand_over(leader.block(number))
@@ -206,7 +211,7 @@ class DeviceLearners:
         return self._holders[number][0]
 
     def _block(self, number: int) -> Block:
-        """As its leader has it."""
+        """Return a block of its leader."""
         return self._leader(number).block(number)
 
     def _size(self, number: int) -> int:
@@ -214,7 +219,7 @@ class DeviceLearners:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no device computes a pass. Always in one order: two who wait for each other would wait for ever."""
+        """Keep all devices from computing passes. Locks are taken in one order, so that two callers cannot block each other."""
         with ExitStack() as locks:
             for learner in self._learners:
                 locks.enter_context(learner.lock)
@@ -223,11 +228,11 @@ class DeviceLearners:
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
-        """All that decides how this block goes on, by name: references, not copies."""
+        """Return the tensors that decide how this block goes on, by name: references, not copies."""
         return self._leader(block).state(block)
 
     def copy_state(self) -> dict[int, dict[str, Tensor]]:
-        """The states of all blocks at this step, copied to the host's memory."""
+        """Return the states of all blocks at this step, copied to the host's memory."""
         with self._alone():
             return {
                 block: {name: tensor.to("cpu", copy=True) for name, tensor in self.state(block).items()}
@@ -235,7 +240,7 @@ class DeviceLearners:
             }
 
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
+        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ."""
         with self._alone():
             self._leader(block).load(block, tensors)
             self._follow([block])

@@ -22,7 +22,10 @@ PARTS = ("parameter/", "buffer/")  # of a block's state; the rest is the optimis
 
 
 def gather(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Parameters and buffers in the states of blocks, by their names in the state dict, mapped from the files."""
+    """Return parameters and buffers in the states of blocks, by their names in the state dict, mapped from the files.
+
+    Raises CheckpointError if a file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -39,9 +42,9 @@ def gather(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def write_language_model(tensors: Mapping[str, Tensor], small_files: Path, out: Path) -> None:
-    """Write what `from_pretrained` reads into the empty folder `out`; `small_files` has config and tokenizer.
+    """Write the files that `from_pretrained` reads into the empty folder `out`; `small_files` has config and tokenizer.
 
-    Raises CheckpointError where the tensors are not those of the model, OSError.
+    Raises CheckpointError if the tensors are not those of the model, OSError.
     """
     check_names(tensors, small_files)
     for name in SMALL_NAMES - {INDEX_FILE}:
@@ -49,16 +52,17 @@ def write_language_model(tensors: Mapping[str, Tensor], small_files: Path, out: 
             shutil.copyfile(small_files / name, out / name)
     values = json.loads((small_files / CONFIG_FILE).read_bytes())
     values.pop("torch_dtype", None)  # the older name of the next one
-    values["dtype"] = "float32"  # which all are trained in
+    values["dtype"] = "float32"  # training is in float32
     (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     write_shards(tensors, out)
 
 
 def write_module(tensors: Mapping[str, Tensor], founded: Path, out: Path) -> None:
-    """Write what `load_state_dict` takes: what was trained, and the rest as the swarm was founded with it (in `founded`).
+    """Write the files that `load_state_dict` takes: trained tensors, and the others as the swarm was founded with them.
 
-    A tensor that the module has under two names is there once, and constants of its code are there too: `strict=False`. Of a
-    language model config and tokenizer are written, too.
+    `founded` is the folder of the founded checkpoint. A tensor that the module has under two names is written once, and constants
+    of its code are written, too, so load with `strict=False`. For a language model, config and tokenizer are written as well.
+    Raises CheckpointError if the states hold an unknown tensor.
     """
     checkpoint = Checkpoint(founded)
     unknown = sorted(tensors.keys() - checkpoint.entries.keys())
@@ -72,7 +76,7 @@ def write_module(tensors: Mapping[str, Tensor], founded: Path, out: Path) -> Non
 
 @lean()
 def check_names(tensors: Mapping[str, Tensor], small_files: Path) -> None:
-    """Raises CheckpointError where these are not all tensors of the model that the config describes, tied ones once."""
+    """Raise CheckpointError unless these are all tensors of the model that the config describes, tied ones once."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM

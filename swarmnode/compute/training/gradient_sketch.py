@@ -1,10 +1,11 @@
 """Gradient sketches: long gradients in few numbers, so that they can be compared without being sent or kept.
 
-Three uses, with the same signs (`compute/serving/sketch.py`). What a microbatch adds to the sums of gradients: the vector is cut
-into tiles, and each is summed with signs that follow from the step. So sketches add up as gradients do, and what one microbatch
-added is the sketch after it less the one before: one read of the sums each, and no copy of them. What another member contributes
-to a sum of gradients, in the same tiles: those of its microbatches, which it has signed for, have to come to it. And how members
-lie to one another in the parts that one of them adds up: a count sketch, whose signs are that member's secret.
+They have three uses, with the same signs (`compute/serving/sketch.py`). First, the growth of the sums of gradients by a
+microbatch: the vector is cut into tiles, and each is summed with signs that follow from the step. So sketches add up as gradients
+do, and a microbatch's part is the sketch after it less the one before: one read of the sums each, and no copy of them. Second,
+another member's contribution to a sum of gradients, in the same tiles: the sketches of its microbatches, which it has signed, must
+add up to it. Third, the relation of members to one another in the parts that one of them adds up: a count sketch, whose signs are
+that member's secret.
 
 Shape letters: N elements of a block's gradient, M of a part, T of a tile, S tiles of a block, K of a count sketch.
 """
@@ -22,15 +23,15 @@ from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_VALUES
 from swarmnode.compute.serving.sketch import relative, signs
 from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART
 
-TILES = 256  # of a block at least, where it has as many elements
+TILES = 256  # of a block at least, if it has as many elements
 LARGEST_TILE = 1 << 14
-LEAST = 0.1  # of a usual row: gradients have rows that are nothing but rounding
+LEAST = 0.1  # of a usual row: some rows of gradients are nothing but rounding
 SKETCHED = 1024
 SPREAD = 40_503  # odd: parts take their signs from different places
 
 
 def step_seed(run: bytes, step: int) -> bytes:
-    """Return the seed of all sketches of a step, so that they add up. `run`: the run's id."""
+    """Return the seed of all sketches of a step, so that they add up. `run` is the run's id."""
     return hashlib.sha256(run + step.to_bytes(8, "little")).digest()[:SEED_BYTES]
 
 
@@ -55,27 +56,27 @@ def gradient_sketch(gradient_N: Tensor, seed: bytes) -> Tensor:
 
 
 class BlockSketches(dict[int, Tensor]):
-    """Sketches by block, which add up."""
+    """Gradient sketches by block. Sketches of one block add up."""
 
     def add(self, block: int, sketch_S: Tensor) -> None:
         """Add to the sketch of a block."""
         self[block] = self[block] + sketch_S if block in self else sketch_S
 
     def joined(self) -> Tensor:
-        """Return all of them as one vector, in the order of the blocks."""
+        """Return all sketches as one vector, in the order of the blocks."""
         return torch.cat([torch.empty(0), *(self[block] for block in sorted(self))])
 
 
 def in_rows(sketch_S: Tensor) -> Tensor:
-    """Return a sketch as sketch_TK, padded with zeros, so that it can be judged as those of states are."""
+    """Return a sketch as sketch_TK, padded with zeros, so that it can be judged like the sketches of states."""
     return pad(sketch_S, (0, -len(sketch_S) % SKETCH_VALUES)).view(-1, SKETCH_VALUES)
 
 
 class ContributionSketch:
-    """Sketch of what one member contributes to the parts that are added up here.
+    """Sketch of one member's contributions to the parts that are added up here.
 
-    `lengths`: of each block its elements in the vector, and how many of them, the first, are gradients. Each owner of parts sees
-    a share of the vector, and of that whole tiles.
+    `lengths` holds for each block its elements in the vector, and how many of its first elements are gradients. Each owner of parts
+    sees a share of the vector, and compares only whole tiles.
     """
 
     def __init__(self, peer: str, lengths: Mapping[int, tuple[int, int]], seed: bytes) -> None:
@@ -84,14 +85,14 @@ class ContributionSketch:
         self._seed = seed
         self._tiles: dict[
             int, Tensor
-        ] = {}  # by block, for each tile: the sum with signs, the squares, how many elements
+        ] = {}  # by block, for each tile: the sum with signs, the squares, the number of elements
 
     def __repr__(self) -> str:
         return f"<ContributionSketch of {self.peer[-8:]}, {len(self._tiles)} blocks>"
 
     @torch.no_grad()
     def hear(self, blocks: Sequence[int], peer: str, place: slice, values_M: Tensor) -> None:
-        """Take in what a member contributes to elements `place` of the vector of these blocks; other members are ignored."""
+        """Take in the contribution of `peer` to elements `place` of the vector of these blocks; other members' are ignored."""
         if peer != self.peer:
             return
         start = 0
@@ -114,14 +115,14 @@ class ContributionSketch:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks of which something was contributed."""
+        """Blocks that the member has contributed to here."""
         return sorted(self._tiles)
 
     def deviations(self, due: Mapping[int, Tensor], *, longer_than: float) -> list[float]:
-        """Compare the tiles that came whole with `due`, by block the whole sketch_S that they should have.
+        """Compare the completely received tiles with `due`: by block the whole sketch_S that they should have.
 
-        Returns for each row its distance, relative to the length of its elements, for whatever their sums with signs come to,
-        rounding goes by that. Rows that are not `longer_than` this say nothing and are left out.
+        Returns for each row its distance, relative to the length of its elements: rounding is proportional to that length, not to
+        their sum with signs. Rows that are not `longer_than` this are left out, as they show nothing.
         """
         tiles_3S = torch.cat([torch.empty(3, 0), *(self._whole(block, due[block]) for block in self.blocks)], dim=1)
         came_TK, due_TK, squares_TK = map(in_rows, tiles_3S)
@@ -130,7 +131,7 @@ class ContributionSketch:
         return apart_T[lengths_T > longer_than].tolist()
 
     def _whole(self, block: int, due_S: Tensor) -> Tensor:
-        """Of the tiles that came whole: the sum that came, the one that is due, and the squares of what came."""
+        """Return for the completely received tiles the received sum, the due one, and the squares."""
         _, elements = self._lengths[block]
         sums_S, squares_S, came_S = self._tiles[block]
         sizes_S = torch.full_like(came_S, tile_length(elements))
@@ -139,9 +140,11 @@ class ContributionSketch:
 
 
 def count_sketch(start: int, values_M: Tensor, seed: bytes) -> Tensor:
-    """Return the sketch_K, on the CPU, of the part of a vector that begins at element `start`: lengths and angles are kept about
-    as they are. Each element goes, with a sign of its own, into one of K places. Nobody who does not know the seed can choose a
-    vector of which nothing is seen."""
+    """Return the sketch_K, on the CPU, of the part of a vector that begins at element `start`.
+
+    It keeps lengths and angles approximately: each element is added, with a sign of its own, to one of K places. Without the
+    seed no member can choose a vector that the sketch does not show.
+    """
     first = start // ALIGNMENT * SPREAD % LARGEST_PART
     signed_M = values_M * signs(seed, 2 * LARGEST_PART)[first : first + len(values_M)].to(values_M.device)
     return pad(signed_M, (0, -len(values_M) % SKETCHED)).view(-1, SKETCHED).sum(0).cpu()

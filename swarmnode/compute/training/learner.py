@@ -1,8 +1,8 @@
 """Learner: forward and backward passes of a segment, gradients counted by microbatch, and the update that ends a step.
 
 A lease is one attempt at one microbatch. Its gradients go straight into the parameters' accumulators (`grad`), and its index is
-marked as counted for the units that it went through; an index that was counted before only lets gradients flow through. The
-accumulators stay until `commit`, so whatever happens between the passes and the commit can be tried again.
+marked as counted for its units. For units that had counted the index before, gradients only flow through. The accumulators stay
+until `commit`, so anything between the passes and the commit can be tried again.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from swarmnode.swarm.records.run import Run
 
 
 class Learner:
-    """Trains the units of a segment. Whoever uses it where several threads do holds its `lock` meanwhile.
+    """Trainer of a segment's units. With several threads, a caller holds its `lock`.
 
-    `recompute`: keep only what enters each unit, and run the units again, one by one, when gradients come: the memory of
-    one unit's graph for a third more of computing. The head keeps its graph, for its backward pass follows at once. `follows`:
+    `recompute`: keep only the values that enter each unit, and run the units again, one by one, when gradients come: the memory of
+    one unit's graph for a third more of computing. The head keeps its graph, as its backward pass follows at once. `follows`:
     blocks that another learner of this node updates. `alone`: no other device of this process computes at the same time.
 
-    Where a card is fast at float16 alone, each unit goes back by itself, its gradients scaled. What overflows on the way there, or
-    back at every scale, is computed in float32.
+    On a card that is fast only in float16, each unit goes back by itself, with scaled gradients. If values overflow forward, or
+    back at every scale, the computation is repeated in float32.
     """
 
     def __init__(
@@ -90,35 +90,35 @@ class Learner:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of the blocks held, in order."""
+        """Numbers of the held blocks, in order."""
         return tuple(self._blocks)
 
     def block(self, number: int) -> Block:
-        """One of them. Raises KeyError."""
+        """Return a block. Raises KeyError if it is not held."""
         return self._blocks[number]
 
     @property
     def in_flight(self) -> int:
-        """Forward passes that wait for their gradients."""
+        """Number of forward passes that wait for their gradients."""
         return len(self._saved)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the sums of all blocks."""
+        """Bytes of the sums of all blocks."""
         return sum(block.sums_N.nbytes for block in self._blocks.values())
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of what optimisers remember of all blocks."""
+        """Bytes of the optimisers' memory of all blocks."""
         return sum(block.optimizer_bytes for block in self._blocks.values())
 
     # -- passes
 
     def forward(self, lease: int, index: int, start: int, end: int, values: Values, labels: Values = ()) -> Values:
-        """Units [start, end) on microbatch `index`: the values at boundary `end`, detached; at the model's end its mean loss,
-        for which `labels` are needed.
+        """Run units [start, end) on microbatch `index` and keep the pass for `backward`.
 
-        Raises ValueError for a lease that is in flight, an index or units that do not exist, NotFinite for NaN or infinity.
+        Returns the values at boundary `end`, detached; at the model's end the mean loss, which needs `labels`.
+        Raises ValueError for a lease that is in flight, or an index or units that do not exist, NotFinite for NaN or infinity.
         """
         if lease in self._saved:
             raise ValueError(f"lease {lease} is in flight already")
@@ -140,11 +140,11 @@ class Learner:
         return outputs
 
     def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Gradients:
-        """Take the gradients of what `forward` returned (none at the model's end); the gradient of each of its inputs.
+        """Take the gradients of the outputs of `forward` (none at the model's end), and return the gradient of each of its inputs.
 
-        Where some of the units had counted the index before, only the others count it now. Raises ValueError where the lease
-        is not in flight or another one was counted meanwhile by some of its units, ProtocolError for gradients that do not
-        fit, NotFinite for NaN or infinity. The lease is over in any case.
+        Units that had counted the index before do not count it again. Raises ValueError if the lease is not in flight, or another
+        lease was counted meanwhile by some of its units, ProtocolError for gradients that do not fit, NotFinite for NaN or
+        infinity. The lease is over in any case.
         """
         saved = self._saved.pop(lease, None)
         if saved is None:
@@ -157,11 +157,11 @@ class Learner:
         if saved.end == self.segment.units:
             grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
         check_shapes(grads, saved.shapes, saved.end)
-        if not saved.in_float16:  # there it is seen with whether they overflow
+        if not saved.in_float16:  # in float16 the pass itself finds them, together with overflows
             check_finite(grads, saved.end)
         try:
             inputs = self._fly_back(saved, tuple(grads))
-        except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
+        except RuntimeError:  # out of memory: the accumulators' content is unknown now, so nothing counts
             self.discard()
             raise
         for unit in units:
@@ -170,7 +170,7 @@ class Learner:
         return inputs
 
     def drop(self, lease: int) -> None:
-        """Forget a forward pass that will not come back; an unknown lease is no error."""
+        """Forget a forward pass that will not come back; no error if the lease is unknown."""
         self._saved.pop(lease, None)
 
     def discard(self) -> None:
@@ -192,7 +192,7 @@ class Learner:
         return SavedActivations(index, start, end, labels, seed, self._autocast_dtype, weight=weight)
 
     def _fly(self, saved: SavedActivations, values: Values) -> Values:
-        """The whole pass, in pieces."""
+        """Run the whole pass, in pieces."""
         saved.pieces.clear()
         by_unit = self.recompute or saved.in_float16
         cuts = range(saved.start, saved.end + 1) if by_unit else self._cuts(saved.index, saved.start, saved.end)
@@ -201,12 +201,15 @@ class Learner:
         return values
 
     def _cuts(self, index: int, start: int, end: int) -> list[int]:
-        """Where units that have counted a microbatch meet units that have not: only the latter's graph accumulates."""
+        """Return the bounds of pieces: cuts between units that have counted a microbatch and units that have not.
+
+        Only the graph of the latter accumulates.
+        """
         inside = range(start + 1, end)
         return [start, *(unit for unit in inside if self._has(unit - 1, index) != self._has(unit, index)), end]
 
     def _fly_piece(self, saved: SavedActivations, start: int, end: int, values: Values) -> Values:
-        """The pass through one more piece, units [start, end)."""
+        """Run the pass through one more piece, units [start, end)."""
         inputs = leaves(values, start)
         keep = not self.recompute or end == self.segment.units
         with torch.set_grad_enabled(keep):
@@ -216,7 +219,7 @@ class Learner:
         return tuple(output.detach() for output in outputs)
 
     def _fly_back(self, saved: SavedActivations, grads: Gradients) -> Gradients:
-        """Through the pieces in reverse order, each forgotten when it is done."""
+        """Take the gradients back through the pieces in reverse order. Each piece is forgotten when it is done."""
         while saved.pieces:
             piece = saved.pieces.pop()
             if saved.in_float16 or self._has(piece.start, saved.index):
@@ -227,7 +230,10 @@ class Learner:
         return grads
 
     def _flow_back(self, saved: SavedActivations, piece: SavedPiece, grads: Gradients) -> Gradients:
-        """Through one that was counted before, which leaves parameters alone, or whose gradients are looked at first."""
+        """Return a piece's input gradients, without accumulating in the graph.
+
+        Parameters of a piece that was counted before get nothing; the others' gradients are added after a check.
+        """
         inputs = [value for value in piece.inputs if value.requires_grad]
         counted = self._has(piece.start, saved.index)
         blocks = {} if counted else self.parameters(piece.start, piece.end)
@@ -241,19 +247,19 @@ class Learner:
 
     @torch.no_grad()
     def _blame(self, saved: SavedActivations, values: Values) -> None:
-        """Run the pass again unit by unit, and raise NotFinite for the first one that is at fault."""
+        """Run the pass again unit by unit, and raise NotFinite for the first unit at fault."""
         if not is_finite(values):
             raise NotFinite(f"NaN or infinity came in at the boundary before unit {saved.start}", unit=saved.start)
         for unit in range(saved.start, saved.end):
             values, _ = self._passes.compute(saved, unit, unit + 1, values)
             if not is_finite(values) or unit == saved.end - 1:
-                what = "the loss is" if unit == self.segment.units - 1 else "what comes out is"
+                what = "the loss is" if unit == self.segment.units - 1 else "its output is"
                 raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
 
     # -- what others may check
 
     def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
-        """What units make of a microbatch: nothing is counted, or kept."""
+        """Return the outputs of units for a microbatch, without counting or keeping anything."""
         about = self._begin(index, start, end, labels)
         with torch.no_grad():
             outputs, _ = self._passes.compute(about, start, end, inputs)
@@ -264,20 +270,23 @@ class Learner:
     def gradients(
         self, index: int, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor], labels: Values = ()
     ) -> list[Tensor | None]:
-        """Of `wanted`, inputs and parameters of a piece that a microbatch went through; nothing is counted."""
+        """Return the gradients of `wanted`, inputs and parameters of a piece that a microbatch went through, without counting.
+
+        None for tensors without a gradient.
+        """
         about = self._begin(index, piece.start, piece.end, labels)
         return self._passes.gradients(about, piece, grads, wanted)
 
     def has_counted(self, index: int, start: int, end: int) -> bool:
-        """Whether any of units [start, end) has counted a microbatch."""
+        """Return whether any of units [start, end) has counted microbatch `index`."""
         return any(self._has(unit, index) for unit in range(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """By block those of units [start, end); with those of an end, what the ends share."""
+        """Return the parameters of units [start, end) by block; with an end's, those that the ends share."""
         return {number: list(self._blocks[number].parameters.values()) for number in self._of(start, end)}
 
     def accumulators(self, start: int, end: int) -> dict[int, Tensor]:
-        """The sums_N of the gradients of these parameters, by block: references."""
+        """Return the gradient sums of these parameters by block: references."""
         return {number: self._blocks[number].gradient_N for number in self._of(start, end)}
 
     def _of(self, start: int, end: int) -> list[int]:
@@ -287,34 +296,46 @@ class Learner:
     # -- the end of a step
 
     def shapes(self, blocks: Sequence[int]) -> list[torch.Size]:
-        """What `gradient` strings together: per block the parameters, names in order, then the unit's running statistics."""
+        """Return the shapes in `gradient`: for each block the parameters, names in order, then the running statistics."""
         return [shape for block in blocks for shape in self._blocks[block].shapes]
 
     def gradient(self, blocks: Sequence[int]) -> FlatVector:
-        """The accumulators of these blocks, float32, not copied; see `shapes`. Raises KeyError for others' blocks."""
+        """Return the float32 accumulators of these blocks, not copied; see `shapes`.
+
+        Raises KeyError for a block that is not held.
+        """
         return FlatVector([self._blocks[block].sums_N for block in blocks])
 
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
-        """Of the gradients of these blocks, by the accumulators or by a flat sum. Raises NotFinite, naming the unit."""
+        """Return the squared norm of these blocks' gradients, in the accumulators or in a flat sum.
+
+        Raises NotFinite, naming the unit.
+        """
         own = [self._blocks[block].sums_N for block in blocks]
         parts = own if flat is None else split(flat, list(map(len, own)))
         return sum(self._blocks[block].squared_norm(part) for block, part in zip(blocks, parts, strict=True))
 
     def count_of(self, block: int) -> int:
-        """How many microbatches are counted for a block here; of what the ends share, by either end."""
+        """Return how many microbatches are counted here for a block; for the ends' shared block, by either end."""
         return count_of(block, self.counted, self.segment.units)
 
     def apart_squared_norm(self, blocks: Sequence[int]) -> float:
-        """As `squared_norm`, of the mean gradient of what is counted here alone."""
+        """Return the squared norm of the mean gradient over only the microbatches that are counted here."""
         return sum(self.squared_norm([block]) * self._apart_factor(block) ** 2 for block in blocks)
 
     def _apart_factor(self, block: int) -> float:
-        """From this replica's share of the step's gradient to the mean over its own microbatches."""
+        """Return the factor from this replica's share of the step's gradient to the mean over its own microbatches.
+
+        0 if it has counted none.
+        """
         count = self.count_of(block)
         return self.run.microbatches / count if count else 0.0
 
     def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
-        """How far the values of these blocks came since the replicas last averaged: a flat vector_N, shaped as `gradient`."""
+        """Return the pseudo-gradients of these blocks: a flat vector_N, shaped as `gradient`.
+
+        It is their way since the replicas last averaged.
+        """
         pseudo_gradient_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
         for block, part in by_block({tuple(blocks): pseudo_gradient_N}, self._size).items():
             self._blocks[block].way(out_N=part)
@@ -329,14 +350,20 @@ class Learner:
         apart: Collection[int] = (),
         pseudo_gradients: Mapping[tuple[int, ...], Tensor] = MappingProxyType({}),
     ) -> None:
-        """Update parameters and go on to the next step.
+        """Update parameters and go on to the next step. Passes in flight are dropped.
 
-        `summed`: blocks whose gradient all replicas agree on (None: all): `sums` has the flat sums by groups of blocks, others
-        take their own accumulators. `apart`: blocks that take the mean of what was counted here. `pseudo_gradients`:
-        the mean of the
-        replicas' ways, where they average. Blocks that are named nowhere stay as they are. `norm`: the gradient's, over
-        all units of the model. What is in flight is dropped.
-        Raises ValueError, changing nothing, where a vector has the wrong length, and NotFinite.
+        Blocks that no argument names do not change.
+
+        Args:
+            sums: Flat sums that all replicas agree on, by groups of blocks. Other summed blocks use their own accumulators.
+            norm: Norm of the gradient, over all units of the model.
+            summed: Blocks whose gradient all replicas agree on; None for all.
+            apart: Blocks that use the mean of the microbatches counted here.
+            pseudo_gradients: Means of the replicas' pseudo-gradients, by groups of blocks that average now.
+
+        Raises:
+            ValueError: A vector has the wrong length; nothing has changed.
+            NotFinite: The norm is NaN or infinite.
         """
         if not math.isfinite(norm):
             raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
@@ -356,7 +383,10 @@ class Learner:
         self.step += 1
 
     def _update_apart(self, number: int, factor: float) -> None:
-        """With the mean of what was counted here. Not in the last step, so that all end with what they averaged."""
+        """Update a block with the mean of the microbatches counted here.
+
+        Not in the last step, so that all replicas end with their average.
+        """
         if self.count_of(number) and self.step + 1 < self.run.steps:
             block = self._blocks[number]
             block.sums_N.mul_(self._apart_factor(number))
@@ -368,17 +398,19 @@ class Learner:
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
-        """All that decides how this block goes on, by name: references, not copies."""
+        """Return the tensors that decide how this block goes on, by name: references, not copies."""
         return self._blocks[block].state()
 
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
+        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ."""
         self._blocks[block].load(tensors)
 
 
 def count_of(block: int, counted: Mapping[int, int], units: int) -> int:
-    """How many microbatches are counted for a block of a model of so many units, by the masks of the units held; of what the ends
-    share, by either end."""
+    """Return how many microbatches are counted for a block of a model of `units` units, by the masks of the held units.
+
+    The ends' shared block counts those of either end. 0 if no end is held.
+    """
     ends = [mask for unit, mask in counted.items() if unit in (0, units - 1)]
     masks = ends if block == SHARED else [counted[block]]
     return max((mask.bit_count() for mask in masks), default=0)

@@ -28,7 +28,7 @@ NO_LABEL = -100
 
 
 class NothingKept(AttentionCache):
-    """Of a model of this transformers config: no positions came before, and attention gets back what it hands in."""
+    """Cache that keeps nothing, for a model of this transformers config: attention gets back its own keys and values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(sliding_layers(config))
@@ -39,20 +39,20 @@ class NothingKept(AttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention."""
+        """Return keys and values unchanged. Called by attention."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """None came before."""
+        """Return 0: there are no earlier positions."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(positions, the first of them)."""
+        """Return (positions, the first of them)."""
         return query_length, 0
 
     @property
     def is_initialized(self) -> bool:
-        """Nothing is held."""
+        """Always false: nothing is held."""
         return False
 
 
@@ -78,11 +78,11 @@ class SpanSegment(Segment):
 
     @property
     def positions(self) -> int | None:
-        """Of the family's position table, where it has one that ends."""
+        """Most positions of the family's position table; None if positions have no limit."""
         return self.span.position_limit
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
-        """A tied head's matrix goes by the embedding's name, wherever it is held."""
+        """Return the parameters by block, see `Segment`. A tied head's matrix has the embedding's name, wherever it is held."""
         ties = self.span.model.all_tied_weights_keys
         blocks: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in self.span.model.named_parameters():
@@ -92,7 +92,7 @@ class SpanSegment(Segment):
         return blocks
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Most families have none."""
+        """Return the persistent buffers by unit, see `Segment`. Most families have none."""
         persistent = self.span.model.state_dict().keys()
         units: dict[int, dict[str, Tensor]] = {}
         for name, buffer in self.span.model.named_buffers():
@@ -114,7 +114,7 @@ class SpanSegment(Segment):
         return (next_token_loss(output, self._here(labels[0])),) if end == self.units else (output,)
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
-        """See `Segment`: ids out of the whole vocabulary, hidden states of usual size."""
+        """Return made-up values: ids from the whole vocabulary, hidden states of usual size. See `Segment`."""
         chance = torch.Generator().manual_seed(boundary)
         ids_BT = torch.randint(self.span.vocab_size, (batch, sequence), generator=chance)
         hidden_BTH = torch.randn(batch, sequence, self.span.hidden_size, generator=chance)
@@ -124,7 +124,7 @@ class SpanSegment(Segment):
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
     def _reseeding(self, unit: int) -> Any:
-        """A hook that comes before a unit's own code: what ran before it may have drawn, and another split runs less."""
+        """Return a hook that reseeds before a unit's own code: earlier code may have drawn, and another split runs less of it."""
 
         def hook(*_: Any) -> None:
             self._begin(unit)
@@ -136,7 +136,7 @@ class SpanSegment(Segment):
         self._dropout.begin(self._seed, unit)
 
     def _check(self, values: Values, start: int) -> None:
-        """Raises ProtocolError where the values are not those of the boundary."""
+        """Raise ProtocolError if the values are not those of the boundary."""
         if len(values) != 1:
             raise ProtocolError(f"{len(values)} values at boundary {start} of a language model")
         if start == 0:
@@ -167,7 +167,10 @@ class SpanSegment(Segment):
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Mean cross-entropy of each next token, in float32. The last position is left out by its label: no copy of logits."""
+    """Return the mean cross-entropy of each next token, in float32.
+
+    A label excludes the last position, which avoids a copy of the logits.
+    """
     labels_BT = functional.pad(ids_BT[:, 1:], (0, 1), value=NO_LABEL)
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=NO_LABEL)
 
@@ -178,15 +181,15 @@ def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)
     mapped = checkpoint.dtype == torch.float32 and torch.device(device).type == "cpu"
-    for parameter in model.parameters():  # a mapped file would be copied page by page in the midst of training
+    for parameter in model.parameters():  # a mapped file would be copied page by page during training
         stored, parameter.data = parameter.data, parameter.data.clone(memory_format=torch.contiguous_format)
-        if mapped:  # else the whole file would be resident beside the copies until the last is made
+        if mapped:  # otherwise the whole file would stay resident beside the copies until the last one
             let_go(stored)
     return SpanSegment(ModelSpan(checkpoint.family, model, start, end))
 
 
 def load_twin(checkpoint: Checkpoint, segment: SpanSegment) -> ModelSpan:
-    """A span for serving that shares a segment's memory, and so answers with whatever the training has made of it by then.
+    """Load a span for serving that shares a segment's memory, and so answers with the present state of the training.
 
     It has no dropout and no gradients.
     """

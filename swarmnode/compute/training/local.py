@@ -1,4 +1,4 @@
-"""A run in one process: the same batches, the same arithmetic, no swarm. What any swarm's loss curve is compared with."""
+"""A run in one process: the same batches, the same arithmetic, no swarm. The reference for any swarm's loss curve."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from swarmnode.swarm.records.run import Run, check_run
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step that is over: its mean loss and gradient norm before clipping, and how fast it went. `peers` computed it;
-    `expected_s`: what was expected of it when it began, 0 where nothing was."""
+    """Summary of a finished step: its mean loss, its gradient norm before clipping, and its speed.
+
+    `peers` computed it. `expected_s` is its expected duration when it began; 0 if there was no estimate.
+    """
 
     step: int
     loss: float
@@ -31,9 +33,10 @@ class StepSummary:
 def train_locally(
     segment: Segment, run: Run, batches: Batches, *, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[StepSummary]:
-    """Train the whole model, a report for each step. Raises UsageError where run, data and model do not fit, NotFinite.
+    """Train the whole model and yield a summary of each step.
 
-    A step whose loss or gradient is not finite is not committed: the parameters stay as the last good step left them.
+    Raises UsageError if run, data and model do not fit, NotFinite if a loss or gradient is not finite. Such a step is not
+    committed: the parameters stay as the last good step left them.
     """
     check_run(run)
     if run.data != batches.fingerprint:

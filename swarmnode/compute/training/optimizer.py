@@ -17,25 +17,25 @@ from torch.optim.sgd import sgd
 from swarmnode.compress.blockwise import rows_of
 from swarmnode.swarm.records.run import Run
 
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 FUSED_DEVICES = ("cpu", "cuda")
 ADAMW_SLOTS = ("exp_avg", "exp_avg_sq")
 FLOAT_BYTES = 4  # of a parameter
 BLOCK = 256
-MIN_ELEMENTS = 4096  # smaller tensors (biases, norms) save nothing worth its error
+MIN_ELEMENTS = 4096  # smaller tensors (biases, norms) save too little for the error
 MOMENT_BYTES = 1 + 4 / BLOCK  # per element
 DECADES = 7  # of the dynamic map
-CPU_PIECE, CARD_PIECE = 1 << 18, 1 << 21  # elements at once: of a cache; of what a node leaves free of its memory
+CPU_PIECE, CARD_PIECE = 1 << 18, 1 << 21  # elements at once: fit a cache, and a node's reserve of card memory
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether the moments of this parameter are kept in 8 bits."""
+    """Return whether adamw8bit keeps the moments of this parameter in 8 bits."""
     return parameter.numel() >= MIN_ELEMENTS
 
 
 def zero_magnitudes(parameter: Tensor) -> Tensor:
-    """float32_G of the parameter's blocks: whatever the codes, with them moments are zero."""
+    """Return the initial magnitudes float32_G of the parameter's blocks: with zeros, moments are zero whatever their codes."""
     return torch.zeros(-(-parameter.numel() // BLOCK), device=parameter.device)
 
 
@@ -53,9 +53,10 @@ def adamw8bit(
     weight_decay: float,
     epsilon: float,
 ) -> None:
-    """The update that ends step `step` (from 0) of one contiguous parameter, in place: the unrounded moments decide it.
+    """Update one contiguous parameter in place, at the end of step `step` (from 0). The unrounded moments decide the update.
 
-    `exp_avg`, `exp_avg_sq`: codes uint8 of its shape; the others: their blocks' magnitudes float32_G.
+    `exp_avg` and `exp_avg_sq` are uint8 codes of its shape. `exp_avg_absmax` and `exp_avg_sq_absmax` are their blocks' magnitudes
+    float32_G.
     """
     size = CPU_PIECE if parameter.device.type == "cpu" else CARD_PIECE
     correction, correction_sq = (1 - beta ** (step + 1) for beta in betas)
@@ -74,7 +75,7 @@ def adamw8bit(
 
 
 def quantize(moment_N: Tensor, codes_N: Tensor, absmax_G: Tensor, *, signed: bool) -> None:
-    """Write codes and magnitudes of a moment; what is infinite becomes the largest number."""
+    """Write codes and magnitudes of a moment. Infinite values become the largest number."""
     moment_GW = rows_of(moment_N, BLOCK)
     absmax_G.copy_(moment_GW.abs().amax(1).clamp_(SMALLEST, LARGEST))
     share_N = (moment_GW / absmax_G.unsqueeze(1)).view(-1)[: len(codes_N)]
@@ -83,13 +84,13 @@ def quantize(moment_N: Tensor, codes_N: Tensor, absmax_G: Tensor, *, signed: boo
 
 
 def dequantize(codes_N: Tensor, absmax_G: Tensor, *, signed: bool) -> Tensor:
-    """moment_N float32, in memory of its own."""
+    """Return moment_N in float32, in memory of its own."""
     moment_N = _levels(codes_N.device, signed).index_select(0, codes_N.int())
     return rows_of(moment_N, BLOCK).mul_(absmax_G.unsqueeze(1)).view(-1)[: len(codes_N)]
 
 
 def dynamic_map(*, signed: bool) -> list[float]:
-    """Its 256 levels in order, from -1 or 0 to 1: each decade has twice as many as the next smaller one."""
+    """Return the 256 levels of the codes in order, from -1 or 0 to 1. Each decade has twice as many as the next smaller one."""
     levels = [0.0, 1.0]
     for decade in range(DECADES):
         count = (1 if signed else 2) << decade
@@ -106,9 +107,9 @@ def _levels(device: torch.device, signed: bool) -> Tensor:
 
 @cache
 def _codes_by_bits(device: torch.device, signed: bool) -> Tensor:
-    """The nearest level's code for each float16, by its bits as an int16 plus 2**15.
+    """Return the nearest level's code for each float16, by its bits as an int16 plus 2**15.
 
-    No square is rounded down to zero: what is left of its first moment would be divided by epsilon alone, a thousandfold update.
+    Squares are not rounded down to zero: the first moment would then be divided by epsilon alone, a thousandfold update.
     """
     shares_N = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float().nan_to_num_(0.0)
     levels_L = _levels(torch.device("cpu"), signed)
@@ -117,11 +118,11 @@ def _codes_by_bits(device: torch.device, signed: bool) -> Tensor:
 
 
 class Optimizer:
-    """The update of some parameters and what it remembers of them (AdamW, arXiv 1711.05101; SGD with momentum).
+    """Optimiser of some parameters, with its memory (AdamW, arXiv 1711.05101; SGD with momentum).
 
     Weight decay is for tensors of two and more dimensions only, as usual for language models: biases and norms keep
-    their size. `slots`: name of the memory ("exp_avg") -> parameter's name -> tensor of its shape; for adamw8bit that of large
-    parameters are codes, and there are also the magnitudes of their blocks ("exp_avg_absmax").
+    their size. `slots` holds for each memory ("exp_avg") the parameters' tensors by name, of their shapes. With adamw8bit those of
+    large parameters are codes, and further slots hold the magnitudes of their blocks ("exp_avg_absmax").
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: Run) -> None:
@@ -140,7 +141,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """The update that ends step `step` (from 0), by the parameters' `grad`."""
+        """Update the parameters by their `grad`, at the end of step `step` (from 0)."""
         decayed = [name for name, parameter in self.parameters.items() if parameter.dim() >= 2]
         others = [name for name, parameter in self.parameters.items() if parameter.dim() < 2]
         for names, weight_decay in ((decayed, self.run.weight_decay), (others, 0.0)):
@@ -210,12 +211,12 @@ class Optimizer:
 
 
 def slots_share(run: Run) -> float:
-    """What the optimiser of a run remembers of large parameters, in sizes of their float32."""
+    """Return the size of the optimiser's memory of large parameters, relative to their size in float32."""
     if run.optimizer == "sgd":
         return float(bool(run.momentum))
     return len(ADAMW_SLOTS) * (MOMENT_BYTES / FLOAT_BYTES if run.optimizer == "adamw8bit" else 1.0)
 
 
 def clip_factor(clip: float, norm: float) -> float:
-    """What gradients of this global norm are multiplied by; `clip` 0 is off."""
+    """Return the factor for gradients of this global norm. `clip` 0 turns clipping off."""
     return min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0

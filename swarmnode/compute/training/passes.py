@@ -1,5 +1,6 @@
-"""Passes through units of a segment, there and back, in the precision at which the device is fast: autocast, TF32, and scaled
-gradients in float16. Nothing is counted here."""
+"""Passes through units of a segment, forward and back, in the precision that is fast on the device: autocast, TF32, and scaled
+gradients in float16. Nothing is counted here.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +25,18 @@ from swarmnode.compute.training.saved_activations import (
 )
 from swarmnode.compute.training.segment import Segment, Values
 
-FIRST_EXPONENT = 16  # as of torch.amp.GradScaler
-BACKOFF = 4  # from one try of a pass to the next, as an exponent
+FIRST_EXPONENT = 16  # that of torch.amp.GradScaler
+BACKOFF = 4  # lowers the exponent from one try of a pass to the next
 GROWTH_PASSES = 100  # until the scale is doubled
-LEAST = 1e-30  # gradients below are as good as none
+LEAST = 1e-30  # smaller gradients are as good as none
 VOLTA = 7  # major compute capability: the first tensor cores, which multiply float16 alone
 
 
 def autocast_dtype(device: torch.device, *, wanted: bool = True) -> torch.dtype | None:
-    """bfloat16 since Ampere, float16 on Volta and Turing. None, which is float32: neither is fast, or `wanted` by the run."""
+    """Return the dtype of autocast: bfloat16 since Ampere, float16 on Volta and Turing.
+
+    None, which is float32, if neither is fast on the device or the run does not want autocast.
+    """
     if not wanted or device.type != "cuda":
         return None
     if computes_in_bfloat16(device):
@@ -43,16 +47,18 @@ def autocast_dtype(device: torch.device, *, wanted: bool = True) -> torch.dtype 
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
-    """Around a forward pass; see `tf32` for `alone`."""
+    """Enable autocast during a forward pass; see `tf32` for `alone`."""
     with tf32(dtype, alone=alone), torch.autocast(device.type, dtype, enabled=dtype is not None):
         yield
 
 
 @contextmanager
 def tf32(dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
-    """Around a pass there, or back, which autocast needs nothing for: where its dtype is bfloat16. What else computes here,
-    sessions in float32 among it, keeps float32. It is of the whole process: where other devices compute at the same time
-    (not `alone`) it is left as it is."""
+    """Enable TF32 during a pass, forward or back, if autocast's dtype is bfloat16. A backward pass needs no autocast.
+
+    The setting is the whole process's: other work, such as sessions in float32, keeps float32 outside of the pass. If other devices
+    compute at the same time (not `alone`), it is not changed.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if alone and dtype is torch.bfloat16 else before)
     try:
@@ -62,20 +68,25 @@ def tf32(dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
 
 
 class GradScaler:
-    """Of one unit on one device. The largest gradient that comes in is scaled to 2 ** `exponent`, which is never less than 1: who
-    sends what overflows lowers it by a half each time, and others' gradients still have most of float16's range below them.
+    """Scaler of gradients for one unit on one device.
+
+    The largest incoming gradient is scaled to 2 ** `exponent`, which is never less than 1. A peer whose gradients overflow lowers
+    the exponent by one each time, and others' gradients still have most of float16's range below them.
     """
 
     def __init__(self) -> None:
         self.exponent = FIRST_EXPONENT
-        self._passes = 0  # that did not overflow, since the last change
+        self._passes = 0  # passes without overflow since the last change
 
     def __repr__(self) -> str:
         return f"GradScaler(2 ** {self.exponent})"
 
     def gradients(self, outputs: Values, grads: Gradients, wanted: Sequence[Tensor]) -> list[Tensor | None] | None:
-        """Of `wanted`, float32, by the gradients of `outputs`, whose graph stays; None where they overflow at every scale, or what
-        came in is NaN or infinite. Waits once for the device, where nothing overflows."""
+        """Return the float32 gradients of `wanted`, from those of `outputs`, whose graph stays.
+
+        A tensor without a gradient gets None. The whole result is None if gradients overflow at every scale, or incoming ones are
+        NaN or infinite. Without overflow it waits once for the device.
+        """
         device = outputs[0].device
         largest = _power_of_two_above(grads).to(device)
         for exponent in range(self.exponent, -1, -BACKOFF):
@@ -87,7 +98,7 @@ class GradScaler:
             found: list[Tensor | None] = [
                 *torch.autograd.grad(roots, wanted, seeds, retain_graph=True, allow_unused=True)
             ]
-            if is_finite([*found, largest]):  # what a unit masks would hide what came in
+            if is_finite([*found, largest]):  # a unit's mask might hide an incoming NaN
                 self._learn(overflowed=exponent < self.exponent)
                 for place, gradient in enumerate(found):  # one by one: they are as large as the unit
                     found[place] = None if gradient is None else gradient.float() / scale
@@ -106,13 +117,13 @@ class GradScaler:
 
 
 def _power_of_two_above(grads: Gradients) -> Tensor:
-    """The largest magnitude among them, on their device: nobody waits for it."""
+    """Return a power of two above the largest magnitude among `grads`, on their device, without waiting for it."""
     magnitudes = [gradient.detach().float().abs().max() for gradient in grads if gradient is not None]
     return torch.stack(magnitudes).max().clamp(min=LEAST).log2().ceil().exp2()
 
 
 class Passes:
-    """Of a segment with these blocks. `alone`: no other device of this process computes at the same time."""
+    """Passes through a segment with these blocks. `alone`: no other device of this process computes at the same time."""
 
     def __init__(self, segment: Segment, blocks: Mapping[int, Block], *, alone: bool) -> None:
         self._segment = segment
@@ -126,7 +137,7 @@ class Passes:
     def compute(
         self, about: SavedActivations, start: int, end: int, inputs: Values
     ) -> tuple[Values, dict[int, Changes]]:
-        """Run units; running statistics are as before it, and what it would have changed is returned."""
+        """Run units [start, end). Returns the outputs, and by unit the changes of running statistics, which are restored."""
         before = {unit: self._blocks[unit].save() for unit in range(start, end)}
         device = self._segment.device
         try:
@@ -139,7 +150,7 @@ class Passes:
         return outputs, changes
 
     def accumulate(self, about: SavedActivations, piece: SavedPiece, grads: Gradients) -> Gradients:
-        """Gradients of what came into a piece; those of its parameters are added to their `grad`."""
+        """Return the gradients of a piece's inputs. Those of its parameters are added to their `grad`."""
         outputs = self._outputs(about, piece)
         with tf32(about.autocast_dtype, alone=self._alone):
             return accumulate(outputs, grads, piece.inputs)
@@ -147,8 +158,11 @@ class Passes:
     def gradients(
         self, about: SavedActivations, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Of `wanted`, inputs and parameters of a piece. In float16 they are scaled meanwhile; where they overflow at every scale
-        the unit is computed again in float32. Raises NotFinite where those that came to the pass's end are NaN or infinite."""
+        """Return the gradients of `wanted`, inputs and parameters of a piece; None for those without one.
+
+        In float16 they are scaled meanwhile. If they overflow at every scale, the unit is computed again in float32.
+        Raises NotFinite if the gradients that came to the pass's end are NaN or infinite.
+        """
         if not wanted or all(gradient is None for gradient in grads):
             return [None] * len(wanted)
         outputs = self._outputs(about, piece)
@@ -156,7 +170,7 @@ class Passes:
             found = self._scalers[piece.start].gradients(outputs, grads, wanted)
             if found is not None:
                 return found
-            if piece.end == about.end:  # others' word; between units it is this pass's own
+            if piece.end == about.end:  # given by another peer; between units this pass made them
                 check_finite(grads, about.end)
             del outputs
             outputs = self._outputs(replace(about, autocast_dtype=None), replace(piece, outputs=None))
@@ -165,7 +179,7 @@ class Passes:
             return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else [None] * len(wanted))
 
     def _outputs(self, about: SavedActivations, piece: SavedPiece) -> Values:
-        """Of a piece, with their graph."""
+        """Return a piece's outputs with their graph."""
         if piece.outputs is not None:
             return piece.outputs
         with torch.enable_grad():

@@ -1,10 +1,10 @@
 """Randomness of a microbatch: its seed, the generators of its device, and dropout that is the same on every device.
 
-Which element is dropped follows from (seed, unit, number of the draw, element) alone.
+The dropped elements depend only on (seed, unit, number of the draw, element).
 
-One seed makes a CPU, a card and a card with more processors draw different numbers. A microbatch that a replica computes again on
-another device would then not be the one that was lost, and a spot check would find an honest peer false. So masks are hashed from
-counters, as in "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), by whole numbers alone.
+With one seed, a CPU, a card and a card with more processors draw different numbers. A replica that recomputes a lost microbatch on
+another device would then get another result, and a spot check would find an honest peer false. So masks are hashed from counters,
+as in "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), with integer arithmetic only.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# Odd constants of two rounds of multiplying and shifting (lowbias32, Ettinger 2018), which mix 32 bits well.
+# Odd constants of two rounds of multiplying and shifting (lowbias32, Ettinger 2018), which mix 32 bits well
 _SPREAD, _FIRST, _SECOND = (word - (1 << 32) if word >> 31 else word for word in (0x9E3779B1, 0x7FEB352D, 0x846CA68B))
 _WORD = 1 << 32
-_COUNTERS = 1 << 31  # of one key; elements beyond have the next one
+_COUNTERS = 1 << 31  # of one key; further elements have the next one
 _CPU_BLOCK, _CARD_BLOCK = 1 << 16, 1 << 26  # elements at a time: they stay in a CPU's cache; both divide _COUNTERS
-_GENERATOR = threading.Lock()  # of the CPU
+_GENERATOR = threading.Lock()  # guards the CPU's generator
 
 
 def microbatch_seed(run_seed: int, step: int, index: int) -> int:
-    """The seed of one microbatch, 63 bits."""
+    """Return the seed of one microbatch, of 63 bits."""
     return hashed(run_seed, step, index)
 
 
 def reseed(seed: int, unit: int, device: torch.device) -> None:
-    """Set torch's generators, of the CPU and of this device, for the code of one unit on the microbatch of this seed."""
+    """Set torch's generators, of the CPU and of `device`, for one unit's code on the microbatch of this seed."""
     value = hashed(seed, unit)
     torch.default_generator.manual_seed(value)  # torch.manual_seed would seed every card of the machine
     if device.type == "cuda":
@@ -47,21 +47,21 @@ def reseed(seed: int, unit: int, device: torch.device) -> None:
 
 @contextmanager
 def drawing(device: torch.device) -> Iterator[None]:
-    """Around a forward pass: nobody else draws from the same generator meanwhile."""
+    """Keep other threads from drawing from the same generator during a forward pass."""
     with nullcontext() if device.type == "cuda" else _GENERATOR:
         yield
 
 
 def hashed(*numbers: int) -> int:
-    """63 well-mixed bits (the CPU's Mersenne twister takes the lower 32 only)."""
+    """Hash the numbers to 63 well-mixed bits (the CPU's Mersenne twister uses only the lower 32)."""
     raw = struct.pack(f"<{len(numbers)}Q", *(number & 0xFFFFFFFFFFFFFFFF for number in numbers))
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
 
 
 class CounterDropout(TorchFunctionMode):
-    """While it is entered, dropout draws by counters: torch's own, that inside attention, and a graph's operators.
+    """Mode that makes dropout draw by counters: torch's own, that inside attention, and a graph's operators.
 
-    Other draws (bernoulli, normal, dropout of whole channels and of recurrent layers) stay the generators'.
+    Other draws (bernoulli, normal, dropout of whole channels and of recurrent layers) still use the generators.
     """
 
     def __init__(self) -> None:
@@ -79,15 +79,15 @@ class CounterDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called by torch in place of each of its functions."""
+        """Replace the functions that drop. Called by torch in place of each of its functions."""
         return self._instead.get(func, func)(*args, **(kwargs or {}))
 
     def begin(self, seed: int, unit: int) -> None:
-        """What is dropped from here on is this unit's, for the microbatch of this seed."""
+        """Begin a unit: the next draws are its own, for the microbatch of `seed`."""
         self._seed, self._unit, self._draws = seed, unit, 0
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.dropout`, never in place. Raises ValueError where p is no probability."""
+        """Apply dropout as `torch.nn.functional.dropout` does, never in place. Raises ValueError if `p` is no probability."""
         return self._drop(input, p)[0] if training and p != 0 else input
 
     def _operator(self, input: Tensor, p: float, train: bool) -> Tensor:
@@ -109,7 +109,7 @@ class CounterDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As torch's. Fused kernels draw for themselves, so that with dropout its arithmetic is done one operator after another."""
+        """Attend as torch's function does. With dropout it uses separate operators, because fused kernels draw for themselves."""
         if dropout_p == 0:
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -124,16 +124,19 @@ class CounterDropout(TorchFunctionMode):
         return self.dropout(torch._safe_softmax(scores, -1), dropout_p) @ value
 
     def _drop(self, input: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        """The next draw: (what is left, scaled up; where it is left)."""
+        """Drop elements by the next draw. Returns the input with the kept elements scaled up, and the mask of these.
+
+        Raises ValueError if `p` is no probability.
+        """
         if not 0 <= p <= 1:
-            raise ValueError(f"a probability of {p} to drop an element")
+            raise ValueError(f"a dropout of {p}: it must be from 0 to 1")
         kept = keep_mask(hashed(self._seed, self._unit, self._draws), input.shape, p, input.device)
         self._draws += 1
         return (input * (1 / (1 - p) if p < 1 else 0.0)).masked_fill(~kept, 0), kept
 
 
 def keep_mask(draw: int, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-    """True (bool) where an element stays, which it does with probability 1 - p. `draw`: 63 bits, another one for each mask."""
+    """Return a mask (bool) that is True for each element with probability 1 - p. `draw` holds 63 bits, other ones for each mask."""
     kept_N = torch.empty(torch.Size(shape).numel(), dtype=torch.bool, device=device)
     least = min(round(p * _WORD) - (_WORD >> 1), (_WORD >> 1) - 1)
     block = _CPU_BLOCK if device.type == "cpu" else _CARD_BLOCK
@@ -145,14 +148,14 @@ def keep_mask(draw: int, shape: Sequence[int], p: float, device: torch.device) -
 
 
 def draws_dropout(model: nn.Module, config: Any) -> bool:
-    """Whether a transformers model drops anything while it is trained."""
+    """Return whether a transformers model has dropout in training."""
     modules = (module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd))
     told = (value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float))
     return any(modules) or any(told)
 
 
 def _mixed(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Words (int32, count) of the counters from `first` on; their upper bits are the better ones. Products wrap around."""
+    """Return the words (int32, count) of the counters from `first` on. Products wrap around; the upper bits are the better ones."""
     x = torch.arange(first, first + count, dtype=torch.int32, device=device)
     x.mul_(_SPREAD).add_(_signed(key))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST).add_(_signed(key >> 31))
@@ -160,6 +163,6 @@ def _mixed(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _signed(key: int) -> int:
-    """Its lower 32 bits as torch has them."""
+    """Return the lower 32 bits of `key` as a signed number, as torch needs it."""
     word = key % _WORD
     return word - _WORD if word >> 31 else word

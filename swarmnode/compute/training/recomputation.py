@@ -1,6 +1,7 @@
-"""Recomputation: a microbatch of the step in force once more, as another replica computed it, with nothing counted.
+"""Recomputation: a microbatch of the present step, as another replica computed it, without counting it.
 
-Unit by unit, so that it needs the memory of one unit's graph and gradients beside what crosses the boundaries between units.
+It goes unit by unit, so that it needs only the memory of one unit's graph and gradients, and the values at the boundaries between
+units.
 
 Shape letters: N elements of a block's gradient, S of a gradient sketch.
 """
@@ -21,7 +22,7 @@ from swarmnode.compute.training.segment import Values
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Outputs, the gradients of the inputs, and the sketch_S of the growth of the parameters' gradients."""
+    """Result of a recomputation: outputs, gradients of the inputs, and sketch_S of the growth of parameters' gradients."""
 
     outputs: Values
     gradients: Gradients
@@ -38,8 +39,10 @@ def recompute(
     gradients: Gradients,
     seed: bytes,
 ) -> Recomputation:
-    """Compute units [start, end) on microbatch `number` from `values` and, backwards, from the gradients of their outputs; at the
-    model's end from `labels` instead. Raises ProtocolError if the gradients do not fit, NotFinite."""
+    """Compute units [start, end) on microbatch `number` from `values`, then backwards from the gradients of their outputs.
+
+    At the model's end it goes back from the loss on `labels` instead. Raises ProtocolError if the gradients do not fit, NotFinite.
+    """
     boundaries = [values]
     for unit in range(start, end):
         boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1], labels))
@@ -60,7 +63,7 @@ def recompute(
 def _back_through(
     learner: DeviceLearners, number: int, unit: int, values: Values, labels: Values, gradients: Gradients
 ) -> tuple[Gradients, Iterator[tuple[int, Tensor]]]:
-    """The gradients of what came into a unit, and by block the gradient_N of its parameters."""
+    """Return the gradients of the values that entered a unit, and by block the gradient_N of its parameters."""
     inputs = leaves(values, unit)
     blocks = learner.parameters(unit, unit + 1)
     wanted = [value for value in inputs if value.requires_grad]
@@ -71,7 +74,7 @@ def _back_through(
 
 
 def _flat(parameters: Sequence[Tensor], found: Iterator[Tensor | None]) -> Tensor:
-    """gradient_N of one block's parameters."""
+    """Return the gradient_N of one block's parameters."""
     gradients = (
         torch.zeros_like(parameter) if (gradient := next(found)) is None else gradient for parameter in parameters
     )

@@ -1,4 +1,4 @@
-"""A forward pass that waits for its gradients, in pieces of one graph each, and how gradients go back through a piece."""
+"""A forward pass that waits for its gradients, in pieces with one graph each, and the way of gradients back through a piece."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class SavedPiece:
-    """Units [start, end) of one pass. `outputs` have their graph; None: they are computed again when gradients come."""
+    """Units [start, end) of one pass. `outputs` have their graph; if None, they are recomputed when gradients come."""
 
     start: int
     end: int
@@ -28,12 +28,12 @@ class SavedPiece:
 
 @dataclass
 class SavedActivations:
-    """The pass of microbatch `index` through neighbouring pieces of units [start, end). `shapes` are those of what left it."""
+    """Pass of microbatch `index` through neighbouring pieces of units [start, end). `shapes` are its outputs'."""
 
     index: int
     start: int
     end: int
-    labels: Values  # where it reaches the model's end
+    labels: Values  # used at the model's end
     seed: int
     autocast_dtype: torch.dtype | None  # None: float32
     pieces: list[SavedPiece] = field(default_factory=list)
@@ -43,17 +43,17 @@ class SavedActivations:
 
     @property
     def in_float16(self) -> bool:
-        """Where gradients need a scale."""
+        """Whether the pass computes in float16, so that gradients need a scale."""
         return self.autocast_dtype is torch.float16
 
 
 def leaves(values: Values, boundary: int) -> Values:
-    """The values as the start of a new graph. Behind the first boundary every float takes a gradient."""
+    """Return the values as the start of a new graph. Behind the first boundary every float takes a gradient."""
     return tuple(value.detach().requires_grad_(boundary > 0 and value.is_floating_point()) for value in values)
 
 
 def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) -> Gradients:
-    """Gradients of the inputs; those of the parameters are added to their `grad`."""
+    """Return the gradients of the inputs, None for those without one. The parameters' gradients are added to their `grad`."""
     roots, seeds = pairs(outputs, grads)
     if roots:
         torch.autograd.backward(roots, seeds)
@@ -61,7 +61,7 @@ def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) 
 
 
 def check_shapes(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size], boundary: int) -> None:
-    """Raises ProtocolError where they do not fit the values of these shapes at a boundary."""
+    """Raise ProtocolError if `gradients` do not fit values of these `shapes` at a boundary."""
     if len(gradients) != len(shapes):
         raise ProtocolError(f"{len(gradients)} gradients for {len(shapes)} values at boundary {boundary}")
     for gradient, shape in zip(gradients, shapes, strict=True):
@@ -70,20 +70,23 @@ def check_shapes(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size
 
 
 def check_finite(gradients: Sequence[Tensor | None], boundary: int) -> None:
-    """Raises NotFinite where what came back to a boundary is NaN or infinite."""
+    """Raise NotFinite if a gradient that came back to a boundary is NaN or infinite."""
     if not is_finite(gradients):
         raise NotFinite(f"the gradient that came back from unit {boundary} is NaN or infinite", unit=boundary)
 
 
 def is_finite(values: Sequence[Tensor | None]) -> bool:
-    """Whether no float among them, all on one device, is NaN or infinite. By sums: one pass over memory, no copies, one wait."""
+    """Return whether no float among the values, all on one device, is NaN or infinite.
+
+    It adds them up: one pass over memory, no copies, one wait for the device.
+    """
     floats = [value.detach() for value in values if value is not None and value.is_floating_point()]
     sums = [value.sum(dtype=torch.float32) for value in floats]
     return not sums or math.isfinite(torch.stack(sums).sum().item())
 
 
 def pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs that depend on something trained, and their gradients."""
+    """Return the outputs that depend on trained weights and have a gradient, and these gradients."""
     pairs = [
         (output, gradient.to(output))
         for output, gradient in zip(outputs, grads, strict=True)

@@ -1,4 +1,4 @@
-"""Segment: what training needs to know of some units of any model, be it a transformers span or a piece of a graph."""
+"""Segment: some units of any model as training sees them, whether a transformers span or a piece of a graph."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from torch import Tensor, nn
 from swarmnode.errors import CheckpointError
 
 Values = tuple[Tensor, ...]
-"""What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by. These may
-stay on the host, where they are looked at before anything is computed: what a unit needs of them it takes to its device."""
+"""Values that cross the boundary before a unit: floats (some take gradients), and whole numbers that only pass by.
+
+Whole numbers may stay on the host, which checks them first; a unit moves those that it needs to its device.
+"""
 
 
 def moved(values: Values, device: torch.device) -> Values:
-    """The same for units on this device."""
+    """Return the values with floats moved to this device."""
     return tuple(value.to(device) if value.is_floating_point() else value for value in values)
 
 
 class Segment(ABC):
     """Units [start, end) of a model of `units` units, ready to be trained. Not safe for use from two threads at once.
 
-    Parameters belong to blocks: block u is unit u's own; SHARED holds what the first and last unit have in common, and
-    is held by whoever holds either of the two.
+    Parameters belong to blocks: block u is unit u's own; SHARED holds the parameters that the first and last unit have in common,
+    and a holder of either of the two holds it.
     """
 
     start: int
@@ -32,20 +34,20 @@ class Segment(ABC):
     units: int
     device: torch.device
     is_portable: bool = True
-    """Whether another device computes the same, but for how it rounds: whatever is drawn is not drawn by the device."""
+    """Whether other devices compute the same except for rounding: random numbers are not drawn by the device"""
 
     @property
     def positions(self) -> int | None:
-        """Of tokens in a sample; None where the model knows no end, or no tokens."""
+        """Most tokens of a sample; None if the model has no limit, or no tokens."""
         return None
 
     @abstractmethod
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
-        """By block, then by name as in the model's state dict; no parameter twice."""
+        """Return the parameters by block, then by name as in the model's state dict; no parameter twice."""
 
     @abstractmethod
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Persistent buffers (running statistics of batch norms), by unit, then by name."""
+        """Return the persistent buffers (running statistics of batch norms) by unit, then by name."""
 
     @abstractmethod
     def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
@@ -57,13 +59,15 @@ class Segment(ABC):
         """
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
-        """Values at a boundary, and labels, as a microbatch of so many samples might have them: of the right shape, and as slow to
-        compute with as any. Raises CheckpointError where nobody but the data knows them."""
-        raise CheckpointError("what comes into these units is known to their data alone")
+        """Return made-up values at a boundary, and labels, for a microbatch of `batch` samples.
+
+        They have the right shapes, and take as long to compute with as real ones. Raises CheckpointError if only the data has them.
+        """
+        raise CheckpointError("no made-up values fit these units: only their data has them")
 
 
 def refound(segment: Segment, founding: Segment) -> None:
-    """Give a segment the parameters and buffers of another one that has some of its units."""
+    """Copy the parameters and buffers of another segment, which has some of its units, into a segment."""
     with torch.no_grad():
         for held, theirs in ((segment.parameters(), founding.parameters()), (segment.buffers(), founding.buffers())):
             for block, tensors in theirs.items():
@@ -72,7 +76,7 @@ def refound(segment: Segment, founding: Segment) -> None:
 
 
 class SplitSegment(Segment):
-    """Neighbouring segments, each on a device of its own, as one. What the ends share is the first one's."""
+    """Neighbouring segments, each on a device of its own, as one. The parameters that the ends share are the first one's."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = tuple(segments)
@@ -85,15 +89,15 @@ class SplitSegment(Segment):
 
     @property
     def positions(self) -> int | None:
-        """See `Segment`."""
+        """Most tokens of a sample, see `Segment`; None if there is no limit."""
         return self._segments[0].positions
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
-        """See `Segment`."""
+        """Return the parameters of all segments by block, see `Segment`."""
         return {number: named for one in reversed(self._segments) for number, named in one.parameters().items()}
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """See `Segment`."""
+        """Return the buffers of all segments by unit, see `Segment`."""
         return {unit: named for one in self._segments for unit, named in one.buffers().items()}
 
     def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:

@@ -14,13 +14,13 @@ from swarmnode.swarm.storage.states import StateStore
 
 
 def write_step(store: StateStore, step: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Keep the states of these blocks (`Learner.state`) as a step. Raises LocalError where the disk is full."""
+    """Store the states of these blocks (`Learner.state`) as a step. Raises LocalError if the disk is full."""
     run = store.run.id
     store.write(step, states, lambda block, path: write_block(path, states[block], step=step, block=block, run=run))
 
 
 def read_step(store: StateStore, step: int, blocks: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """The states of blocks at a step, mapped from files whose hashes were checked. Raises CheckpointError."""
+    """Return the states of blocks at a step, mapped from files with checked hashes. Raises CheckpointError."""
     run = store.run.id
     return {block: read_block(store.path(step, block), step=step, block=block, run=run) for block in blocks}
 
@@ -31,7 +31,7 @@ def write_block(path: Path, tensors: Mapping[str, Tensor], *, step: int, block: 
 
 
 def read_block(path: Path, *, step: int, block: int, run: bytes) -> dict[str, Tensor]:
-    """The state in a file, mapped: pages are read when they are touched. Raises CheckpointError where it is another state."""
+    """Return the state in a file, mapped: pages are read when touched. Raises CheckpointError if it is damaged or another state."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -113,5 +113,7 @@ def test_the_largest_gemma_divides_by_another_number() -> None:
 )
 def test_what_a_family_does_not_do_is_refused(architecture: str, said: dict[str, Any]) -> None:
     model_type = {"gemma3": "gemma3_text"}.get(architecture, architecture)
-    with pytest.raises(CheckpointError, match=rf"its {architecture}\.{next(iter(said))} is .*, which is not read here"):
+    with pytest.raises(
+        CheckpointError, match=rf"its {architecture}\.{next(iter(said))} is .*, which is not supported here"
+    ):
         complete_config(header(architecture, said), {"model_type": model_type, **SIZES, "max_position_embeddings": 128})

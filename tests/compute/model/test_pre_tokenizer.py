@@ -121,11 +121,11 @@ def test_the_tokens_that_end_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("tokenizer.ggml.suppress_tokens", [1, 2], "suppress_tokens is not read"),
-        ("tokenizer.ggml.add_sep_token", True, "add_sep_token is not read"),
+        ("tokenizer.ggml.suppress_tokens", [1, 2], "suppress_tokens is not supported"),
+        ("tokenizer.ggml.add_sep_token", True, "add_sep_token is not supported"),
         ("tokenizer.rwkv.world", "x", "rwkv"),
         ("general.sampling.mirostat", 2, "mirostat asks for a way to draw"),
-        ("llama.logit_scale", 0.25, "logit_scale is 0.25, which is not read"),
+        ("llama.logit_scale", 0.25, "logit_scale is 0.25, which is not supported"),
         ("llama.attention.causal", False, "attention.causal is False"),
         ("llama.attention.sliding_window", 64, "sliding_window is 64"),
         ("llama.attention.clamp_kqv", 8.0, "clamp_kqv is 8.0"),

@@ -120,7 +120,7 @@ def test_nothing_is_dropped_where_nothing_is_to_be() -> None:
         assert torch.equal(torch.ops.aten.native_dropout.default(x, 0.5, False)[0], x)
 
         for p in (-0.1, 1.5, float("nan")):
-            with pytest.raises(ValueError, match="a probability of"):
+            with pytest.raises(ValueError, match="a dropout of"):
                 functional.dropout(x, p)
 
 

@@ -53,7 +53,7 @@ def test_long_passes_are_few(pass_s: float, passes: int, checkpoint: Get) -> Non
 
 
 def test_nobody_makes_up_what_only_the_data_knows() -> None:
-    with pytest.raises(CheckpointError, match="data alone"):
+    with pytest.raises(CheckpointError, match="only their data"):
         dummy_run_s(Learner(ToySegment(), make_run()), 0, 3, clock(1.0))
 
 

@@ -1,1 +1,1 @@
-"""What computing a graph or a span costs, before anything is computed."""
+"""Cost of computing a graph or a span, before anything is computed."""

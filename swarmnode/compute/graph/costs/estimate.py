@@ -1,4 +1,4 @@
-"""Estimates of what units cost: work of the forward and backward pass, memory, bytes across boundaries. Nothing is computed.
+"""Estimates of the cost of units: work of the forward and backward pass, memory, bytes across boundaries. Nothing is computed.
 
 Every kind of call is made once on fake tensors, forward and backward, and the operators that it dispatches are counted: a model's
 blocks call the same operators with the same shapes.
@@ -29,7 +29,7 @@ CALLS_KEPT = 4096  # of all graphs, some 2 KiB each; a large model has some hund
 
 @dataclass(frozen=True)
 class NodeEstimate:
-    """What one node costs. `kept`: the values that its backward pass needs, in bytes; values are named by the storage."""
+    """Cost of one node. `kept` are the bytes of values that its backward pass needs, by the identity of their memory."""
 
     forward: ComputeWork
     backward: ComputeWork
@@ -38,8 +38,9 @@ class NodeEstimate:
 
 @dataclass(frozen=True)
 class UnitEstimate:
-    """What one unit costs for a batch. Bytes: of activations kept for the backward pass, of trained parameters, of the values
-    that enter it.
+    """Cost of one unit for a batch.
+
+    The bytes are of activations kept for the backward pass, of trained parameters, and of the values that enter the unit.
     """
 
     forward: ComputeWork
@@ -49,19 +50,21 @@ class UnitEstimate:
     boundary_bytes: int
 
     def seconds(self, rates: Rates) -> float:
-        """Forward and backward."""
+        """Return the seconds of the forward and the backward pass."""
         return rates.seconds(self.forward) + rates.seconds(self.backward)
 
     def learning_s(self, rates: Rates) -> float:
-        """A microbatch, as a learner does it: what is kept is written where the last one left no memory, and gradients are added to
-        the step's sums, which are read and written."""
+        """Return the seconds that a learner takes for a microbatch.
+
+        These include writing kept activations into fresh memory, and adding gradients to the step's sums.
+        """
         return self.seconds(rates) + rates.seconds(
             ComputeWork({FRESH: self.activation_bytes, PLAIN: 3 * self.parameter_bytes})
         )
 
 
 def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]:
-    """Of every unit, for a batch of so many samples (the example's, if not told)."""
+    """Estimate every unit for a batch of `batch` samples (default: the example's)."""
     batch = batch or graph.batch
     layout = Layout(graph)
     nodes = estimate_nodes(graph, batch)
@@ -87,18 +90,18 @@ def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]
 
 
 def unit_weight_bytes(graph: Graph) -> tuple[int, ...]:
-    """Of all weights that each unit reads. What units share counts in each."""
+    """Return the bytes of all weights that each unit reads. A shared weight counts in each of its units."""
     sizes = {weight.name: type_bytes(weight.type, graph.batch) for weight in graph.weights}
     return tuple(sum(sizes[name] for name in unit.weights) for unit in Layout(graph).units)
 
 
 def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
-    """Of every node, by name."""
+    """Estimate every node, by name."""
     return _Estimator(graph, batch).run()
 
 
 def type_bytes(kind: TensorType, batch: int) -> int:
-    """Size of a value."""
+    """Return the bytes of a value."""
     size: int = torch_constant(kind.dtype).itemsize
     for length in kind.sizes(batch):
         size *= length
@@ -106,7 +109,7 @@ def type_bytes(kind: TensorType, batch: int) -> int:
 
 
 def values_bytes(values: Iterable[Value], batch: int) -> int:
-    """Size of several, as those of a boundary between units."""
+    """Return the bytes of several values, such as those of a boundary."""
     return sum(type_bytes(value.type, batch) for value in values)
 
 
@@ -136,7 +139,7 @@ class _Estimator:
         return NodeEstimate(cost.forward, cost.backward + self._sums(node), kept)
 
     def _call(self, node: OperatorCall, refs: list[Ref]) -> _Call:
-        """The node's, for this batch."""
+        """Return the call of a node for this batch, with values numbered."""
         numbers = {ref: str(number) for number, ref in enumerate(refs)}
 
         def argument(value: Any) -> Any:
@@ -154,7 +157,7 @@ class _Estimator:
         return _Input(kind.dtype, kind.sizes(self.batch), ref.name in self.trained)
 
     def _sums(self, node: OperatorCall) -> ComputeWork:
-        """Adding a gradient to what is there already: a weight's accumulator, or another user's of the value."""
+        """Return the work of adding gradients to existing ones: a weight's accumulator, or another user's of the same value."""
         again = [
             ref for ref in dict.fromkeys(node.refs()) if ref.name in self.trained and ref in self.seen | self.weights
         ]
@@ -163,7 +166,7 @@ class _Estimator:
 
 
 class _Input(msgspec.Struct, frozen=True):
-    """A tensor that a call takes. `trained`: a gradient goes through it."""
+    """Tensor that a call takes. `trained`: its gradient is wanted."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -171,7 +174,7 @@ class _Input(msgspec.Struct, frozen=True):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """Call of an operator on values without names: a Ref's name is the number of the input."""
+    """Call of an operator on values without names: the name of a Ref is the number of the input."""
 
     operator: str
     args: tuple[Argument, ...]
@@ -181,8 +184,10 @@ class _Call(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _CallEstimate:
-    """What a call costs. Memories are numbered, first those of the inputs. `outputs`: in which memory each is, None where it is no
-    tensor; `kept`: bytes that the backward pass needs in each.
+    """Cost of a call. Memories are numbered, those of the inputs first.
+
+    `outputs` holds the memory of each result, None for a result that is no tensor. `kept` holds the bytes that the backward pass
+    needs in each memory.
     """
 
     forward: ComputeWork
@@ -192,7 +197,7 @@ class _CallEstimate:
 
 
 def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """A product of as many numbers: torch knows the shapes of grouped ones in bfloat16 alone."""
+    """Return a product of as many numbers: torch knows the shapes of grouped products only in bfloat16."""
     if left.dim() == right.dim() == 2 and offs is not None:
         return (left @ right).expand(len(offs), -1, -1)
     if left.dim() != right.dim():
@@ -205,7 +210,7 @@ _AS_COSTLY: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": _groupe
 
 @lru_cache(maxsize=CALLS_KEPT)
 def _estimate_call(encoded: bytes) -> _CallEstimate:
-    """Of a `_Call`; as bytes, in which 1, 1.0 and True differ."""
+    """Estimate a `_Call`, given as bytes: unlike objects, these differ for 1, 1.0 and True."""
     call = msgspec.msgpack.decode(encoded, type=_Call)
     memories: dict[Any, int] = {}
     saved: list[Tensor] = []
@@ -254,18 +259,21 @@ def _backward(outputs: list[Any], wanted: list[Tensor]) -> ComputeWork:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """What tells the memory of one tensor from another's; views have their source's."""
+    """Return an identifier of a tensor's memory. Views share that of their source."""
     return tensor.untyped_storage()._cdata
 
 
 def reference_seconds(estimates: Iterable[NodeEstimate]) -> list[float]:
-    """Forward and backward on a middling machine, for decisions that must not depend on this one."""
+    """Return the seconds, forward and backward, on a middling machine, for decisions that must not depend on this one."""
     return [REFERENCE.seconds(estimate.forward) + REFERENCE.seconds(estimate.backward) for estimate in estimates]
 
 
 def forward_bytes(layout: Layout, start: int, end: int, batch: int) -> int:
-    """Of a pass through units [start, end) for so many samples, its inputs too. Every value counts as memory of its own, also a
-    view of another: that is more than it takes, and never less but for what operators use inside."""
+    """Return an estimate of the most bytes that a pass of `batch` samples through units [start, end) takes, with its inputs.
+
+    Every value counts as memory of its own, even a view of another one. So the estimate is too high rather than too low, except for
+    the memory that operators use internally.
+    """
     nodes = [node for unit in layout.units[start:end] for node in unit.nodes]
     sizes = {value.ref: type_bytes(value.type, batch) for value in layout.boundaries[start]}
     made = {ref: type_bytes(kind, batch) for ref, kind in value_types(nodes).items()}
@@ -286,7 +294,7 @@ def forward_bytes(layout: Layout, start: int, end: int, batch: int) -> int:
 
 
 def entering_bytes(layout: Layout, samples: int, *, back: bool = False) -> tuple[int, ...]:
-    """Per unit, of what enters it from the unit before it; `back`: of the gradients that go back there."""
+    """Return for each unit the bytes of the values that enter it, or with `back` of their gradients."""
     return tuple(
         values_bytes((value for value in values if value.trained or not back), samples)
         for values in layout.boundaries[: layout.graph.units]
@@ -294,8 +302,10 @@ def entering_bytes(layout: Layout, samples: int, *, back: bool = False) -> tuple
 
 
 def usual_width(layout: Layout) -> int:
-    """Float32 values of one sample that pass between two units: at the boundary that is in the middle by size. 0 where there is
-    but one unit."""
+    """Return the number of float32 values of one sample that pass between two units, at the boundary of middle size.
+
+    0 if there is only one unit.
+    """
     samples = layout.graph.batch
     between = sorted(entering_bytes(layout, samples)[1:])
     return max(1, between[len(between) // 2] // (samples * FLOAT32_BYTES)) if between else 0

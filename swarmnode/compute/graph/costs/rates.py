@@ -1,4 +1,4 @@
-"""Rates: how fast a machine does each kind of work, and so how long a piece of work takes."""
+"""Rates: the speed of a machine at each kind of work, and the time that a piece of work takes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from swarmnode.compute.graph.costs.work import (
 from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.randomness import CounterDropout
 
-MEASURING_BYTES = 96 << 20  # that a measurement takes at most at a time, its outputs and torch's own buffers among them
+MEASURING_BYTES = 96 << 20  # most memory of a measurement at a time, with its outputs and torch's own buffers
 _TRIALS = 5
-_FRESH_BLOCKS = 72  # of 1 MiB: more than glibc keeps of what was freed, which is 64
+_FRESH_BLOCKS = 72  # of 1 MiB: more than the 64 that glibc keeps of freed memory
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Rates:
     per_s: Mapping[str, float]
 
     def seconds(self, work: ComputeWork) -> float:
-        """How long the work takes."""
+        """Return the seconds that the work takes."""
         return sum(amount / self.per_s[kind] for kind, amount in work.amounts.items())
 
 
@@ -64,7 +64,7 @@ REFERENCE = Rates(
         FRESH: 5e9,
     }
 )
-"""A middling processor, for decisions that must not depend on the machine that makes them."""
+"""Rates of a middling processor, for decisions that must not depend on the machine that makes them"""
 
 
 def measure_rates(
@@ -73,8 +73,10 @@ def measure_rates(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
-    """Of this machine as busy as it is, with as many threads as torch has now, where passes are computed in that dtype. Takes about
-    a second."""
+    """Measure this machine's rates under its present load, with torch's present number of threads. Takes about a second.
+
+    `autocast_dtype` is the dtype of autocast; None for no autocast.
+    """
     device = torch.device(device)
     per_s: dict[str, float] = {}
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
@@ -87,8 +89,10 @@ def measure_rates(
 
 
 def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any], ComputeWork | None]]:
-    """For each kind something that is mostly of it, and what it counts as, where that is not what it dispatches; earlier kinds are
-    subtracted from later ones."""
+    """Yield for each kind of work a trial that is mostly of that kind, and the work that it counts as.
+
+    The work is None if the dispatched operators are to be counted. Later kinds' times exclude the parts of earlier kinds.
+    """
 
     def normal(*shape: int, learns: bool = False) -> Tensor:
         return torch.randn(*shape, device=device, requires_grad=learns)
@@ -101,14 +105,14 @@ def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any], Comp
 
     block = normal(1 << 18)  # 1 MiB, as activations are
 
-    ring = [torch.empty_like(block) for _ in range(32)]  # more than caches hold, and no memory is asked for
+    ring = [torch.empty_like(block) for _ in range(32)]  # more than caches hold, and no new memory is allocated
     yield PLAIN, functools.partial(_add_along, ring, block), None
     del ring
     fresh = ComputeWork({FRESH: _FRESH_BLOCKS * block.nbytes, PLAIN: 3 * _FRESH_BLOCKS * block.nbytes})
     yield FRESH, lambda: [block + block for _ in range(_FRESH_BLOCKS)], fresh
     large = normal(1 << 23)
     yield LARGE, functools.partial(torch.add, large, large), None
-    del large  # not kept for the trials that follow
+    del large  # not kept for the following trials
     yield SOFT, lambda: [torch.softmax(block.view(-1, 512), 1) for _ in range(20)], None
     yield HARD, lambda: [torch.tanh(block) for _ in range(5)], None
 
@@ -116,7 +120,7 @@ def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any], Comp
         with CounterDropout() as dropout:
             return [dropout.dropout(block) for _ in range(5)]
 
-    yield RANDOM, drop, ComputeWork({RANDOM: 5 * (2 * block.nbytes + block.numel())})  # read, written, and a mask
+    yield RANDOM, drop, ComputeWork({RANDOM: 5 * (2 * block.nbytes + block.numel())})  # reads, writes and a mask
 
     images, moments = normal(8, 64, 16, 16, learns=True), torch.ones(64, device=device)
 

@@ -23,8 +23,9 @@ with lean():
 
 
 def estimate_span(checkpoint: Checkpoint, batch: int, sequence: int) -> list[UnitEstimate]:
-    """Of all units (embedding, layers, head) for a microbatch in float32. Raises CheckpointError for models whose own code
-    needs real numbers, as some mixtures of experts do.
+    """Estimate all units (embedding, layers, head) for a microbatch in float32.
+
+    Raises CheckpointError for models whose own code needs real numbers, as some mixtures of experts do.
     """
     try:
         return _Watch(checkpoint, batch, sequence).run()
@@ -33,14 +34,14 @@ def estimate_span(checkpoint: Checkpoint, batch: int, sequence: int) -> list[Uni
 
 
 class _Watch:
-    """Notes the work done whenever the pass, or the gradient on its way back, crosses the boundary of a layer."""
+    """Record of the work done up to each point where the pass, or its gradient, crosses the boundary of a layer."""
 
     def __init__(self, checkpoint: Checkpoint, batch: int, sequence: int) -> None:
         self.family = checkpoint.family
         self.batch, self.sequence = batch, sequence
         self.counter = WorkCounter()
-        self.forward: list[ComputeWork] = []  # when unit k begins, for k > 0, and at the end
-        self.backward: dict[int, ComputeWork] = {}  # when the gradient leaves unit k
+        self.forward: list[ComputeWork] = []  # work up to the begin of unit k, for k > 0, and up to the end
+        self.backward: dict[int, ComputeWork] = {}  # work up to where the gradient leaves unit k
         self.kept: list[dict[Any, int]] = [{}]  # bytes by storage, by unit
         self.hidden_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Compute work: what a piece of computing asks of a machine, counted from the operators that torch dispatches, on fake tensors.
+"""Compute work: the demand of a computation on a machine, counted from the operators that torch dispatches, on fake tensors.
 
 Products of matrices, convolutions and attention are counted in floating-point operations (a multiplication and an addition are
 two), all other operators in bytes read and written. Views cost nothing but the call.
@@ -18,11 +18,11 @@ from torch.utils.flop_counter import flop_registry
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"  # in floating-point operations
 FLOPS = (MATMUL, CONVOLUTION, ATTENTION)
 FILTERS = "filters"  # bytes of a convolution's weights, which libraries lay out anew in every call
-PLAIN, LARGE = "plain", "large"  # bytes of operators that move and add: little enough for the caches, or not
+PLAIN, LARGE = "plain", "large"  # bytes of operators that move and add: small enough for the caches, or not
 SOFT, HARD = "soft", "hard"  # bytes of operators that compute functions: softmax and its like, tanh and its like
-RANDOM, BATCH_NORM = "random", "batch_norm"  # bytes of those that draw, and of those
+RANDOM, BATCH_NORM = "random", "batch_norm"  # bytes of operators that draw random numbers, and of batch norms
 CALLS = "calls"
-FRESH = "fresh"  # bytes that are written where the process had no memory before
+FRESH = "fresh"  # bytes written to memory that the process did not have before
 
 _LARGE_BYTES = 24 << 20
 _ATTENTION = "_scaled_dot_product"
@@ -47,7 +47,7 @@ _PICKING = frozenset(
 
 @dataclass(frozen=True)
 class ComputeWork:
-    """Amounts by kind."""
+    """Amounts of work by kind."""
 
     amounts: Mapping[str, float] = field(default_factory=dict)
 
@@ -65,12 +65,12 @@ class ComputeWork:
 
 
 def total(works: Iterable[ComputeWork]) -> ComputeWork:
-    """The sum."""
+    """Return the sum of works."""
     return sum(works, ComputeWork())
 
 
 class WorkCounter(TorchDispatchMode):
-    """Counts what is dispatched while it is entered. Meant for fake tensors, which cost nothing."""
+    """Counter of the operators that are dispatched while it is entered. Meant for fake tensors, which cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class WorkCounter(TorchDispatchMode):
 
     @property
     def work(self) -> ComputeWork:
-        """What was counted so far."""
+        """Work counted since the counter was made."""
         return ComputeWork(dict(self.amounts))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +110,10 @@ class WorkCounter(TorchDispatchMode):
 
 
 def attention_flops(args: Any, *, is_backward: bool) -> float:
-    """Of fused attention of query_BHTD over key_BHSD: two products forward, five backward (the weights are computed again)."""
+    """Return the operations of fused attention of query_BHTD over key_BHSD: two products forward, five backward.
+
+    The backward pass computes the attention weights again.
+    """
     query, key, value = args[1:4] if is_backward else args[:3]
     pairs: float = 2.0 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     key_width: int = query.shape[3]
@@ -119,5 +122,5 @@ def attention_flops(args: Any, *, is_backward: bool) -> float:
 
 
 def bytes_of(values: Any) -> int:
-    """Of all tensors in a tree of values."""
+    """Return the bytes of all tensors in a tree of values."""
     return sum(value.numel() * value.element_size() for value in tree_leaves(values) if isinstance(value, Tensor))

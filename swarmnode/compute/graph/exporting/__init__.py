@@ -1,1 +1,1 @@
-"""From a torch module to a graph: only at the founder's."""
+"""Export of a torch module to a graph. Runs only on the founder's machine."""

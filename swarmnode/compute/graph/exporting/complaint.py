@@ -1,4 +1,4 @@
-"""Why a module cannot be exported, for people: which operator, in which line of their code, and what to do."""
+"""Reasons why a module cannot be exported, for its author: the operator, the line of the code, and a remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REMEDY = "use torch.where or a mask in place of if, for, indexing by a mask and 
 
 
 class FailedCall(TorchFunctionMode):
-    """Notes the innermost torch function that raised."""
+    """Recorder of the innermost torch function that raised."""
 
     def __init__(self) -> None:
         super().__init__()
         self.name = ""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it."""
+        """Call the function. Record its name if it raises."""
         try:
             return function(*args, **(kwargs or {}))
         except Exception:
@@ -32,7 +32,7 @@ class FailedCall(TorchFunctionMode):
 
 
 def complaint(error: Exception, failed: FailedCall) -> str:
-    """The text for an error that came out of torch.export."""
+    """Return the text for an error from torch.export."""
     reason = str(error).strip().partition("\n")[0].partition(" (unhinted")[0] or type(error).__name__
     operator = f"the operator {failed.name}" if failed.name else "an operation"
     text = f"the module cannot be exported: {operator} in {source_of(error)} failed: {reason.rstrip('.')}"
@@ -42,11 +42,11 @@ def complaint(error: Exception, failed: FailedCall) -> str:
 
 
 def source_of(error: Exception) -> str:
-    """File, line and text of the module's own code that raised."""
+    """Return file, line and text of the module's own code that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]
     if not own:
-        return "code that torch does not tell"
+        return "code that torch does not name"
     return f"{own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`"
 
 
@@ -56,11 +56,11 @@ def is_own(file: str) -> bool:
 
 
 def source_of_node(node: Any) -> str:
-    """File, line and text of the module's own code behind a node of torch.fx."""
+    """Return file, line and text of the module's own code behind a node of torch.fx."""
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     places = [number for number, line in enumerate(lines) if line.startswith("File ") and _TORCH not in line]
     if not places:
-        return "code that torch does not tell"
+        return "code that torch does not name"
     place = places[-1]
     file = lines[place].removeprefix("File ").replace('"', "").partition(", in ")[0]
     code = lines[place + 1] if place + 1 < len(lines) else ""

@@ -1,8 +1,8 @@
-"""Export: what a module does with an example batch becomes a graph. Only here, at the founder's, the module's code runs.
+"""Export: a module's pass over an example batch becomes a graph. The module's code runs only here, on the founder's machine.
 
-torch.export traces the module in training mode, or in evaluation mode for a swarm that serves it; what it writes in place is
-made functional, and operators that torch can differentiate as they are stay whole. Batch norms are put back together, since
-their functional form has no derivative.
+torch.export traces the module in training mode, or in evaluation mode for a swarm that serves it. Writes in place are made
+functional, and operators that torch can differentiate stay whole. Batch norms are put back together, since their
+functional form has no derivative.
 """
 
 from __future__ import annotations
@@ -47,25 +47,36 @@ def _ctc_shapes(
     blank: int = 0,
     zero: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes of a loss, and of what its backward pass needs: torch knows none, since the latter follows from lengths. These may be
-    longer."""
+    """Return the shapes of the loss, and of the tensor for its backward pass.
+
+    torch knows none, since the latter depends on lengths. This one may be longer.
+    """
     steps, *batch, _ = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty((*batch, steps, 2 * targets.shape[-1] + 1))
 
 
 def export_module(module: nn.Module, example: Example, *, any_batch: bool = True, trains: bool = True) -> Exported:
-    """What the module computes, for any batch where it can be. Where it `trains` its forward gives the mean loss of the batch:
-    a scalar, an output with `.loss`, or a tuple that begins with it. Else it gives tensors: one, or several by name or in a row.
-    Without `any_batch`: for the example's batch only.
+    """Export a module to a graph, for any size of batch if possible.
 
-    Raises UsageError, naming operator and source line, where the module does something that a graph cannot hold.
+    Args:
+        module: The module. If it trains, its forward gives the mean loss of the batch: a scalar, an output with `.loss`, or a tuple
+            that begins with it. Else it gives tensors: one, or several by name or in a row.
+        example: Example batch: a tuple of tensors, or a dict of them by argument name.
+        any_batch: Try to make a graph for any size of batch. If that fails or False, it works only for the example's.
+        trains: Export in training mode with a loss, else in evaluation mode with outputs.
+
+    Returns:
+        The graph and the module's weights.
+
+    Raises:
+        UsageError: The module does something that a graph cannot hold; the text names the operator and the source line.
     """
     args, kwargs = check_example(module, example)
     if trains:
         _check_trained(module)
     was_training = module.training
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole layer, that no graph may use
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one operator for a whole layer, which no graph may use
     try:
         exported = _export(module.train(trains), args, kwargs, any_batch)
     finally:
@@ -77,7 +88,7 @@ def export_module(module: nn.Module, example: Example, *, any_batch: bool = True
 
 
 def _check_trained(module: nn.Module) -> None:
-    """Raises UsageError for what training cannot keep: hooks on the way back, and parameters that are not float32."""
+    """Raise UsageError for parts that training cannot keep: hooks on the backward pass, and parameters that are not float32."""
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise UsageError(
@@ -93,7 +104,7 @@ def _check_trained(module: nn.Module) -> None:
 
 
 def _check_served(module: str, graph: Graph) -> None:
-    """Two peers must give one answer, and remember nothing of it. Raises UsageError."""
+    """Raise UsageError if a served module draws random numbers or changes its buffers: peers' answers would differ."""
     drawing = next((node for node in graph.nodes if is_random(node.operator, node.args)), None)
     if drawing is not None:
         raise UsageError(
@@ -102,13 +113,16 @@ def _check_served(module: str, graph: Graph) -> None:
         )
     if graph.moves or any(weight.kind == BUFFER for weight in graph.weights):
         raise UsageError(
-            f"{module} changes its buffers in evaluation mode, and what is served remembers nothing; "
+            f"{module} changes its buffers in evaluation mode, but a served module keeps nothing between passes; "
             "a program must be exported after module.eval()"
         )
 
 
 def check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Arguments of the module, by their names where they have any, so that the data can name them too."""
+    """Return the module's arguments: by position, or by name if they have names, so that the data can name them, too.
+
+    Raises UsageError if there are none, or not all are tensors.
+    """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     named = [
         parameter.name
@@ -124,13 +138,13 @@ def check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ..
 
 
 def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], any_batch: bool) -> Exported:
-    """With a batch of any size where the module takes one, else with the example's."""
+    """Export with a batch of any size if the module allows that, else with the example's. Raises UsageError."""
     results = Loss(module) if module.training else Outputs(module)
     attempt = _Attempt(module, results, args, kwargs)
     batch = next((value.shape[0] for value in (*args, *kwargs.values()) if value.dim()), 1)
     if any_batch and batch > 1:
         for dim in (torch.export.Dim("batch"), torch.export.Dim.AUTO):
-            with suppress(Exception):  # the last attempt says what is wrong, if it is not the batch
+            with suppress(Exception):  # the last attempt reports any other problem than the batch
                 return attempt(_batch_shapes(args, kwargs, batch, dim))
     failed = FailedCall()
     try:
@@ -138,13 +152,13 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
             program = attempt.trace(None)
     except UsageError:
         raise
-    except Exception as error:  # whatever the module's own code or torch raises
+    except Exception as error:  # the module's own code and torch may raise anything
         raise UsageError(complaint(error, failed)) from error
     return read_program(module, program)
 
 
 def _batch_shapes(args: tuple[Tensor, ...], kwargs: dict[str, Tensor], batch: int, dim: Any) -> Any:
-    """What torch.export is told: that the first size of inputs with as many rows as the batch is `dim`."""
+    """Return dynamic shapes for torch.export: the first size of each input with as many rows as the batch is `dim`."""
 
     def free(value: Tensor) -> dict[int, Any]:
         return {0: dim} if value.dim() and value.shape[0] == batch else {}
@@ -153,7 +167,7 @@ def _batch_shapes(args: tuple[Tensor, ...], kwargs: dict[str, Tensor], batch: in
 
 
 class _Attempt:
-    """Tracing of one module, which learns of its guards when one stands in the way."""
+    """Tracing of one module. It finds the module's guards once one of them stops the tracing."""
 
     def __init__(
         self, module: nn.Module, results: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
@@ -165,7 +179,7 @@ class _Attempt:
         return read_program(self.module, self.trace(shapes))
 
     def trace(self, shapes: Any) -> Any:
-        """An ExportedProgram of functional operators."""
+        """Return an ExportedProgram of functional operators."""
         try:
             return _trace(self.results, self.args, self.kwargs, shapes, self.answers or ())
         except Exception as error:
@@ -179,8 +193,8 @@ class _Attempt:
 def _trace(
     module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: Any, answers: Sequence[bool | None]
 ) -> Any:
-    """An ExportedProgram of functional operators."""
-    # copies, since torch marks sizes at the tensors, and takes one tensor under two names for one input
+    """Return an ExportedProgram of functional operators."""
+    # copies: torch marks sizes on the tensors, and treats one tensor under two names as one input
     example = (tuple(map(torch.clone, args)), {name: value.clone() for name, value in kwargs.items()})
     assumed = AssumedAnswers(answers)
     hook = module.register_forward_pre_hook(assumed.begin)  # torch may run it more than once
@@ -193,7 +207,7 @@ def _trace(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch prints about its troubles: whole graphs, and hints that speak of its insides."""
+    """Hide what torch prints about its problems: whole graphs, and hints about its internals."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -206,8 +220,11 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def seen_by_tracing() -> Iterator[None]:
-    """Let tracing see what it would lose: the inside of reentrant checkpoints and of torch's own functions, that no gradient leaves
-    inference mode, and lines of functions that are no forward."""
+    """Make parts visible to tracing that it would lose.
+
+    These are the inside of reentrant checkpoints and of torch's own functions, the lack of gradients in inference mode, and source
+    lines of functions other than forward.
+    """
 
     def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:
         return function(*args)
@@ -234,7 +251,10 @@ def seen_by_tracing() -> Iterator[None]:
 
 
 def _functional(program: Any) -> Any:
-    """Without writes in place; what ran without gradients is detached, which the rewriting would forget."""
+    """Return the program without writes in place.
+
+    Results of regions without gradients are detached, which the rewriting would lose.
+    """
     module = program.graph_module
     _open_no_grad(module)
     (outputs,) = module.graph.find_nodes(op="output")[0].args
@@ -246,8 +266,10 @@ def _functional(program: Any) -> Any:
 
 
 def _restore_shapes(graph: Any) -> None:
-    """Give cross-entropies without reduction, and what follows from them, their shapes: as it removes writes in place, torch 2.13
-    takes those of a batch of any size for scalars."""
+    """Correct the shapes of cross-entropies without reduction, and of values that follow from them.
+
+    When it removes writes in place, torch 2.13 takes those of a batch of any size for scalars.
+    """
     wrong: set[Any] = set()
     for node in graph.nodes:
         if node.target is _CROSS_ENTROPY and len(node.args) > 3 and node.args[3] == 0:
@@ -266,7 +288,7 @@ def _restore_shapes(graph: Any) -> None:
 
 
 def _open_no_grad(module: Any) -> None:
-    """Put the content of no_grad regions into the graph around them, and detach what comes out."""
+    """Put the content of no_grad regions into the graph around them, and detach its results."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op != "call_function" or getattr(node.target, "_name", "") != _NO_GRAD:
@@ -292,7 +314,7 @@ def _open_no_grad(module: Any) -> None:
 
 
 def _written(node: Any) -> Any:
-    """Where a value of a region was written over one that came into it, return that one's placeholder, else None."""
+    """Return the placeholder that a region's value was written over; None if it was not written in place."""
     inside = node
     while isinstance(inside.target, torch._ops.OpOverload) and inside.target._schema.is_mutable:
         inside = inside.args[0]
@@ -300,7 +322,7 @@ def _written(node: Any) -> Any:
 
 
 def _without_gradient(graph: Any, value: Any, source: Any) -> Any:
-    """The value, through which no gradient goes; if it was written over the `source`, gradients go to that one as before."""
+    """Return the value without its gradient. If it was written over the `source`, gradients flow to that as before."""
     value = graph.call_function(_DETACH, (value,))
     if source is None:
         return value

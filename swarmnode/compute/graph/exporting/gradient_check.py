@@ -1,6 +1,6 @@
 """Gradient check: one backward pass of a graph against the module's own, before a swarm is founded on it.
 
-Tracing sees what forward computes. A backward pass that the author wrote or changed (autograd.Function, hooks) is lost in it.
+Tracing sees only the forward computation. It loses a backward pass that the author wrote or changed (autograd.Function, hooks).
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from swarmnode.compute.training.segment import Values
 from swarmnode.errors import SwarmnodeError, UsageError
 
 NOT_CHECKED = "gradients not checked"
-OWN, LARGEST = 1e-3, 1e-5  # share of a parameter's own gradient, and of the largest one, that rounding may make
+OWN, LARGEST = (
+    1e-3,
+    1e-5,
+)  # differences that rounding may make: shares of the parameter's gradient, and of the largest one
 LOSS = 1e-4
-STEEP = 1024.0  # a backward pass that is no multiplication is found by a loss so many times as large
+STEEP = 1024.0  # factor of a second loss: it shows a backward pass that is not linear
 NUDGE = 0.1
-COPIES = 6  # of the trained parameters: two sets of gradients, what was there before, and room for activations
+COPIES = 6  # of the trained parameters: two sets of gradients, the previous values, and room for activations
 
 Gradients = dict[str, Tensor]
-"""By name; of parameters that the loss does not depend on there are none."""
+"""Gradients by the parameter's name; none for parameters that the loss does not depend on"""
 
 
 def check_gradients(
     module: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], exported: Exported
 ) -> tuple[str, ...]:
-    """Compare loss and gradients of the example batch, and return remarks for the founder: none if they were compared.
+    """Compare loss and gradients of the example batch, and return remarks for the founder.
 
-    Raises UsageError if a gradient differs, naming the first parameter, or if the loss is a sum over the batch.
+    The remarks are empty if all was compared, else say that memory does not suffice. Raises UsageError if nothing is trained, the
+    loss or a gradient differs, or the loss is a sum over the batch.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
@@ -54,13 +58,13 @@ def check_gradients(
 
 
 class SameDraws(TorchDispatchMode):
-    """While it is entered, what is drawn depends on how many numbers are drawn alone, not on what was drawn before."""
+    """Mode that reseeds before each random draw, so that a draw depends only on its own size, not on earlier draws."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it."""
+        """Call the function, after reseeding if it draws."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(0)
         return func(*args, **(kwargs or {}))
@@ -68,7 +72,7 @@ class SameDraws(TorchDispatchMode):
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Put parameters, gradients, buffers and the random state back when the passes between are over."""
+    """Restore parameters, gradients, buffers, modes and the random state after the enclosed passes."""
     tensors = [*module.parameters(), *module.buffers()]
     kept = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     training = {name: part.training for name, part in module.named_modules()}
@@ -85,7 +89,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Put buffers back after a pass: the next one begins like it."""
+    """Restore buffers after a pass, so that the next one begins alike."""
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -110,7 +114,7 @@ class _Check:
         self.functions: set[type] = set()  # autograd.Functions that the loss went through
 
     def run(self) -> None:
-        """Raises UsageError."""
+        """Run all comparisons. Raises UsageError."""
         with untouched(self.module), SameDraws():
             own = self._compare(1.0)
             if self.functions:
@@ -130,7 +134,7 @@ class _Check:
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
             found = _gradients(traced, scale, held)
         if not loss.isfinite():
-            return own  # nudged beyond what the module is made for
+            return own  # the nudge may leave the range that the module is made for
         if abs(traced.item() - loss.item()) > LOSS * max(1.0, abs(loss.item())):
             raise UsageError(
                 f"the graph of {self.name} gives the loss {traced.item():.6g} for the example batch, and the module itself "
@@ -148,7 +152,7 @@ class _Check:
         return own
 
     def _own_loss(self) -> Tensor:
-        """The module's loss of the example batch, with what can go back from it. Raises UsageError where nothing can."""
+        """Return the module's loss of the example batch, with its graph. Raises UsageError if it fails or has no gradient."""
         try:
             loss: Tensor = self.results(self.args, self.kwargs)
         except UsageError:
@@ -163,7 +167,7 @@ class _Check:
         return loss
 
     def _traced_loss(self) -> Tensor:
-        """The graph's. Raises UsageError where an operator fails that the module's own kernels do without."""
+        """Return the graph's loss. Raises UsageError if an operator fails that the module's own kernels do not use."""
         try:
             (loss,) = self.segment.forward(self.inputs, 0, self.graph.units, 0)
         except (RuntimeError, SwarmnodeError) as error:
@@ -183,7 +187,7 @@ class _Check:
         return "something in it changes gradients on their way back, or is not differentiable; use operators of torch alone"
 
     def _nudge(self, names: Iterable[str]) -> None:
-        """Move parameters without a gradient, and with them those whose gradients they keep at zero."""
+        """Move all parameters a little if some have no gradient: others' values may keep their gradients at zero."""
         stuck = any(names)
         for parameter in self.parameters.values() if stuck else ():
             parameter.data.add_(
@@ -191,7 +195,7 @@ class _Check:
             )
 
     def _check_mean(self) -> None:
-        """Raises UsageError for a loss that is twice as large for each sample twice."""
+        """Raise UsageError if the loss is twice as large when each sample comes twice."""
         try:
             once, twice = (self._evaluated(times) for times in (1, 2))
         except Exception:  # the module may know no other batch, and no evaluation
@@ -203,7 +207,7 @@ class _Check:
             )
 
     def _evaluated(self, times: int) -> float:
-        """The loss of the example batch, each sample `times` times, without dropout."""
+        """Return the loss of the example batch with each sample repeated `times` times, without dropout."""
         self.module.eval()
         batch = self.graph.batch
 
@@ -217,7 +221,7 @@ class _Check:
 
 
 def _gradients(loss: Tensor, scale: float, parameters: Mapping[str, Tensor]) -> Gradients:
-    """Those of parameters that the loss depends on, in units of `scale`."""
+    """Return the gradients of the parameters that the loss depends on, divided by `scale`."""
     for parameter in parameters.values():
         parameter.grad = None
     loss.backward(torch.full_like(loss, scale))
@@ -225,7 +229,7 @@ def _gradients(loss: Tensor, scale: float, parameters: Mapping[str, Tensor]) -> 
 
 
 def _functions(loss: Tensor) -> set[type]:
-    """The autograd.Functions that a loss goes back through."""
+    """Return the autograd.Functions in the graph of a loss."""
     found: set[type] = set()
     seen, left = set(), [loss.grad_fn]
     while left:

@@ -1,7 +1,7 @@
-"""Guards: questions about values to which a module takes one answer only, such as `if not x.isfinite().all(): raise`.
+"""Guards: questions about values that a module accepts only one answer to, such as `if not x.isfinite().all(): raise`.
 
-A graph has no branches, so a question about values cannot be asked in it. Where the other answer raises, or the question is
-whether numbers are finite, the answer to the example batch is assumed, and every pass is held to it (`ranges.py`).
+A graph has no branches, so it cannot ask a question about values. If the other answer raises, or the question is whether numbers
+are finite, the answer for the example batch is assumed, and every pass is checked for it (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MOST = 32  # questions that are tried with the other answer
+MOST = 32  # questions tried with the other answer
 _TESTS = frozenset({"isfinite", "isinf", "isnan"})
 _LOGIC = frozenset({"all", "any", "logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__"})
 _DATA: Any = Tensor.data
@@ -21,7 +21,7 @@ _READ_DATA, _WRITE_DATA = _DATA.__get__, _DATA.__set__
 
 
 def assumed_answers(run: Callable[[], Any]) -> list[bool | None]:
-    """Run a module by `run` and return its answers, in order; None for a question that is no guard."""
+    """Run a module through `run` and return its answers to questions, in order; None for a question that is no guard."""
     with _Questions() as asked:
         run()
     return [
@@ -31,11 +31,11 @@ def assumed_answers(run: Callable[[], Any]) -> list[bool | None]:
 
 
 def _raises(run: Callable[[], Any], turned: int) -> bool:
-    """Return whether a run fails if the answer number `turned` is the other one."""
+    """Return whether a run fails with the other answer to question number `turned`."""
     try:
         with _Questions(turned):
             run()
-    except Exception:  # whatever the module's own code raises
+    except Exception:  # the module's own code may raise anything
         return True
     return False
 
@@ -45,17 +45,17 @@ def _is_question(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 class _Questions(TorchFunctionMode):
-    """Notes the answers of a run, of which the one numbered `turned` is turned round."""
+    """Recorder of a run's answers to questions. The answer numbered `turned` is turned round."""
 
     def __init__(self, turned: int = -1) -> None:
         super().__init__()
         self.answers: list[bool] = []
         self.about_finite: list[bool] = []
         self._turned = turned
-        self._tests: dict[int, Tensor] = {}  # what follows from tests of finite numbers alone, by id
+        self._tests: dict[int, Tensor] = {}  # results of tests for finite numbers alone, by id
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it."""
+        """Call the function. Record its answer if it is a question."""
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         tensors = [argument for argument in args if isinstance(argument, Tensor)]
@@ -70,8 +70,10 @@ class _Questions(TorchFunctionMode):
 
 
 class AssumedAnswers(TorchFunctionMode):
-    """While a module is traced: guards get their answers, which go into the graph as what it rests on. What tracing would lose
-    is refused, and `data` is what it is to gradients."""
+    """Mode of tracing that gives guards their assumed answers, and puts these into the graph as assertions.
+
+    It refuses calls whose effect tracing would lose, and detaches the `data` of tensors as autograd does.
+    """
 
     def __init__(self, answers: Sequence[bool | None] = ()) -> None:
         super().__init__()
@@ -79,11 +81,11 @@ class AssumedAnswers(TorchFunctionMode):
         self._asked = 0
 
     def begin(self, *_: Any) -> None:
-        """The module is run from its beginning."""
+        """Start again at the first question: the module is run from its beginning."""
         self._asked = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it."""
+        """Call the function, or answer a guard. Raises RuntimeError for a write of `data` and for hooks of tensors."""
         if function == _READ_DATA:
             return args[0].detach()
         if function == _WRITE_DATA:

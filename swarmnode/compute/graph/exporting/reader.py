@@ -1,4 +1,4 @@
-"""Reads the functional program that torch.export made into a graph."""
+"""Reader of the functional program that torch.export made, into a graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _WEIGHT_KINDS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR")
 
 @dataclass(frozen=True)
 class Exported:
-    """A graph, and the weights that it starts from, by their names in the state dict. `remarks` are for the founder."""
+    """A graph, and its initial weights by their names in the state dict. `remarks` are for the founder."""
 
     graph: Graph
     weights: dict[str, Tensor]
@@ -61,8 +61,10 @@ class Exported:
 
 
 def read_program(module: nn.Module, program: Any) -> Exported:
-    """The graph of a program that gives a loss, or its outputs by name. Raises UsageError for what a graph may not hold, with its
-    source line, and CheckpointError for a size that depends on the batch in other ways than as a polynomial.
+    """Read the graph of a program that gives a loss, or its outputs by name.
+
+    Raises UsageError, with the source line, for operators and arguments that a graph may not hold, and CheckpointError for a size
+    that is no polynomial of the batch.
     """
     return _Reader(module, program).read()
 
@@ -124,7 +126,7 @@ class _Reader:
         state = self.program.state_dict
         tensor = state[spec.target] if spec.target in state else self.program.constants[spec.target]
         name = self.state_names.get(id(tensor), spec.target.removeprefix(WRAPPER_PREFIX))
-        if name not in self.weights:  # else it is tied: one tensor under two names
+        if name not in self.weights:  # otherwise it is tied: one tensor under two names
             is_parameter = spec.kind.name == "PARAMETER"
             trained = is_parameter and tensor.requires_grad and not self.output_names
             kind = PARAMETER if is_parameter else CONSTANT
@@ -153,7 +155,7 @@ class _Reader:
             self._read_operator(node, value)
 
     def _read_copy(self, node: Any, source: Any) -> None:
-        """What was written over a value is the source, in the value's shape and dtype."""
+        """Read a write over a value: the result is the source, in the value's shape and dtype."""
         ref, given, wanted = self._argument(source, node), self._type(source.meta["val"]), self._type(node.meta["val"])
         if given.dtype != wanted.dtype:
             converted = TensorType(wanted.dtype, given.shape)
@@ -199,7 +201,7 @@ class _Reader:
         return Ref(name)
 
     def _check_sizes(self, node: Any, value: Any) -> None:
-        """Raises UsageError for sizes that only the values of tensors tell."""
+        """Raise UsageError for sizes that depend on the values of tensors."""
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         if value is not None and free_unbacked_symbols(value):
@@ -209,10 +211,13 @@ class _Reader:
             )
 
     def _check_batch_norm(self, node: Any) -> None:
-        """Our batch norm moves its statistics itself and returns one tensor: nothing else may be asked of it."""
+        """Check that only the output of a batch norm is used: in a graph it updates its statistics itself and returns one tensor.
+
+        Raises UsageError otherwise.
+        """
         for part in node.users:
             if part.args[1] != 0 and any(user.op != "output" for user in part.users):
-                raise self._refusal(node, "batch_norm, of which more than the output is used,")
+                raise self._refusal(node, "batch_norm with a use of its other results")
 
     def _refusal(self, node: Any, name: str) -> UsageError:
         return UsageError(
@@ -244,7 +249,7 @@ class _Reader:
         return TensorType(str(tensor.dtype).removeprefix("torch."), tuple(map(self._size, tensor.shape)))
 
     def _size(self, size: Any) -> Size:
-        """Ours for one of torch's."""
+        """Return the graph's form of a size of torch. Raises CheckpointError if it is no whole polynomial of the batch."""
         import sympy
 
         if isinstance(size, int):
@@ -263,7 +268,10 @@ class _Reader:
     # -- outputs
 
     def _read_outputs(self, placeholders: dict[str, Any]) -> tuple[list[BufferUpdate], list[Ref]]:
-        """The buffers' moves, without those that batch norms make themselves, and the loss or the outputs."""
+        """Return the updates of buffers, except those that batch norms make themselves, and the loss or the outputs.
+
+        Raises UsageError for a result that depends on nothing, or a change of something other than a buffer.
+        """
         (outputs,) = self.program.graph.find_nodes(op="output")[0].args
         moves: list[BufferUpdate] = []
         results: list[Ref] = []
@@ -289,13 +297,16 @@ def _as_buffer(weight: Weight) -> Weight:
 
 
 def _batch_symbol(program: Any) -> Any:
-    """The one symbol of all inputs' sizes; None where they are fixed. Raises CheckpointError where there are several."""
+    """Return the symbol of the batch in all inputs' sizes; None if they are fixed.
+
+    Raises CheckpointError if there are several symbols, or sizes that are only multiples of one.
+    """
     symbols = {symbol for size in _input_sizes(program) for symbol in size.node.expr.free_symbols}
     if len(symbols) > 1:
         raise CheckpointError("the inputs have batches of different sizes")
     symbol = next(iter(symbols), None)
     if symbol is not None and all(size.node.expr != symbol for size in _input_sizes(program)):
-        raise CheckpointError("the batch must be a multiple of a number")
+        raise CheckpointError("the batch must be a multiple of a number other than 1")
     return symbol
 
 

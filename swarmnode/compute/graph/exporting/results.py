@@ -1,4 +1,4 @@
-"""What a module returns for its example batch, as the results of a graph: its mean loss, or its outputs by name."""
+"""Results of a module for its example batch, as the results of a graph: its mean loss, or its outputs by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from swarmnode.errors import UsageError
 
-OUTPUT = "output"  # of a module that returns one tensor
+OUTPUT = "output"  # name of the output of a module that returns one tensor
 
 
 class Loss(nn.Module):
-    """A module that returns its loss only."""
+    """Wrapper of a module that returns only its loss."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Loss(nn.Module):
 
 
 class Outputs(nn.Module):
-    """A module that returns its tensors by name."""
+    """Wrapper of a module that returns its tensors by name."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,10 @@ class Outputs(nn.Module):
 
 
 def _named(value: Any, name: str, module: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in what a module returned: keys and numbers lead to them, as in "hidden_states_2"."""
+    """Yield the tensors in a module's result, named by the keys and numbers that lead to them, as "hidden_states_2".
+
+    Raises UsageError for other results than tensors.
+    """
     if isinstance(value, Tensor):
         yield name or OUTPUT, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where a founder's module comes from: a Python factory "package.module:function", or an exported program "file.pt2"."""
+"""Source of a founder's module: a Python factory "package.module:function", or an exported program "file.pt2"."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ PROGRAM_SUFFIX = ".pt2"
 
 
 def export_source(spec: str, *, trains: bool = True, check: bool = False) -> Exported:
-    """Export what `spec` names, to be trained or to be served. Runs the factory's code, but nothing of an exported program. With
-    `check`, the gradients of the example batch are compared with the module's own. Raises UsageError."""
+    """Export the module that `spec` names, to be trained or to be served.
+
+    Runs the code of a factory, but none of an exported program. With `check`, compares the gradients of the example batch with the
+    module's own. Raises UsageError.
+    """
     any_batch = True
     if spec.endswith(PROGRAM_SUFFIX):
         program, batch = load_program(Path(spec))
@@ -37,12 +40,16 @@ def export_source(spec: str, *, trains: bool = True, check: bool = False) -> Exp
 
 
 def module_name(spec: str) -> str:
-    """What to call the module that `spec` names: as its factory, or as its file."""
+    """Return a name for the module that `spec` names: its factory's, or its file's."""
     return spec.rpartition(":")[2] if ":" in spec else Path(spec).stem
 
 
 def load_factory(spec: str) -> tuple[nn.Module, Example]:
-    """Call the function that `spec` names; modules are found as Python finds them, and in the working folder."""
+    """Call the function that `spec` names and return its module and example batch.
+
+    Modules are found as Python finds them, and in the working folder.
+    Raises UsageError if there is no such function, it fails, or it returns something else.
+    """
     module_name, _, function_name = spec.partition(":")
     if not module_name or not function_name.isidentifier():
         raise UsageError(

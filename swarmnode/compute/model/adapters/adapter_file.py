@@ -1,6 +1,6 @@
 """An adapter's two files: its config, and the matrices A and B of each layer that it changes, in safetensors.
 
-The second may be a sparse copy in which only the header and the wanted matrices are present, as a checkpoint's files may.
+The safetensors file may be a sparse copy that holds only the header and the wanted matrices, as a checkpoint's files may.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarmnode.files import read_bounded
 if TYPE_CHECKING:
     from swarmnode.compute.model.family import Family
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # as peft writes them
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # peft's own names
 KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 DTYPES = frozenset({"F32", "F16", "BF16"})
 MAX_CONFIG_BYTES = 64 << 10
@@ -39,28 +39,30 @@ NEUTRAL = frozenset(
         *("eva_config", "runtime_config", "qalora_group_size", "velora_config", "bias", "init_lora_weights"),
     }
 )
-"""Fields that say nothing of the product beside its two matrices, or are checked by themselves. How inputs go into a matrix
-(`fan_in_fan_out`) the layer itself tells."""
+"""Config fields that do not affect the product of the two matrices, or that are checked separately.
+
+`fan_in_fan_out` is among them: the model's own layer shows the orientation of its matrix.
+"""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """`a_RI` and `b_OR` of one layer; the adapter's scale is in the second."""
+    """Low-rank matrices `a_RI` and `b_OR` for one layer. The adapter's scale is already in `b_OR`."""
 
     a_RI: Tensor
     b_OR: Tensor
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """What comes out for x (..., I) where the layer alone makes y (..., O) of it, in the dtype of y."""
+        """Return `y` (..., O), the layer's own result for `x` (..., I), with the adapter's product added, in the dtype of `y`."""
         low = functional.linear(x.to(self.a_RI.dtype), self.a_RI)
         return y + functional.linear(low, self.b_OR).to(y.dtype)
 
 
 def features_of(module: nn.Module) -> tuple[int, int] | None:
-    """How many values a linear layer takes and makes; None for what is no such layer.
+    """Return a linear layer's numbers of inputs and outputs; None for other modules.
 
-    Packed and quantised ones say so as torch's own do. transformers' Conv1D (GPT-2's) keeps its matrix the other way round, which
-    changes nothing here: an adapter never looks at it.
+    Packed and quantised layers have the same attributes as torch's own. transformers' Conv1D (GPT-2's) keeps its matrix
+    transposed, which changes nothing here: an adapter never reads it.
     """
     for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
         found = getattr(module, inputs, None), getattr(module, outputs, None)
@@ -77,24 +79,24 @@ VARIANTS: Mapping[str, str] = {
     "alpha_pattern": "scales that differ by layer (alpha_pattern)",
     "trainable_token_indices": "embeddings of its own (trainable_token_indices)",
     "target_parameters": "changes to parameters that are no linear layers (target_parameters)",
-    "layer_replication": "layers that are there twice (layer_replication)",
-    "alora_invocation_tokens": "a text from which on it works (aLoRA)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "alora_invocation_tokens": "a text that switches it on (aLoRA)",
     "use_qalora": "QA-LoRA",
 }
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal"})
-"""Ways of drawing the first matrices that leave the model's own weights alone; the others (PiSSA, OLoRA, LoftQ) change them."""
+"""Initialisations of the matrices that keep the model's own weights; the others (PiSSA, OLoRA, LoftQ) change them."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """A plain LoRA adapter of this rank. `scale` is what its product is multiplied by."""
+    """Settings of a plain LoRA adapter: its `rank`, and the `scale` of its product."""
 
     rank: int
     scale: float
 
 
 def read_lora_config(file: Path) -> LoraConfig:
-    """The adapter that `adapter_config.json` describes. Raises CheckpointError with what is not taken."""
+    """Read `adapter_config.json`. Raises CheckpointError if it is damaged, or asks for anything but plain LoRA."""
     fields = _read(file)
     kind = fields.get("peft_type")
     if kind != "LORA":
@@ -119,12 +121,12 @@ def read_lora_config(file: Path) -> LoraConfig:
         raise CheckpointError(f"{file}: r must be a whole number from 1 to {MAX_RANK}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
         raise CheckpointError(f"{file}: lora_alpha must be a number up to {MAX_ALPHA:g}")
-    # rsLoRA (arXiv 2312.03732): by the root of the rank, so that higher ranks learn as fast.
+    # rsLoRA (arXiv 2312.03732) divides by the root of the rank, so that higher ranks learn as fast.
     return LoraConfig(rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank))
 
 
 def _is_set(value: object) -> bool:
-    """Whether a field says something: what is off, empty or made of such is as if it were not there."""
+    """Return whether a config field has an effect: not if it is off, empty, or holds only such values."""
     if isinstance(value, dict):
         return any(map(_is_set, value.values()))
     return bool(value)
@@ -147,7 +149,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoraEntry:
-    """The two matrices of one layer, by their names in the file: A of shape (rank, inputs), B of shape (outputs, rank)."""
+    """Names in the file and sizes of a layer's two matrices: A of shape (rank, inputs), B of shape (outputs, rank)."""
 
     a: str
     b: str
@@ -157,13 +159,15 @@ class LoraEntry:
 
     @property
     def elements(self) -> int:
-        """Of both matrices."""
+        """Number of elements of both matrices."""
         return self.rank * (self.inputs + self.outputs)
 
 
 class AdapterFile:
-    """The layers that an adapter changes, by their modules' names in the model. Raises CheckpointError, naming the file, where
-    anything does not fit."""
+    """Layers that an adapter changes, by their modules' names in the model.
+
+    Raises CheckpointError, naming the file, if anything does not fit.
+    """
 
     def __init__(self, config: Path, weights: Path) -> None:
         self.config: LoraConfig = read_lora_config(config)
@@ -188,7 +192,7 @@ class AdapterFile:
             if tensor.dtype not in DTYPES or len(tensor.shape) != 2:
                 raise self._wrong(f"{name[:100]} is no matrix of floating-point numbers")
             if sides.setdefault(key["module"], {}).setdefault(key["side"], name) != name:
-                raise self._wrong(f"the layer {key['module'][:100]} is there twice")
+                raise self._wrong(f"the layer {key['module'][:100]} occurs twice")
         if not sides:
             raise self._wrong("it changes nothing")
         return {module: self._layer(module, pair) for module, pair in sides.items()}
@@ -209,7 +213,7 @@ class AdapterFile:
     # -- of a span
 
     def layers_of(self, family: Family, start: int, end: int) -> dict[str, LoraEntry]:
-        """The layers that are in units [start, end) of the model."""
+        """Return the adapter's layers in units [start, end) of the model."""
         return {
             module: layer
             for module, layer in self.layers.items()
@@ -217,17 +221,19 @@ class AdapterFile:
         }
 
     def tensors_of(self, family: Family, start: int, end: int) -> list[TensorEntry]:
-        """Where the matrices of these units lie in the file."""
+        """Return the places in the file of the matrices for units [start, end)."""
         layers = self.layers_of(family, start, end).values()
         return [self.tensors[name] for layer in layers for name in (layer.a, layer.b)]
 
     def bytes_of(self, family: Family, start: int, end: int, dtype: torch.dtype) -> int:
-        """What the matrices of these units take in memory."""
+        """Return the bytes of memory that the matrices for units [start, end) take in `dtype`."""
         return dtype.itemsize * sum(layer.elements for layer in self.layers_of(family, start, end).values())
 
     def check(self, family: Family, model: nn.Module, start: int, end: int) -> None:
-        """Raises CheckpointError where a layer of these units is none of `model`'s, which may be on the meta device, or has another
-        shape."""
+        """Check the adapter's layers in units [start, end) against `model`, which may be on the meta device.
+
+        Raises CheckpointError if the model lacks a layer of the adapter, or one of these has another shape.
+        """
         for module in self.layers:
             if not family.units_of_tensor(f"{module}.weight"):
                 raise CheckpointError(f"{self.weights}: the model has no layer {module[:100]}")
@@ -245,7 +251,7 @@ class AdapterFile:
                 )
 
     def check_numbers(self) -> None:
-        """Read all of it. Raises CheckpointError where a number is NaN or infinite."""
+        """Read all matrices. Raises CheckpointError if a number is NaN or infinite."""
         with _opened(self.weights) as read:
             for name in self.tensors:
                 self._check_finite(name, read(name))
@@ -253,12 +259,12 @@ class AdapterFile:
     def load(
         self, family: Family, model: nn.Module, start: int, end: int, *, device: torch.device, dtype: torch.dtype
     ) -> dict[str, Lora]:
-        """The layers of these units, ready to be added to those of `model`, read from the file. Raises CheckpointError."""
+        """Load the layers of units [start, end), to be added to those of `model`. Raises CheckpointError."""
         self.check(family, model, start, end)
         loras: dict[str, Lora] = {}
         with _opened(self.weights) as read:
             for module, layer in self.layers_of(family, start, end).items():
-                # Scaled once, and before it is rounded.
+                # The scale is applied once, before the rounding.
                 a_RI, b_OR = read(layer.a).to(dtype), (read(layer.b).float() * self.config.scale).to(dtype)
                 for name, matrix in ((layer.a, a_RI), (layer.b, b_OR)):
                     self._check_finite(name, matrix)
@@ -273,7 +279,7 @@ class AdapterFile:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Callable[[str], Tensor]]:
-    """The tensors of a safetensors file by their names, while the context lasts. Raises CheckpointError."""
+    """Yield a function that returns a tensor of the safetensors file by its name. Raises CheckpointError if that fails."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -285,9 +291,9 @@ def _opened(file: Path) -> Iterator[Callable[[str], Tensor]]:
 
 
 def adapter_in(folder: Path) -> AdapterFile:
-    """The adapter that peft has saved into a folder. Raises CheckpointError."""
+    """Open the adapter that peft saved into `folder`. Raises CheckpointError if a file is missing or does not fit."""
     if not (folder / CONFIG_NAME).is_file():
-        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; an adapter that peft has saved has one")
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; save the adapter with peft (save_pretrained)")
     if not (folder / WEIGHTS_NAME).is_file():
         raise CheckpointError(
             f"{folder} has no {WEIGHTS_NAME}; save the adapter with safe_serialization (pickles are never read)"

@@ -1,7 +1,7 @@
-"""The adapters that are loaded beside a span, and which of them the passes go through.
+"""The adapters that are loaded beside a span, and the choice among them for a pass.
 
-The model's own layers stay as they are. Each that some adapter changes has a hook, which adds what the chosen adapter has for it:
-so an adapter costs its own two small products, and a pass without one a look at each of these layers.
+The model's own layers are not changed. Each layer that some adapter changes has a hook that adds the chosen adapter's product.
+So an adapter costs its own two small products, and a pass without an adapter only a look-up at each of these layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTHING: Mapping[str, Lora] = {}
 
 
 class SpanAdapters:
-    """By name. Used from the compute thread only: a hook that comes in the middle of a pass would break it."""
+    """The loaded adapters of a span, by name. Used only from the compute thread: a hook added within a pass would break it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -34,24 +34,24 @@ class SpanAdapters:
         return name in self._loaded
 
     def add(self, name: str, loras: Mapping[str, Lora]) -> None:
-        """Have an adapter, by the names of the layers that it changes here."""
+        """Add an adapter. `loras` holds its matrices by the names of the layers that it changes here."""
         self._loaded[name] = loras
         for module in loras.keys() - self._hooked:
             self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
             self._hooked.add(module)
 
     def remove(self, name: str) -> None:
-        """Let it go. An unknown one is no error."""
+        """Remove an adapter; no error if it is unknown."""
         self._loaded.pop(name, None)
         self._chosen = NOTHING
 
     def clear(self) -> None:
-        """Let all go."""
+        """Remove all adapters."""
         self._loaded.clear()
         self._chosen = NOTHING
 
     def choose(self, name: str) -> None:
-        """From now on passes go through this one; "" is the model alone. Raises ProtocolError where it is not loaded."""
+        """Send passes through the adapter `name` from now on; "" is the model alone. Raises ProtocolError if it is not loaded."""
         if not name:
             self._chosen = NOTHING
         elif name in self._loaded:

@@ -1,1 +1,1 @@
-"""Quantised checkpoints made plain: the matrices that GPTQ, AWQ, bitsandbytes, FP8 and GGUF stand for."""
+"""Dequantisation of checkpoints: from GPTQ, AWQ, bitsandbytes, FP8 and GGUF to plain matrices."""

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of safetensors, written as plain ones matrix after matrix."""
+"""Quantised safetensors checkpoints, written as plain ones, one matrix at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ PACKED_DTYPES = frozenset({"I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "
 
 
 def write_plain(tensors: Iterable[tuple[str, Tensor]], out: Path, total_bytes: int, progress: Progress | None) -> None:
-    """Write tensors of about `total_bytes` by their names into the empty folder `out`, as they come. Raises CheckpointError if one
-    holds values that are no finite numbers, OSError."""
+    """Write tensors of about `total_bytes` into the empty folder `out`, in the order given.
+
+    Raises CheckpointError if a tensor holds values that are not finite, OSError.
+    """
     writer = ShardWriter(out)
     for name, tensor in tensors:
         if not tensor.isfinite().all():
@@ -37,7 +39,7 @@ def write_plain(tensors: Iterable[tuple[str, Tensor]], out: Path, total_bytes: i
 
 
 class QuantisedCheckpoint:
-    """A checkpoint of a causal language model whose files are all here. Raises CheckpointError where it cannot be dequantised."""
+    """Quantised checkpoint of a causal language model, whose files are all local. Raises CheckpointError if not supported."""
 
     def __init__(self, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         self._checkpoint, self._settings = checkpoint, settings
@@ -52,7 +54,7 @@ class QuantisedCheckpoint:
         self._beside = {
             self._method.stem(name) + suffix for name in self._packed for suffix in self._method.beside
         } & entries.keys()
-        self._packed -= self._beside  # scales that are quantised themselves are bytes, too
+        self._packed -= self._beside  # quantised scales look like packed weights, too
         self._check()
 
     def _check(self) -> None:
@@ -68,13 +70,13 @@ class QuantisedCheckpoint:
 
     @property
     def plain_bytes(self) -> int:
-        """How large the plain weights are."""
+        """Size of the plain weights in bytes."""
         entries, element_bytes = self._checkpoint.entries, self._dtype.itemsize
         packed = sum(int(entries[name].elements * self._method.per_element) for name in self._packed)
         return packed * element_bytes + sum(entries[name].nbytes for name in self._plain_names())
 
     def write(self, out: Path, progress: Progress | None = None) -> None:
-        """Config, tokenizer and plain weights into the empty folder `out`. Raises CheckpointError, OSError."""
+        """Write config, tokenizer and plain weights into the empty folder `out`. Raises CheckpointError, OSError."""
         for name in SMALL_NAMES - {CONFIG_FILE, INDEX_NAME}:
             if (self._checkpoint.path / name).is_file():
                 shutil.copyfile(self._checkpoint.path / name, out / name)

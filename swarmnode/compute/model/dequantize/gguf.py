@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's format of one file, written as a plain checkpoint: config, names and tokenizer by transformers' reader.
+"""GGUF, llama.cpp's single-file format, written as a plain checkpoint: config, names and tokenizer by transformers' reader.
 
-transformers itself would have the whole model in memory twice; here it is asked for one tensor after the other. Experts that a
-family's reader puts together of several tensors are written at the end.
+transformers itself would hold the whole model in memory twice, so it is asked for one tensor at a time here. Experts that a
+family's reader joins from several tensors are written at the end.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that is meant: this one, or the only one in a folder without safetensors. Raises CheckpointError where there
-    are several, or it is one part of a model."""
+    """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none.
+
+    Raises CheckpointError if there are several, or it is one part of a split model.
+    """
     files = [path]
     if path.is_dir():
         files = [] if any(path.glob("*.safetensors")) else sorted(path.glob(f"*{SUFFIX}"))
@@ -48,7 +50,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 class GgufCheckpoint:
-    """A causal language model in a GGUF file. Raises CheckpointError where transformers cannot read it."""
+    """Causal language model in a GGUF file. Raises CheckpointError if it cannot be read, or the package gguf is missing."""
 
     @lean()
     def __init__(self, file: Path) -> None:
@@ -72,12 +74,12 @@ class GgufCheckpoint:
 
     @property
     def plain_bytes(self) -> int:
-        """How large the plain weights are."""
+        """Size of the plain weights in bytes."""
         return sum(int(tensor.n_elements) for tensor in self._reader.tensors) * DTYPE.itemsize
 
     @lean()
     def write(self, out: Path, progress: Progress | None = None) -> None:
-        """Config, tokenizer and weights in bfloat16 into the empty folder `out`. Raises CheckpointError, OSError."""
+        """Write config, tokenizer and weights in bfloat16 into the empty folder `out`. Raises CheckpointError, OSError."""
         family = self._write_config(out)
         self._write_tokenizer(out)
         try:
@@ -86,7 +88,7 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
 
     def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
-        """Those of the model. Raises CheckpointError where the file has others, or lacks some."""
+        """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
         model = build_on_meta(family.model_class, family.config)
         lacking = _shapes(family, model)
         for name, tensor in self._tensors(model):
@@ -106,7 +108,10 @@ class GgufCheckpoint:
         return family_of(load_config(out / CONFIG_FILE))
 
     def _write_tokenizer(self, out: Path) -> None:
-        """Write the tokenizer beside the file, else the one within it, and how texts are drawn and end."""
+        """Write the tokenizer files beside the GGUF file, else the tokenizer within it, and the generation config.
+
+        Raises CheckpointError if the tokenizer cannot be read.
+        """
         fields = self._reader.fields
         beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
         try:
@@ -123,7 +128,10 @@ class GgufCheckpoint:
         (out / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
     def _tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Of the file, by their names in a model that has no weights."""
+        """Yield the file's tensors by their names in `model`, which has no weights.
+
+        Raises CheckpointError if one has no place in the model.
+        """
         from gguf import dequantize
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
@@ -137,7 +145,7 @@ class GgufCheckpoint:
         names = get_gguf_hf_weights_map(model, processor)
         together: dict[str, Any] = {}
         for tensor in self._reader.tensors:
-            if tensor.name in ROPE_TENSORS:  # the config has them
+            if tensor.name in ROPE_TENSORS:  # the config holds them
                 continue
             read = processor.process(
                 weights=dequantize(tensor.data, tensor.tensor_type),
@@ -154,7 +162,7 @@ class GgufCheckpoint:
 
 
 def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:
-    """Of all tensors that the model has, tied ones once."""
+    """Return the shapes of all tensors of the model, tied ones once."""
     return {
         name: tensor.shape
         for name, tensor in model.state_dict().items()

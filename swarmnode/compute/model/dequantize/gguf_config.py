@@ -1,4 +1,4 @@
-"""The config of a GGUF model and its ways to draw tokens: the keys of the file that transformers' reader takes, and the others."""
+"""Config and sampling settings of a GGUF model: the keys that transformers' reader takes, and the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from swarmnode.compute.model.dequantize.gguf_tokenizer import GgufTokenizer
 from swarmnode.errors import CheckpointError
 
-# Factors of the rotary frequencies (a Llama's from 3.1 on, and of LongRoPE), which stand beside the weights.
+# Factors of the rotary frequencies (Llama's from 3.1 on, and LongRoPE's), stored beside the weights.
 FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
 )
@@ -17,7 +17,7 @@ ROPE_TENSORS = frozenset((FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 OUTPUT = "output.weight"
 
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-# What transformers' reader leaves out for some architecture or other, by the names that families have for it.
+# Keys that transformers' reader omits for some architecture, with the families' config names for them.
 _VALUES: Mapping[str, tuple[str, ...]] = {
     "attention.key_length": ("head_dim",),
     "attention.layer_norm_epsilon": _EPSILONS,
@@ -38,6 +38,7 @@ _SILENT = frozenset(
     {"context_length", "vocab_size", "block_count", "embedding_length", "feed_forward_length", "tensor_data_layout"}
     | {"pooling_type", "rope.scaling.finetuned", "expert_count", "expert_used_count"}
 )
+"""Keys of sizes that the tensors' shapes also show, and keys without an effect on a causal language model"""
 PREFIX = "general.sampling."
 NAMES = {
     "temp": "temperature",
@@ -47,14 +48,14 @@ NAMES = {
     "penalty_repeat": "repetition_penalty",
 }
 WITHOUT_EFFECT = frozenset({"sequence", "penalty_last_n", "xtc_threshold", "mirostat_tau", "mirostat_eta"})
-
-
-"""The order of the steps, which is fixed here, and settings of steps that are off."""
+"""Keys of the order of the steps, which is fixed here, and of settings for steps that are off"""
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a generation_config.json. Raises CheckpointError if the file asks for a way to draw that is not known
-    here."""
+    """Return the values of a generation_config.json.
+
+    Raises CheckpointError if the file asks for a way to draw tokens that is not supported here.
+    """
     tokenizer = GgufTokenizer(fields)
     values: dict[str, Any] = tokenizer.token_ids()
     if ends := tokenizer.ends:
@@ -66,25 +67,24 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         if key in NAMES:
             values[NAMES[key]] = field.contents()
         elif field.contents():
-            raise CheckpointError(f"its {name} asks for a way to draw tokens that is not known here")
+            raise CheckpointError(f"its {name} asks for a way to draw tokens that is not supported here")
     if "temperature" in values:
         values["do_sample"] = values["temperature"] > 0
     return values
 
 
-"""Sizes, which the tensors' shapes tell as well, and keys that say nothing of what a causal language model computes."""
 _FACTORS = frozenset(
     {"logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale", "expert_group_scale"}
     | {"attention.output_scale", "rope.scaling.alpha", "rope.scale_linear"}
     | {f"rope.scaling.yarn_{name}_factor" for name in ("ext", "attn")}
 )
-_ONES = (0, 1, -1)  # a YaRN factor of -1 is left to the reader
-_LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}  # layers of those with 27 thousand million parameters
+_ONES = (0, 1, -1)  # a YaRN factor of -1 means: the reader's default
+_LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}  # layers of the models with 27 billion parameters
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class GgufHeader:
-    """What a file says of its model, by the names of its architecture, and its small tensors."""
+    """Values that a file holds for its model, by key without the architecture's name, and its small tensors."""
 
     def __init__(self, reader: Any) -> None:
         self._fields: Mapping[str, Any] = reader.fields
@@ -92,23 +92,23 @@ class GgufHeader:
         self.architecture = str(self._fields["general.architecture"].contents())
 
     def said(self, key: str) -> Any:
-        """None where it says nothing of `key`."""
+        """Return the value of `key` for the architecture; None if the file lacks it."""
         field = self._fields.get(f"{self.architecture}.{key}")
         return None if field is None else field.contents()
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Yield all that the file says of its model, without the architecture's name in front."""
+        """Yield all keys and values of the architecture, without its name in front."""
         for name, field in self._fields.items():
             if name.startswith(f"{self.architecture}."):
                 yield name.removeprefix(f"{self.architecture}."), field.contents()
 
     def general(self, key: str) -> Any:
-        """Return the value of a key that has no architecture's name in front; None if the file lacks it."""
+        """Return the value of a key without an architecture's name in front; None if the file lacks it."""
         field = self._fields.get(key)
         return None if field is None else field.contents()
 
     def factors(self, name: str) -> list[float] | None:
-        """The float32 tensor `name`; None where there is none."""
+        """Return the values of the float32 tensor `name`; None if there is none."""
         tensor = self._tensors.get(name)
         return None if tensor is None else [float(factor) for factor in tensor.data]
 
@@ -117,9 +117,9 @@ class GgufHeader:
 
 
 def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json: those that transformers' reader `read`, and what else the file says.
+    """Return the values of a config.json: those that transformers' reader found (`read`), and others from the file.
 
-    Raises CheckpointError if a key has an effect that is not known here.
+    Raises CheckpointError if a key has an effect that is not supported here.
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -127,7 +127,7 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
     values = {**read, "tie_word_embeddings": OUTPUT not in header}
     defaults = CONFIG_MAPPING[values["model_type"]]()
     mapping: Any = GGUF_CONFIG_MAPPING
-    # Some architectures are called otherwise in the files than by transformers.
+    # Some architectures have other names in the files than in transformers.
     known = {**mapping.get(header.architecture, {}), **mapping.get(values["model_type"].removesuffix("_text"), {})}
     read_keys = {key for key, name in known.items() if name is not None}
     for key, names in _VALUES.items():
@@ -141,7 +141,7 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
         token = getattr(defaults, name, None)
         if isinstance(token, int) and token >= values.get("vocab_size", token + 1):
             values.setdefault(name, None)
-    if values["model_type"] == "mistral":  # whose default is that of its first version
+    if values["model_type"] == "mistral":  # the config's default is that of its first version
         values.setdefault("sliding_window", None)
     if hasattr(defaults, "query_pre_attn_scalar"):
         values["query_pre_attn_scalar"] = _attention_scalar(header, values, defaults)
@@ -154,8 +154,10 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
 
 
 def _attention_scalar(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> int:
-    """Return what a Gemma's scores are divided by the root of. Its largest models divide by another number than a head's size, of
-    which files say nothing."""
+    """Return the number whose root divides a Gemma's attention scores.
+
+    The largest models use another number than a head's size, which is not in their files.
+    """
     scale = header.said("attention.scale")
     if scale:
         return round(float(scale) ** -2)
@@ -165,11 +167,11 @@ def _attention_scalar(header: GgufHeader, values: Mapping[str, Any], defaults: A
 
 
 def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any], defaults: Any) -> None:
-    """Raise CheckpointError if the file says something of its model that is neither read nor without effect."""
+    """Raise CheckpointError if a key of the file is neither read nor without effect, or the file is not a whole model."""
     config = {**vars(defaults), **values, "head_dim": _head_size(values, defaults)}
     for key, value in header.items():
         if key not in read and not _is_neutral(key, value, config):
-            raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not read here")
+            raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not supported here")
     for key in ("split.count", "general.type"):
         found = header.general(key)
         if found not in (None, 0, 1, "model"):
@@ -185,7 +187,7 @@ def _head_size(values: Mapping[str, Any], defaults: Any) -> int:
 
 
 def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether a key changes nothing of the model with these values of a config."""
+    """Return whether a key's value changes nothing in a model with this config."""
     head = config["head_dim"]
     window = {"attention.sliding_window": config.get("max_position_embeddings") or math.inf}
     same: dict[str, Any] = {
@@ -200,7 +202,7 @@ def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
         "attention.max_alibi_bias": 8.0 if config["model_type"] == "bloom" else 0,
         "attention.head_count_kv": config.get("num_attention_heads") or config.get("n_head"),
         "expert_weights_norm": config.get("norm_topk_prob"),
-        "expert_feed_forward_length": config.get("intermediate_size"),  # of families that have no other
+        "expert_feed_forward_length": config.get("intermediate_size"),  # families that have no other name for it
     }
     if key in _SILENT:
         return True
@@ -212,15 +214,17 @@ def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
 
 
 def _local_base(config: Mapping[str, Any]) -> Any:
-    """Return the base of the frequencies of layers with a window, of a family that has one of its own."""
+    """Return the base of the rotary frequencies of layers with a window; None unless the family has its own for them."""
     ropes = config.get("rope_parameters") or {}
     local = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
     return local.get("rope_theta") if isinstance(local, dict) else None
 
 
 def _positions(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
-    """Return how heads are turned by their positions, if it is not as the family's defaults say. Raises CheckpointError if their
-    scaling is unknown here."""
+    """Return the config values for positions: rotated part, base and scaling, if the file has them.
+
+    Raises CheckpointError if the scaling is not supported here.
+    """
     found: dict[str, Any] = {}
     turned, base = header.said("rope.dimension_count"), header.said("rope.freq_base")
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
@@ -231,14 +235,17 @@ def _positions(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> 
     scaling = _scaling(header, defaults.rope_parameters or {})
     if scaling is not None:
         found["rope_scaling"] = scaling
-        if hasattr(defaults, "original_max_position_embeddings"):  # Phi-3's own place for it, which counts there
+        if hasattr(defaults, "original_max_position_embeddings"):  # Phi-3 reads it from here
             found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     return found
 
 
 def _scaling(header: GgufHeader, default: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_scaling` as transformers has it; None if positions are not scaled. Factors of all frequencies, of whatever
-    making, are LongRoPE's with one list for long and for short."""
+    """Return `rope_scaling` for a config; None if positions are not scaled.
+
+    Factors given for each frequency become LongRoPE's, with one list for long and short. Raises CheckpointError if the kind of
+    scaling is not supported here.
+    """
     kind, factor = header.said("rope.scaling.type"), header.said("rope.scaling.factor")
     original = header.said("rope.scaling.original_context_length") or header.said("context_length")
     factors, attention = header.factors(FREQUENCY_FACTORS), header.said("rope.scaling.attn_factor")
@@ -253,15 +260,15 @@ def _scaling(header: GgufHeader, default: Mapping[str, Any]) -> dict[str, Any] |
         return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **beside}
     if kind == "none" or factor in (None, 0):
         return None
-    if kind in (None, "linear") and attention in (None, 0, 1):  # linear is what llama.cpp takes a factor alone for
+    if kind in (None, "linear") and attention in (None, 0, 1):  # llama.cpp takes a factor without a type as linear
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return {"rope_type": "yarn", "factor": factor, **_yarn(header, default, factor, attention), **beside}
-    raise CheckpointError(f"its positions are scaled by {kind}, which is not known here")
+    raise CheckpointError(f"its positions are scaled by {kind}, which is not supported here")
 
 
 def _yarn(header: GgufHeader, default: Mapping[str, Any], factor: float, attention: float | None) -> dict[str, Any]:
-    """Return what YaRN knows beside its factor, if it is not as usual."""
+    """Return YaRN's settings besides its factor, if they differ from the defaults."""
     found = {"truncate": default["truncate"]} if "truncate" in default else {}
     for name in ("beta_fast", "beta_slow"):
         if (beta := header.said(f"rope.scaling.yarn_{name}")) is not None:

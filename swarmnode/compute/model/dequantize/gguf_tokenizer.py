@@ -1,7 +1,7 @@
-"""The tokenizer within a GGUF file, as the files that transformers reads, and the tokens that end its texts.
+"""The tokenizer within a GGUF file: its conversion into files for transformers, and the tokens that end a text.
 
-Byte-pair vocabularies are built here, as transformers splits most of them in GPT-2's way and drops special tokens that are not
-spelled in its alphabet of bytes (DeepSeek's). SentencePiece vocabularies are transformers' own.
+Byte-pair vocabularies are built here, because transformers splits most of them in GPT-2's way, and drops special tokens that are
+not spelled in its alphabet of bytes (DeepSeek's). SentencePiece vocabularies are left to transformers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ END_TEXTS = frozenset(
     | {"<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"}
     | {"<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["}
 )
-"""Control tokens that end a text wherever a vocabulary has them, as llama.cpp knows them, but for those in `NO_ENDS`."""
+"""Control tokens that end a text in any vocabulary, from llama.cpp's list. `NO_ENDS` holds exceptions."""
 NO_ENDS = (
-    ({"<|return|>", "<|call|>"}, "<|end|>"),  # of a channel in gpt-oss's format
+    ({"<|return|>", "<|call|>"}, "<|end|>"),  # <|end|> only ends a channel in gpt-oss's format
     ({"<|flush|>", "<|calls|>"}, "<|end|>"),
     ({"<|tool_response>"}, "</s>"),
 )
@@ -45,7 +45,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class GgufTokenizer:
-    """The tokenizer that the `fields` of a GGUF file describe."""
+    """Tokenizer that the `fields` of a GGUF file describe."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -60,16 +60,18 @@ class GgufTokenizer:
         return None if field is None else field.contents()
 
     def _check(self) -> None:
-        """Raise CheckpointError if a key changes the meaning of texts and is not read here."""
+        """Raise CheckpointError if a key changes the meaning of texts and is not supported here."""
         for name in self._fields:
             key = name.removeprefix(PREFIX)
             known = key in READ or key in WITHOUT_EFFECT or key.startswith("chat_template.")
             if name.startswith(PREFIX) and not known and self._said(key) not in (False, []):
-                raise CheckpointError(f"its {name} is not read here: put the model's tokenizer.json beside the file")
+                raise CheckpointError(
+                    f"its {name} is not supported here: put the model's tokenizer.json beside the file"
+                )
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of all tokens that end a text: those that the file names, and control tokens that are known for it."""
+        """Ids of all tokens that end a text: those named in the file, and the known control tokens of the vocabulary."""
         named = [token for key in END_KEYS if (token := self._token_id(key)) is not None]
         known = {
             text: token
@@ -82,13 +84,15 @@ class GgufTokenizer:
         return tuple(dict.fromkeys([*named, *known.values()]))
 
     def token_ids(self) -> dict[str, int]:
-        """Ids of the first and the padding token, by their names in generation_config.json."""
+        """Return the ids of the first and the padding token, by their names in generation_config.json."""
         found = {f"{name}_token_id": self._token_id(key) for name, key in (("bos", "bos"), ("pad", "padding"))}
         return {name: token for name, token in found.items() if token is not None}
 
     def write(self, file: Path, out: Path) -> None:
-        """Write tokenizer.json and its config into `out`. Raises CheckpointError if something of it is not read here, and what
-        `tokenizers` raises."""
+        """Write tokenizer.json and its config into `out`.
+
+        Raises CheckpointError if the tokenizer has parts that are not supported here, and the errors of `tokenizers`.
+        """
         from transformers import PreTrainedTokenizerFast
 
         self._check()
@@ -105,7 +109,7 @@ class GgufTokenizer:
         tokenizer = make(
             tokenizer_object=pipeline,
             **{"bos_token": None, "eos_token": None, **named},
-            add_bos_token=bool(adds_bos) and "bos_token" in named and kind != "gemma4",  # whose template writes it
+            add_bos_token=bool(adds_bos) and "bos_token" in named and kind != "gemma4",  # Gemma 4's template writes it
             add_eos_token=bool(self._said("ggml.add_eos_token")) and "eos_token" in named,
             clean_up_tokenization_spaces=False,
         )
@@ -113,7 +117,7 @@ class GgufTokenizer:
         tokenizer.save_pretrained(out, save_jinja_files=False)
 
     def _templates(self) -> str | dict[str, str] | None:
-        """The chat template, or several by their names."""
+        """Return the chat template, or several by name; None if the file has none."""
         default = self._said("chat_template")
         named = {name: self._said(f"chat_template.{name}") for name in self._said("chat_templates") or ()}
         named = {name: str(template) for name, template in named.items() if template is not None}
@@ -122,7 +126,7 @@ class GgufTokenizer:
         return {**named, **({} if default is None else {"default": str(default)})}
 
     def _token_id(self, name: str) -> int | None:
-        """The id under `tokenizer.ggml.NAME_token_id`; None if there is none, or none of the vocabulary's."""
+        """Return the id under `tokenizer.ggml.NAME_token_id`; None if there is none, or it is outside the vocabulary."""
         token = self._said(f"ggml.{name}_token_id")
         return int(token) if token is not None and 0 <= int(token) < len(self.tokens) else None
 

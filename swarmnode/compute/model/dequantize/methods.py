@@ -1,4 +1,4 @@
-"""Methods of quantisation by their name in a config: how each packs a matrix, and the matrix out of it."""
+"""Methods of quantisation by their name in a config: how each packs a matrix, and the function that unpacks it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NESTED = (".nested_absmax", ".nested_quant_map")
 ADVICE = "take the model's unquantised checkpoint, and --quantize nf4 on the volunteers to hold it small"
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 INT8_LARGEST = 127
-SCALES = ("_scale_inv", "_scale")  # by either name it is what the numbers are multiplied with
+SCALES = ("_scale_inv", "_scale")  # under either name the factor that the numbers are multiplied by
 WORD_BITS = 32
 GPTQ_BITS = (2, 3, 4, 8)
 AWQ_BITS = 4
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which of a word's eight places column 0, 1, … lies
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of columns 0, 1, … among a word's eight values
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """Of the tensor `name`, with the checkpoint's quantization_config."""
+    """Packed tensor `name` of a checkpoint, its companions by suffix (`beside`) and the quantization_config (`settings`)."""
 
     name: str
     packed: Tensor
@@ -36,7 +36,7 @@ class PackedMatrix:
     settings: Mapping[str, Any]
 
     def __getitem__(self, suffix: str) -> Tensor:
-        """The tensor with this suffix. Raises CheckpointError where the checkpoint lacks it."""
+        """Return the companion tensor with this suffix. Raises CheckpointError if the checkpoint lacks it."""
         if suffix not in self.beside:
             raise CheckpointError(
                 f"{self.name} is quantised, but its {suffix.lstrip('._')} is missing in the checkpoint"
@@ -44,14 +44,14 @@ class PackedMatrix:
         return self.beside[suffix]
 
     def require(self, fits: bool, what: str) -> None:
-        """Raises CheckpointError unless its tensors fit one another."""
+        """Raise CheckpointError with `what` and the tensors' shapes, unless `fits`."""
         if not fits:
             shapes = {suffix.lstrip("._"): tuple(tensor.shape) for suffix, tensor in self.beside.items()}
             raise CheckpointError(f"{self.name} {tuple(self.packed.shape)}: {what} (beside it: {shapes})")
 
 
 def unpack(words_WC: Tensor, bits: int) -> Tensor:
-    """int64 values_VC of a stream of `bits` each, lowest bits first, along dimension 0; a value may lie across two words."""
+    """Return int64 values_VC of a stream of `bits` each, lowest bits first, along dimension 0; a value may lie across two words."""
     words = words_WC.long() & 0xFFFFFFFF
     following = torch.cat([words[1:], torch.zeros_like(words[:1])])
     first_bit = torch.arange(words.shape[0] * WORD_BITS // bits) * bits
@@ -60,8 +60,10 @@ def unpack(words_WC: Tensor, bits: int) -> Tensor:
 
 
 def dequantize_gptq(matrix: PackedMatrix) -> Tensor:
-    """float32 weight_OI of qweight (packed along inputs), qzeros_GO (packed along outputs), scales_GO, and g_idx_I where inputs are
-    not in their groups' order. Version 1 stores zero points less one."""
+    """Return float32 weight_OI from qweight (packed along inputs), qzeros_GO (packed along outputs) and scales_GO.
+
+    g_idx_I gives each input's group, if inputs are not in their groups' order. Version 1 stores zero points less one.
+    """
     bits = int(matrix.settings["bits"])
     values_IO = _unpacked(matrix, matrix.packed, bits)
     zeros_GO = _unpacked(matrix, matrix[".qzeros"].mT, bits).mT
@@ -71,7 +73,7 @@ def dequantize_gptq(matrix: PackedMatrix) -> Tensor:
 
 
 def dequantize_awq(matrix: PackedMatrix) -> Tensor:
-    """float32 weight_OI of qweight_IO and qzeros_GO (both packed along outputs, in an order of their own) and scales_GO."""
+    """Return float32 weight_OI from qweight_IO and qzeros_GO (both packed along outputs, in AWQ's own order) and scales_GO."""
     values_IO, zeros_GO = (
         _unpacked(matrix, packed.mT, AWQ_BITS).unflatten(0, (-1, 8))[:, list(AWQ_ORDER)].flatten(0, 1).mT
         for packed in (matrix.packed, matrix[".qzeros"])
@@ -101,7 +103,10 @@ def _scaled(matrix: PackedMatrix, values_IO: Tensor, zeros_GO: Tensor) -> Tensor
 
 
 def dequantize_fp8(matrix: PackedMatrix) -> Tensor:
-    """float32 weight_…OI of float8 numbers. A scale of fewer than two dimensions is the whole matrix's, or one for each row."""
+    """Return float32 weight_…OI from float8 numbers and their scales.
+
+    A scale of fewer than two dimensions is the whole matrix's, or one for each row.
+    """
     name = SCALES[1] if SCALES[1] in matrix.beside else SCALES[0]
     scale, weight = matrix[name], matrix.packed.float()
     matrix.require(scale.is_floating_point() and weight.ndim >= 2, f"its {name[1:]} is {scale.dtype}")
@@ -120,7 +125,7 @@ def dequantize_fp8(matrix: PackedMatrix) -> Tensor:
 
 
 def _block_length(block: object, dimension: int, size: int, count: int) -> int:
-    """How many numbers of this dimension (-1 is the last) share a scale; the last block may be shorter."""
+    """Return how many numbers of a dimension (-1 is the last) share a scale; the last block may be shorter."""
     if count in (1, size) or dimension < -2:
         return max(1, -(-size // max(count, 1)))
     if isinstance(block, list) and len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block):
@@ -129,14 +134,14 @@ def _block_length(block: object, dimension: int, size: int, count: int) -> int:
 
 
 def dequantize_int8(matrix: PackedMatrix) -> Tensor:
-    """float32 weight_OI of int8 numbers and the largest absolute value SCB_O of each row."""
+    """Return float32 weight_OI from int8 numbers and the largest absolute value SCB_O of each row."""
     largest_O = matrix[".SCB"].float()
     matrix.require(matrix.packed.ndim == 2 and largest_O.shape == matrix.packed.shape[:1], "its scales do not fit it")
     return matrix.packed.float() * largest_O[:, None] / INT8_LARGEST
 
 
 def dequantize_4bit(matrix: PackedMatrix) -> Tensor:
-    """float32 weight of two indices in each byte, the first in its upper half; scales may be quantised themselves."""
+    """Return the float32 weight from two indices in each byte, the first in the upper half. Scales may be quantised themselves."""
     state = _state(matrix)
     shape, block = [int(size) for size in state["shape"]], int(state["blocksize"])
     bytes_N = matrix.packed.flatten().long()
@@ -161,7 +166,7 @@ def _by_blocks(matrix: PackedMatrix, table: str, indices: Tensor, scales: Tensor
 
 
 def _state(matrix: PackedMatrix) -> dict[str, Any]:
-    """What is written as JSON into the bytes of a tensor."""
+    """Return the JSON object that is stored in the bytes of a tensor. Raises CheckpointError if it is missing or damaged."""
     raw = matrix[next((each for each in STATES if each in matrix.beside), STATES[0])]
     state = None
     with contextlib.suppress(ValueError, TypeError):
@@ -176,8 +181,11 @@ def _state(matrix: PackedMatrix) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """A packed tensor is known by the end of its name and its dtypes; those with the suffixes `beside` (in place of that end) are
-    needed for it. `per_element`: how many numbers one element of it holds."""
+    """Method of quantisation: how its packed tensors are recognised, completed and dequantised.
+
+    A packed tensor has the end `end` in its name and one of `dtypes`. Its companions have a suffix of `beside` in place of that
+    end, its plain weight `plain_end`. One packed element holds `per_element` numbers.
+    """
 
     dtypes: tuple[str, ...]
     end: str
@@ -187,20 +195,20 @@ class Method:
     dequantize: Callable[[PackedMatrix], Tensor]
 
     def packs(self, name: str, entry: TensorEntry) -> bool:
-        """Whether this tensor is a packed one."""
+        """Return whether this tensor is a packed one."""
         return name.endswith(self.end) and entry.dtype in self.dtypes
 
     def stem(self, name: str) -> str:
-        """What a packed tensor's name has in common with those beside it."""
+        """Return the part of a packed tensor's name that it shares with its companions."""
         return name.removesuffix(self.end)
 
 
 def method_of(settings: Mapping[str, Any]) -> Method:
-    """By a config's quantization_config. Raises CheckpointError with the reason where it cannot be dequantised here."""
+    """Return the method that a quantization_config names. Raises CheckpointError if it is damaged or not supported."""
     name = str(settings.get("quant_method") or _bitsandbytes(settings) or "unknown")
     if name not in METHODS:
         raise CheckpointError(
-            f"the checkpoint is quantised ({name}), and {', '.join(METHODS)} are what is dequantised here: {ADVICE}"
+            f"the checkpoint is quantised ({name}), and only {', '.join(METHODS)} can be dequantised: {ADVICE}"
         )
     try:
         return METHODS[name](settings)
@@ -209,7 +217,7 @@ def method_of(settings: Mapping[str, Any]) -> Method:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> str | None:
-    """Older ones do not name their method."""
+    """Return bitsandbytes for configs of its older versions, which do not name their method; None for others."""
     return "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else None
 
 
@@ -217,7 +225,7 @@ def _of_gptq(settings: Mapping[str, Any]) -> Method:
     bits, form = settings.get("bits"), settings.get("checkpoint_format", "gptq")
     if bits not in GPTQ_BITS or form not in ("gptq", "gptq_v2"):
         raise CheckpointError(
-            f"the checkpoint is GPTQ of {bits} bits in the format {form!r}, which is not read: {ADVICE}"
+            f"the checkpoint is GPTQ of {bits} bits in the format {form!r}, which is not supported: {ADVICE}"
         )
     beside = (".qzeros", ".scales", ".g_idx")
     return Method(("I32",), ".qweight", ".weight", beside, WORD_BITS / bits, dequantize_gptq)
@@ -227,7 +235,9 @@ def _of_awq(settings: Mapping[str, Any]) -> Method:
     bits = settings.get("bits", settings.get("w_bit", AWQ_BITS))
     version = str(settings.get("version", "gemm")).lower()
     if bits != AWQ_BITS or version != "gemm":
-        raise CheckpointError(f"the checkpoint is AWQ of {bits} bits, version {version}, which is not read: {ADVICE}")
+        raise CheckpointError(
+            f"the checkpoint is AWQ of {bits} bits, version {version}, which is not supported: {ADVICE}"
+        )
     return Method(("I32",), ".qweight", ".weight", (".qzeros", ".scales"), WORD_BITS / AWQ_BITS, dequantize_awq)
 
 

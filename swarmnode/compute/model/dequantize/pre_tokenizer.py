@@ -1,8 +1,8 @@
-"""How a byte-pair tokenizer in a GGUF file splits text before it merges, by the names of `tokenizer.ggml.pre`.
+"""Splitting of text before a byte-pair tokenizer of a GGUF file merges, by the names of `tokenizer.ggml.pre`.
 
-A name stands for regular expressions that are applied one after the other: each cuts its matches out of the pieces that the ones
-before it left. They are those of the models' own tokenizer.json files, which llama.cpp rewrites where its own engine lacks
-something (`(?i:…)`, `\\p{Lu}`).
+A name stands for regular expressions that are applied one after the other. Each cuts its matches out of the pieces that the
+earlier ones left. They come from the models' own tokenizer.json files; llama.cpp rewrites them where its engine lacks a feature
+(`(?i:…)`, `\\p{Lu}`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from swarmnode.errors import CheckpointError
 
 DEFAULT = "default"
-"""What llama.cpp reads a file as that names none, as older converters wrote them."""
+"""Name that llama.cpp assumes if a file gives none, as older converters' files"""
 
 
 class PreTokenizer(NamedTuple):
-    """`splits` in their order. `whole_words`: a piece that is in the vocabulary is taken whole, whatever merges would make of it.
-    `adds_bos`: the model wants its first token before every text, unless the file says otherwise. `is_bytes`: tokens are spelled in
-    GPT-2's alphabet of bytes; else in plain text, with ▁ for a space if `marks_spaces`."""
+    """Way to split text into pieces. `splits` are its regular expressions, in their order.
+
+    `whole_words`: a piece that is in the vocabulary becomes one token, whatever the merges are. `adds_bos`: the model wants its
+    first token before every text, unless the file says otherwise. `is_bytes`: tokens are spelled in GPT-2's alphabet of bytes;
+    else in plain text, with ▁ for a space if `marks_spaces`.
+    """
 
     splits: tuple[str, ...]
     whole_words: bool = False
@@ -28,10 +31,10 @@ class PreTokenizer(NamedTuple):
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return what `tokenizer.ggml.pre` stands for. Raises CheckpointError if the name is unknown."""
+    """Return the pre-tokenizer that `tokenizer.ggml.pre` names. Raises CheckpointError if the name is unknown."""
     if name not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"its tokenizer splits text as {name[:64]!r} (tokenizer.ggml.pre), which is not known here: "
+            f"its tokenizer splits text as {name[:64]!r} (tokenizer.ggml.pre), which is not supported here: "
             "put the model's tokenizer.json beside the file"
         )
     return PRE_TOKENIZERS[name]
@@ -56,12 +59,12 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _modern(word: str, digits: str, signs: str = _SIGNS + r"[\r\n]*") -> str:
-    """GPT-4's way, with other words, digits or signs."""
+    """Return GPT-4's regular expression, with other words, digits or signs."""
     return rf"{_SHORT_FORMS}|{word}|{digits}|{signs}|{_LINES}"
 
 
 def _cased(digits: str, short_forms: str = _SHORT_FORMS + "?", besides: str = "") -> str:
-    """GPT-4o's way: a word ends before a capital. `besides` are letters that belong to no word."""
+    """Return GPT-4o's regular expression: a word ends before a capital. `besides` excludes letters from words."""
     upper, lower, front = f"[{_UPPER}{besides}]", f"[{_LOWER}{besides}]", r"[^\r\n\p{L}\p{N}]?"
     words = rf"{front}{upper}*{lower}+{short_forms}|{front}{upper}+{lower}*{short_forms}"
     return rf"{words}|{digits}|{_SIGNS}[\r\n/]*|{_LINES}"
@@ -79,7 +82,7 @@ _KANJI_AND_HANGUL = "[一-龥ࠀ-一가-\ud7ff]+"
 _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _THOUSANDS = r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?!\p{Nd}))"  # from the right, as 1 234 567
 _NO_HAN = r"&&[^\p{Han}]"
-# Cased letters, as far as DeepSeek's first tokenizer knew them.
+# The cased letters that DeepSeek's first tokenizer knew.
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴ"
     "ᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"

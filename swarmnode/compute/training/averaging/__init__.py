@@ -1,1 +1,1 @@
-"""The arithmetic by which replicas come to one gradient, or to one set of parameters."""
+"""Arithmetic that gives all replicas one gradient, or one set of parameters."""

@@ -1,11 +1,11 @@
-"""Gradient compressors: in which rounds the replicas of some blocks come to one sum, and what they keep for the next time.
+"""Gradient compressors: rounds of an agreement on a sum among the replicas of some blocks, and state kept for the next step.
 
 A compressor only does arithmetic: `run` is a generator of rounds, and its driver (`training/averaging`, over links) goes on when
-all parts of a round are taken. What is kept changes only by `accept`, when the step is
-committed, so that a failed attempt leaves no trace.
+all parts of a round are taken. The kept state changes only by `accept`, when the step is committed, so that a failed attempt leaves
+no trace.
 
-Memory beside the two vectors: none of their size, but with error feedback (int4, top-k, PowerSGD) the residual of the attempt,
-which takes the place of the last one when the step is committed.
+Memory besides the two vectors: none of their size without error feedback. With it (int4, top-k, PowerSGD) there is the attempt's
+residual, which takes the place of the last one when the step is committed.
 
 Shape letter: N elements of all tensors together.
 """
@@ -29,20 +29,17 @@ from swarmnode.swarm.records.run import Averaging
 
 COARSE = frozenset({Codec.INT8, Codec.INT4, *SPARSE_CODECS})  # codecs for matrices only
 ACCOUNTED = frozenset({Codec.INT4, *SPARSE_CODECS})  # codecs that lose too much without error feedback
-DECAY = {
-    Codec.TOPK2: 0.95
-}  # of what is left over, each time: SparseLoCo's, where it takes the place of an outer momentum
+DECAY = {Codec.TOPK2: 0.95}  # factor of the residual, each time: SparseLoCo's, in place of an outer momentum
 
 Rounds = Generator[Round, None, None]
 
 
 class Exchange(NamedTuple):
-    """One attempt of a member to agree on a sum.
+    """Attempt of a member to agree on a sum.
 
-    `weight` is this member's share of the step's samples, and `local` scaled by it. A listener has weight 0: its values do not
-    matter. `total` may share its memory with `local`. `clipping`: how owners add up, where sums are to be robust. `forms`: what
-    values travel as, where that follows from lines. `warm_start`: all members have had the last sum, and may go on from what it
-    left.
+    `weight` is this member's share of the step's samples, and `local` is scaled by it. A listener has weight 0: its values are
+    not used. `total` may share its memory with `local`. `clipping` adds up robustly; None adds plainly. `forms` holds the codecs if
+    the links decide them. `warm_start`: all members have the last sum, and may go on from its factors.
     """
 
     local: FlatVector
@@ -54,10 +51,10 @@ class Exchange(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a compressor carries from one step into the next, for better learning only: a replica that lost it starts without.
+    """State that a compressor carries from one step to the next, only for better learning: a replica that lost it starts without.
 
-    `residual_N`: what this member could not say yet (None: nothing). `factors` of matrices, by place, of the columns or,
-    `transposed`, of the rows: for the next step of a low-rank compressor.
+    `residual_N` is the part of its vectors that this member has not sent yet (None: nothing). `factors` are a low-rank
+    compressor's, by the matrix's place, for the columns or, if `transposed`, for the rows.
     """
 
     residual_N: Tensor | None = None
@@ -66,7 +63,7 @@ class Carried(NamedTuple):
 
 
 class GradientCompressor(ABC):
-    """How the sum of a flat vector is agreed on. `shapes`: of the tensors that it strings together."""
+    """Way of agreeing on the sum of a flat vector. `shapes` are those of the tensors that it strings together."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         self.averaging = averaging
@@ -74,7 +71,7 @@ class GradientCompressor(ABC):
         self.shapes = list(shapes)
         self.sizes = [shape.numel() for shape in shapes]
         self.carried = Carried()
-        self._next = self.carried  # once the sum of the last run is committed
+        self._next = self.carried  # adopted once the sum of the last run is committed
 
     def __repr__(self) -> str:
         residual_N = self.carried.residual_N
@@ -83,31 +80,33 @@ class GradientCompressor(ABC):
 
     @abstractmethod
     def run(self, exchange: Exchange) -> Rounds:
-        """Yield rounds; when all parts of the last one are taken, `exchange.total` is the agreed sum of all members' vectors.
-        Raises ValueError if a vector has the wrong length."""
+        """Yield rounds. When all parts of the last one are taken, `exchange.total` is the agreed sum of all members' vectors.
+
+        Raises ValueError if a vector has the wrong length.
+        """
 
     def accept(self) -> None:
-        """Adopt what the last run left over: its sum was committed."""
+        """Adopt the state after the last run, whose sum was committed."""
         self.carried = self._next
 
     def _begin(self, exchange: Exchange) -> None:
-        """Check the vectors, and forget an attempt that came to nothing."""
+        """Check the vectors, and forget a failed attempt. Raises ValueError if a vector has the wrong length."""
         for vector in (exchange.local, exchange.total):
             if len(vector) != sum(self.sizes):
                 raise ValueError(f"a vector of {len(vector)} elements for tensors of {sum(self.sizes)}")
         self._next = self.carried
 
     def _residuals(self, weight: float) -> Sequence[Tensor] | None:
-        """What this member could not say before, by tensor; None: nothing, or it says nothing now."""
+        """Return the residual by tensor; None if there is none, or this member only listens."""
         residual_N = self.carried.residual_N
         return torch.split(residual_N, self.sizes) if weight and residual_N is not None else None
 
 
 class PlainGradientCompressor(GradientCompressor):
-    """Every element in the codec of the run; where that is a coarse one, vectors travel before, as they are.
+    """Compressor that sends every element in the run's codec. If that is coarse, 1-D tensors go before, uncompressed.
 
-    Vectors (biases, norms, running statistics) are few, and a group of 64 in which a gradient meets a counter has
-    nothing left of the gradient.
+    Vectors (biases, norms, running statistics) are few, and a codec's group of 64 that mixes a gradient with a counter would lose
+    the gradient.
     """
 
     def run(self, exchange: Exchange) -> Rounds:
@@ -139,7 +138,7 @@ class PlainGradientCompressor(GradientCompressor):
                 self._next = Carried(left_N.mul_(DECAY.get(codec, 1.0)))
 
     def _round(self, exchange: Exchange, places: Sequence[int], codec: Codec, **options: Any) -> Round:
-        """A round of the tensors at these places alone."""
+        """Return a round of only the tensors at these places."""
         local, total = (_pick(vector.split(self.sizes), places) for vector in (exchange.local, exchange.total))
         ends = list(accumulate(self.sizes))
         stretches = [slice(ends[place] - self.sizes[place], ends[place]) for place in places]
@@ -147,7 +146,7 @@ class PlainGradientCompressor(GradientCompressor):
 
 
 def feeds_back(averaging: Averaging) -> bool:
-    """Whether a member remembers what it could not say: a residual as long as the vector."""
+    """Return whether a member keeps a residual, which is as long as the vector."""
     return averaging.codec in ACCOUNTED or averaging.rank > 0 or averaging.by_line
 
 

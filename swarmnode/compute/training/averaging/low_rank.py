@@ -1,6 +1,6 @@
-"""Low-rank compressors (PowerSGD, ACP-SGD): matrices as products of two factors, one of which is orthonormal.
+"""Low-rank compressors (PowerSGD, ACP-SGD): matrices as products of two factors, one of them orthonormal.
 
-Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank, X either of O and I.
+Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank, X either O or I.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ SMALLEST_NORM = 1e-30
 
 
 def basis_of(product_OR: Tensor) -> Tensor:
-    """Return orthonormal columns, the same on all members: on the CPU in float64, since devices differ in columns that are nearly
-    zero."""
+    """Return orthonormal columns, the same on all members.
+
+    They are computed on the CPU in float64, since devices differ in columns that are nearly zero.
+    """
     basis_OR: Tensor = torch.linalg.qr(product_OR.to("cpu", torch.float64)).Q
     return basis_OR.to(product_OR)
 
 
 def is_worth(shape: Size, rank: int) -> bool:
-    """Return whether factors are smaller than the tensor, taken as a matrix of its first size."""
+    """Return whether two factors of `rank` are smaller than the tensor, taken as a matrix with its first size as rows."""
     if len(shape) < 2 or not shape.numel():
         return False
     rows, columns = shape[0], shape.numel() // shape[0]
@@ -41,8 +43,7 @@ def is_worth(shape: Size, rank: int) -> bool:
 
 
 class LowRankCompressor(GradientCompressor):
-    """Compressor by factors. `_matrices` are the places of the tensors that gain by them, `_others` of those that travel as they
-    are."""
+    """Compressor by factors. `_matrices` are the places of the tensors that factors make smaller, `_others` those of the rest."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
@@ -54,7 +55,7 @@ class LowRankCompressor(GradientCompressor):
         return Wanted(exchange.local.split(self.sizes), self._residuals(exchange.weight), self.shapes)
 
     def _small_round(self, exchange: Exchange, wanted: Wanted, products: Sequence[Tensor]) -> SmallRound:
-        """Of all that is too small to gain by factors, and of products."""
+        """Return a round of all tensors that factors do not make smaller, and of products."""
         return SmallRound([*(wanted.vector(place) for place in self._others), *products], exchange.weight, self.codec)
 
     def _end(
@@ -67,8 +68,10 @@ class LowRankCompressor(GradientCompressor):
         *,
         transposed: bool = True,
     ) -> None:
-        """Keep what this member wanted to say and did not, and write the sums: small tensors, and products of bases and factors, of
-        which round `factors` has the last. `transposed`: these belong to the columns."""
+        """Keep the residual of this member, and write the sums: small tensors, and products of bases and factors.
+
+        Round `factors` holds the factors at its end. `transposed`: they belong to the columns.
+        """
         few, count = len(self._others), len(self._matrices)
         if exchange.weight:
             left_N = torch.empty(len(exchange.total), device=exchange.total.device)
@@ -92,13 +95,13 @@ class LowRankCompressor(GradientCompressor):
             torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
 
     def _first_factor(self, place: int) -> Tensor:
-        """Random, but the same on all members."""
+        """Return a random factor that is the same on all members."""
         generator = torch.Generator().manual_seed(place)
         return torch.randn(self.sizes[place] // self.shapes[place][0], self.averaging.rank, generator=generator)
 
 
 class Wanted:
-    """What a member has to say, by tensor: its own values and what it could not say before, which are never added up whole."""
+    """Values that a member wants to send, by tensor: its own and its residual, which are never added up whole."""
 
     def __init__(self, tensors: Sequence[Tensor], residuals: Sequence[Tensor] | None, shapes: Sequence[Size]) -> None:
         self._sources = [tensors] if residuals is None else [tensors, residuals]
@@ -118,14 +121,13 @@ class Wanted:
         return sum(products[1:], products[0])
 
     def add_to(self, place: int, out_N: Tensor) -> None:
-        """Add the tensor itself."""
+        """Add a tensor to `out_N`."""
         for source in self._sources:
             out_N.add_(source[place])
 
 
 class SmallRound:
-    """A round of tensors that are small enough to be kept three times: as wanted, as summed (`totals`), and what this member could
-    not say of them (`left_over`)."""
+    """Round of tensors that are small enough to be kept three times: as wanted, as summed (`totals`), and their unsent values."""
 
     def __init__(self, tensors: Sequence[Tensor], weight: float, codec: Codec) -> None:
         self._tensors = [tensor.contiguous() for tensor in tensors]
@@ -139,17 +141,17 @@ class SmallRound:
         return f"SmallRound({self.round!r})"
 
     def transmitted(self) -> list[Tensor]:
-        """Return what this member did say."""
+        """Return the values that this member did send."""
         return [tensor - left for tensor, left in zip(self._tensors, self.left_over, strict=True)]
 
 
 class PowerSgdCompressor(LowRankCompressor):
     """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): matrices as products of two factors of rank R.
 
-    Round 1 sums P_OR = M_OI Q_IR, and all that is too small to gain by factors as it is; round 2 sums Q_IR = M^T P with P made
-    orthonormal. The result is P P^T sum(M). Q is where the next step begins, one power iteration further. Members whose Q
-    differs (one that just came) do not disturb: both factors of the result are agreed on, so that `warm_start` is not asked for.
-    Sums of factors are never clipped: no run may ask for that.
+    Round 1 sums P_OR = M_OI Q_IR, and the tensors that factors do not make smaller; round 2 sums Q_IR = M^T P with P made
+    orthonormal. The result is P P^T sum(M). The next step begins with this Q, one power iteration further. A member with another Q
+    (one that just joined) does no harm: both factors of the result are agreed on, so that `warm_start` is not used. Sums of factors
+    are never clipped: no run may ask for that.
     """
 
     def run(self, exchange: Exchange) -> Rounds:
@@ -176,20 +178,20 @@ class PowerSgdCompressor(LowRankCompressor):
 class AcpSgdCompressor(LowRankCompressor):
     """ACP-SGD (Zhang et al., arXiv 2306.08881, section IV): half of PowerSGD's bytes, in one round.
 
-    With Q_IR made orthonormal P_OR = M_OI Q_IR is summed, beside all that is too small to gain by factors, and the result is P Q^T.
-    In the next step P, made orthonormal, takes Q's place, and what is summed is M^T P: a power iteration over two steps.
+    With Q_IR made orthonormal, P_OR = M_OI Q_IR is summed, with the tensors that factors do not make smaller, and the result is
+    P Q^T. In the next step P, made orthonormal, takes Q's place, and M^T P is summed: a power iteration over two steps.
 
-    The older factor has to be the same at all members. With `warm_start` it is the sum of the last run; else they begin with
-    first factors, which are the same everywhere, and error feedback makes up for what these miss.
+    The older factor has to be the same on all members. With `warm_start` it is the sum of the last run. Otherwise members begin
+    with first factors, which are the same everywhere, and error feedback makes up for their misses.
     """
 
     def run(self, exchange: Exchange) -> Rounds:
-        """See `GradientCompressor`. Raises ProtocolError where a warm start has nothing here to begin with."""
+        """Run one round, see `GradientCompressor`. Raises ProtocolError if a warm start has no factors here."""
         self._begin(exchange)
         warm_start, device = exchange.warm_start, exchange.local.device
         carried = self.carried
         if warm_start and not carried.factors and self._matrices:
-            raise ProtocolError("a REDUCE goes on from factors that are not here")
+            raise ProtocolError("a REDUCE continues from factors that this peer does not have")
         transposed = warm_start and carried.transposed
         older = (carried.factors[place] if warm_start else self._first_factor(place) for place in self._matrices)
         bases = [basis_of(factor_XR.to(device)) for factor_XR in older]
@@ -206,7 +208,7 @@ class AcpSgdCompressor(LowRankCompressor):
 
 
 def make_gradient_compressor(averaging: Averaging, shapes: Sequence[Size]) -> GradientCompressor:
-    """For tensors of these `shapes`; see `Learner.shapes`."""
+    """Make the compressor that `averaging` asks for. `shapes` are those of the tensors, see `Learner.shapes`."""
     if not averaging.rank:
         return PlainGradientCompressor(averaging, shapes)
     return (AcpSgdCompressor if averaging.alternating else PowerSgdCompressor)(averaging, shapes)

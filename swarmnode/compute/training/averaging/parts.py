@@ -1,11 +1,12 @@
-"""Parts of a flat vector: who adds up which, how they are encoded, and the sum that counts.
+"""Parts of a flat vector: their owners, their encoding, and their sum.
 
-The members of a group, in a fixed order, each own a share, in parts small enough to travel one by one. Everybody
-encodes its values of a part for the part's owner, who adds them up in the order of the members and encodes the sum once; all
-decode the same bytes, the owner too. So replicas hold identical numbers whatever the codec loses.
+The members of a group, in a fixed order, each own a share, in parts small enough to be sent one by one. Each member encodes its
+values of a part for the part's owner, who adds them up in the order of the members and encodes the sum once. All members decode
+the same bytes, the owner too. So replicas hold identical numbers whatever the codec loses.
 
-Where members are in clusters, values cross from one to another but once: in each, one member gathers those of its own for the
-part's owner, and hands the sum back. Owners and gatherers take turns from part to part, so that all paths are used alike.
+If members are in several clusters, values cross between clusters only once: in each cluster one member gathers its members'
+values for the part's owner, and hands the sum back. Owners and gatherers take turns from part to part, so that all paths are
+used alike.
 
 Shape letters: N elements of a part.
 """
@@ -24,18 +25,21 @@ from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import Buffer
 
 ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
-LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the way between two replicas stays small
-PARTS_AT_ONCE = 1 << 21  # elements that an owner holds at least of all contributors together, to add up one part
-LEAST_PART = 1 << 12  # elements, where members are in clusters and so take turns
-TURNS = 2  # of each owner with each gatherer, at least, where the vector is long enough
-OWNERS_STEP, GATHERERS_STEP = 0xC13FA9A9, 0x91E10DA5  # of 2**32, from part to part: pairs are met evenly (R2 sequence)
-SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
+LARGEST_PART = 1 << 18  # elements: 1 MiB uncompressed, so that little is in transit between two replicas
+PARTS_AT_ONCE = 1 << 21  # elements of all contributors together that an owner holds at least, to add up one part
+LEAST_PART = 1 << 12  # elements, if members are in clusters and so take turns
+TURNS = 2  # of each owner with each gatherer, at least, if the vector is long enough
+OWNERS_STEP, GATHERERS_STEP = 0xC13FA9A9, 0x91E10DA5  # of 2**32, from part to part: pairs occur evenly (R2 sequence)
+SMALLEST_WEIGHT = 1e-12  # divisor of the zero sum of elements that no member sent
 
 Encoded = tuple[TensorInfo, Buffer]
 
 
 def by_block(vectors: Mapping[tuple[int, ...], Tensor], sizes: Callable[[int], int]) -> dict[int, Tensor]:
-    """The parts of flat vectors_N, each of so many blocks. Raises ValueError where one is not as long as its blocks together."""
+    """Split flat vectors_N by block; `sizes` gives the length of each block.
+
+    Raises ValueError unless each vector has the length of its blocks together.
+    """
     return {
         block: part
         for blocks, flat_N in vectors.items()
@@ -44,7 +48,7 @@ def by_block(vectors: Mapping[tuple[int, ...], Tensor], sizes: Callable[[int], i
 
 
 def split(flat_N: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """The parts of a flat vector. Raises ValueError where it is not as long as they are together."""
+    """Split a flat vector into parts of `sizes`. Raises ValueError unless its length is their sum."""
     if flat_N.dim() != 1 or len(flat_N) != sum(sizes):
         raise ValueError(
             f"a flat gradient of shape {tuple(flat_N.shape)} for {sum(sizes)} elements of {len(sizes)} blocks"
@@ -67,16 +71,16 @@ class FlatVector:
 
     @property
     def device(self) -> torch.device:
-        """Where all of them are."""
+        """Device of the tensors; the CPU if there are none."""
         return self._tensors[0].device if self._tensors else torch.device("cpu")
 
     def read(self, place: slice) -> Tensor:
-        """The elements `place`, as 1-D values_M: a view where they are of one tensor, else a copy."""
+        """Return the elements `place` as 1-D values_M: a view if they are of one tensor, else a copy."""
         views = list(self._views(place))
         return views[0] if len(views) == 1 else torch.cat([self._nothing(), *views])
 
     def write(self, place: slice, values_M: Tensor) -> None:
-        """Overwrite the elements `place`. Raises ValueError where there are more or fewer of them."""
+        """Overwrite the elements `place`. Raises ValueError if `values_M` has more or fewer."""
         views = list(self._views(place))
         if sum(map(len, views)) != len(values_M):
             raise ValueError(f"{len(values_M)} values for elements {place.start} to {place.stop} of {self!r}")
@@ -84,11 +88,14 @@ class FlatVector:
             view.copy_(values)
 
     def copy(self) -> Tensor:
-        """All of it, in memory of its own."""
+        """Return all elements, in memory of their own."""
         return torch.cat([self._nothing(), *self._tensors])
 
     def split(self, sizes: Sequence[int]) -> list[Tensor]:
-        """1-D views of so many elements each. Raises ValueError where they are not all of it, or one is not of one tensor."""
+        """Return 1-D views of `sizes` elements each.
+
+        Raises ValueError if they are more or fewer than the vector's, or a view would cross from one tensor into the next.
+        """
         if sum(sizes) != len(self):
             raise ValueError(f"{self!r} in pieces of {sum(sizes)} elements")
         places = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -101,7 +108,7 @@ class FlatVector:
         return torch.empty(0, device=self.device)
 
     def _views(self, place: slice) -> Iterator[Tensor]:
-        """What of each tensor is in `place`, which has whole bounds."""
+        """Yield the part of each tensor that is in `place`, which must have bounds."""
         number = max(0, bisect_right(self._starts, place.start) - 1)
         while number < len(self._tensors) and self._starts[number] < place.stop:
             start = self._starts[number]
@@ -112,15 +119,15 @@ class FlatVector:
 
 
 class Contribution(NamedTuple):
-    """What one member sent of a part. `weight`: its share of the step's samples; all members' add up to 1."""
+    """Contribution of a member to a part. `weight` is its share of the step's samples; all members' add up to 1."""
 
     weight: float
     values_N: Tensor  # float32, scaled so that a plain sum over the members is the result
-    sent_N: Tensor | None = None  # bool; None: all of it was sent
+    sent_N: Tensor | None = None  # bool mask; None if all elements were sent
 
 
 class Forms(NamedTuple):
-    """What a member's values travel as, and the `codecs` of all members of its group, where that follows from lines."""
+    """Codec of a member's values, the share that top-k keeps, and the `codecs` of all members, if the links decide these."""
 
     codec: Codec
     keep: float
@@ -128,8 +135,10 @@ class Forms(NamedTuple):
 
 
 class VectorPart(NamedTuple):
-    """Elements `place` of the vector, which the member of number `owner` adds up. `gatherers`: of each cluster the one who adds up
-    what comes from there, by cluster; of the owner's it is the owner."""
+    """Part of the vector: the elements `place`, added up by the member number `owner`.
+
+    `gatherers` holds for each cluster the member that adds up its values; in the owner's cluster it is the owner.
+    """
 
     owner: int
     place: slice
@@ -137,14 +146,14 @@ class VectorPart(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return int(self.place.stop - self.place.start)
 
 
 def cut(length: int, shares: Sequence[int], clusters: Sequence[int] = ()) -> list[VectorPart]:
-    """[0, length) in parts, whose bounds are aligned; members add up as much as their shares are beside one another.
+    """Cut [0, length) into parts with aligned bounds. Members own as much as their shares, relative to one another.
 
-    Of one cluster each member has one stretch. Where there are several, `clusters` names that of each member.
+    `clusters` names the cluster of each member. In one cluster, each member owns one stretch.
     """
     if len(set(clusters)) > 1:
         return _cut_in_turns(length, shares, clusters)
@@ -159,7 +168,7 @@ def cut(length: int, shares: Sequence[int], clusters: Sequence[int] = ()) -> lis
 
 
 def _cut_in_turns(length: int, shares: Sequence[int], clusters: Sequence[int]) -> list[VectorPart]:
-    """Parts of one length, but for the last, whose owners and gatherers follow low-discrepancy sequences."""
+    """Cut into parts of equal length, except the last. Owners and gatherers follow low-discrepancy sequences."""
     members = {cluster: [i for i, at in enumerate(clusters) if at == cluster] for cluster in sorted(set(clusters))}
     size = longest_part_in_turns(length, [len(inside) for inside in members.values()])
     parts = []
@@ -174,7 +183,7 @@ def _cut_in_turns(length: int, shares: Sequence[int], clusters: Sequence[int]) -
 
 
 def _whose_turn(point: int, members: Sequence[int], shares: Sequence[int]) -> int:
-    """In whose share of a circle of 2**32 the point lies."""
+    """Return the member whose share of a circle of 2**32 holds the point."""
     ends = list(accumulate(shares[member] for member in members))
     return members[bisect_right(ends, (point % 2**32) * ends[-1] >> 32)]
 
@@ -184,32 +193,35 @@ def _aligned(bound: int) -> int:
 
 
 def longest_part(members: int) -> int:
-    """Elements of a part: a power of two, smaller where many contribute."""
+    """Return the elements of a part: a power of two, smaller if many members contribute."""
     return min(LARGEST_PART, 1 << ((PARTS_AT_ONCE // members).bit_length() - 1))
 
 
 def longest_part_in_turns(length: int, sizes: Sequence[int]) -> int:
-    """Of a vector of so many elements, whose contributors are in clusters of these sizes: a power of two, too."""
+    """Return the elements of a part if contributors are in clusters of these `sizes`: a power of two, for a vector of `length`."""
     meetings = TURNS * sum(sizes) * max(sizes)
     return min(longest_part(sum(sizes)), max(LEAST_PART, 1 << (length // meetings).bit_length() >> 1))
 
 
 def share_of_nonzeros(part_N: Tensor) -> float:
-    """The share that top-k has to keep so that nothing is lost."""
+    """Return the share of elements that top-k has to keep to lose nothing."""
     return int(torch.count_nonzero(part_N)) / max(1, len(part_N))
 
 
 def contribution(weight: float, values_N: Tensor, codec: Codec) -> Contribution:
-    """What was decoded, as a contribution. Top-k: a zero is taken for an element that was not sent, and the mean of
-    those that sent it stands for all. Not so of TOPK2: SparseLoCo takes the mean over all members."""
+    """Return decoded values as a contribution.
+
+    With top-k, zeros count as elements that were not sent, and the mean of the members that sent one stands for all. Not so with
+    TOPK2: SparseLoCo takes the mean over all members.
+    """
     return Contribution(weight, values_N, values_N != 0 if codec == Codec.TOPK else None)
 
 
 def reduce_part(received: Sequence[Contribution]) -> Tensor:
-    """The sum_N of the contributions, in their order.
+    """Return the sum_N of the contributions, in their order.
 
-    Where only some sent an element, the sum is divided by their share of the weight: the mean of those that sent it
-    stands for all. Where nobody did, it is 0.
+    If only some members sent an element, the sum is divided by their share of the weight: their mean stands for all.
+    An element that no member sent is 0.
     """
     total_N = received[0].values_N.clone()
     for member in received[1:]:

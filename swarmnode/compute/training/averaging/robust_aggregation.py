@@ -1,19 +1,20 @@
-"""Robust aggregation: sums of gradients that no single member can drag far away, and which member tries.
+"""Robust aggregation: sums of gradients that no single member can drag far away, and detection of a member that tries.
 
-*Centred clipping* (Karimireddy et al., arXiv 2012.10333). What a member offers stands, divided by its weight, for the mean gradient
-of the whole batch. Where all are honest these shares lie round a centre, each about as far away as its samples are few. The owner
-of a part takes the median of each coordinate for the centre, and the median of the distances for how far honest members lie; who
-lies `RADIUS` times as far is drawn back to there. Nobody is, as a rule, and then the sum is what it would have been without, bit
-for bit. The radius is of one part at a time, so that nothing waits for a vector to be seen whole. A part in which most members have
-nothing (rows of tokens that are rare) has no radius of its own: the usual one of this owner's parts is the least.
+*Centred clipping* (Karimireddy et al., arXiv 2012.10333). A member's contribution, divided by its weight, is an estimate of the
+mean gradient of the whole batch. Those of honest members lie around a centre, the further away the fewer samples they have. The
+owner of a part takes the median of each coordinate for the centre, and the median of the distances for those of honest members.
+A contribution beyond `RADIUS` times this distance is drawn back to that bound. Usually there is none, and then the sum is the
+same as without clipping, bit for bit. The radius is that of one part at a time, so that no part waits for the whole vector. It is
+at least the usual radius of this owner's parts: a part may have none of its own, if most members have nothing in it (rows of rare
+tokens).
 
-*Outlier detection.* Who lies within the radius may still mislead a little, step for step. So each owner compares the members in the
-parts that it settles. Three things tell. *How far off* one is, against the others, on average over the last steps: a gradient a
-hundred times too long shows at once. *How constant* the way there is: honest members are off by the noise of their samples, which
-is another one each step, so that the squared length of a sum of ways is about the sum of their squares; whoever pulls into one
-direction makes it grow towards that times the number of steps. And *whether it goes along*: honest gradients have a direction in
-common, however little; one that is turned round, nothing, or noise has not. What one member suspects is a voice, and no verdict:
-the coordinator goes by most of the others (`coordinator/all_reduce_attempt.py`).
+*Outlier detection.* A contribution within the radius may still mislead a little, step for step. So each owner compares the members
+in the parts that it settles, by three measures. *Distance*: relative to the others, on average over the last steps; a gradient a
+hundred times too long shows at once. *Constancy* of the direction from the centre: honest members are off by the noise of their
+samples, which differs each step. The squared length of a sum of these ways is then about the sum of their squares; for a member
+that pulls into one direction it grows towards that times the number of steps. *Agreement*: honest gradients have some direction in
+common; a reversed gradient, a zero one or noise has none. The suspicion of one member is a vote and no verdict: the coordinator
+follows the majority (`coordinator/all_reduce_attempt.py`).
 
 Shape letters: P members, Q the centre and the members, M elements of a part, K of a sketch.
 """
@@ -31,37 +32,39 @@ from torch import Tensor
 from swarmnode.compute.training.averaging.parts import Contribution
 from swarmnode.compute.training.gradient_sketch import SKETCHED, count_sketch
 
-RADIUS = 3.0  # times the distance at which honest members lie
-LEAST_MEMBERS = 3  # of two that differ nobody can tell which one is wrong
+RADIUS = 3.0  # times the distance of honest members
+LEAST_MEMBERS = 3  # with two that differ it is unknown which one is wrong
 USUAL_GAIN = 0.1
-SLICE = 1 << 15  # elements of which the median is found at once: what sorting takes stays small
+SLICE = 1 << 15  # elements whose median is found at once, so that sorting takes little memory
 LITTLE = 0.25  # of the others' agreement: an honest member's is less than theirs by its fewer samples at most
 FAR = 3.0  # times the distance of honest members, on average
 DISTANCE_GAIN = 0.2
 MEMORY = 0.95  # of ways and spreads, a step
-CONSTANT = 5.0  # times what independent ways come to
-OTHERS = 2.0  # times the other members' constancy: where one misleads, the centre moves, and all are off a little
-STEPS = 8  # before constancy says anything
+CONSTANT = 5.0  # times the constancy of independent ways
+OTHERS = 2.0  # times the other members' constancy: a misleading member moves the centre, and then all are off a little
+STEPS = 8  # before constancy counts
 AGAINST = 10.0  # a cumulative sum (Page, Biometrika 1954) of how many spreads agreement is below 0, each step ...
-ALLOWANCE = 0.5  # ... less this: what is only noise does not add up
+ALLOWANCE = 0.5  # ... less this: mere noise does not add up
 LARGEST_STEP = 3.0  # one step alone proves nothing
 LEAST_SPREAD = 0.02
 
 
 class CentredClipping:
-    """Sums of what `members` contribute to one group of blocks. `seed` is this owner's secret."""
+    """Robust sums of the contributions of `members` to one group of blocks. `seed` is this owner's secret."""
 
     def __init__(self, seed: bytes, members: Sequence[str] = ()) -> None:
         self.members = members
         self.comparison = GradientComparison(seed)
-        self._usual_square = 0.0  # of the distance at which honest members lie, by element
+        self._usual_square = 0.0  # square of the distance of honest members, per element
 
     def __repr__(self) -> str:
         return f"<CentredClipping, usual distance {math.sqrt(self._usual_square):.3g}, {self.comparison!r}>"
 
     def reduce(self, part: slice, received: Sequence[Contribution]) -> Tensor:
-        """Return the sum_M of at least `LEAST_MEMBERS` contributions, in their order; see `parts.reduce_part`. Owners may come to
-        different radii: each part is settled by one alone."""
+        """Return the sum_M of at least `LEAST_MEMBERS` contributions, in their order; see `parts.reduce_part`.
+
+        Owners may come to different radii, since only one of them settles each part.
+        """
         weights = [member.weight for member in received]
         ways = [member.values_N / member.weight for member in received]
         centre_M = median(ways)
@@ -81,7 +84,7 @@ class CentredClipping:
         return total_M
 
     def _honest_distance(self, weights: Sequence[float], lengths: Sequence[float], elements: int) -> float:
-        """From the centre, of a member whose weight is 1: the more samples, the nearer."""
+        """Return the distance from the centre of an honest member of weight 1. With more samples it is smaller."""
         found = statistics.median(length * math.sqrt(weight) for weight, length in zip(weights, lengths, strict=True))
         gain = USUAL_GAIN if self._usual_square else 1.0
         self._usual_square += gain * (found * found / elements - self._usual_square)
@@ -89,8 +92,7 @@ class CentredClipping:
 
 
 def median(shares: Sequence[Tensor]) -> Tensor:
-    """Return the median of each coordinate; of an even number the mean of the two in the middle, since one of them alone leans to
-    a side."""
+    """Return the median of each coordinate; for an even number the mean of the two middle values, as one alone leans to a side."""
     middle = slice((len(shares) - 1) // 2, len(shares) // 2 + 1)
     found = [
         torch.stack(slices).sort(dim=0).values[middle].mean(dim=0)
@@ -101,10 +103,12 @@ def median(shares: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Deviation:
-    """How one member's gradient lies to the others' in one step. `way_K`: the way from the centre to what it offered, in distances
-    of honest members, as a sketch of about the same length; `distance`: that length, about 1 where it is honest. `agreement`: the
-    mean cosine between its gradient and each other one's, less `LITTLE` of what the others' come to: above 0 where it is honest, or
-    nothing is left to learn."""
+    """Relation of one member's gradient to the others' in one step.
+
+    `way_K` is the sketch of the way from the centre to its contribution, in distances of honest members, with about the same
+    length. `distance` is that length: about 1 for an honest member. `agreement` is the mean cosine between its gradient and the
+    others', less `LITTLE` times theirs: above 0 for an honest member, unless nothing is left to learn.
+    """
 
     way_K: Tensor
     distance: float
@@ -112,7 +116,7 @@ class Deviation:
 
 
 class GradientComparison:
-    """How the members' gradients of one group of blocks lie to one another, in the parts of one attempt that were settled here."""
+    """Comparison of the members' gradients of one group of blocks, over the parts of one attempt that were settled here."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -131,8 +135,10 @@ class GradientComparison:
     def add(
         self, start: int, centre_M: Tensor, ways: Sequence[Tensor], weights: Sequence[float], honest: float
     ) -> None:
-        """Take in the part that begins at element `start`: its centre, the members' ways from there and their weights; `honest` is
-        the distance of an honest member of weight 1. Parts count by their lengths, however large their gradients are."""
+        """Add the part that begins at element `start`: its centre, the members' ways from there, and their weights.
+
+        `honest` is the distance of an honest member of weight 1. Parts count by their length, not by the size of their gradients.
+        """
         length = len(centre_M)
         self.elements += length
         self._weights = weights
@@ -141,7 +147,7 @@ class GradientComparison:
         self._products_QQ = self._products_QQ + products([centre_M, *ways]) * (length / honest**2)
 
     def deviations(self) -> list[Deviation]:
-        """Return that of each member, in their order; none if no part was settled here."""
+        """Return the deviation of each member, in their order; empty if no part was settled here."""
         if not self.elements:
             return []
         squares_P, to_centre_P = self._products_QQ.diagonal()[1:], self._products_QQ[0, 1:]
@@ -159,7 +165,7 @@ class GradientComparison:
         ]
 
     def _usual(self, member: int, agreement: Sequence[float]) -> float:
-        """Agreement of the others; less is expected of who has fewer samples."""
+        """Return the usual agreement of the other members, lowered for a member with fewer samples."""
         others = [place for place in range(len(agreement)) if place != member]
         weight = statistics.median(self._weights[place] for place in others)
         fewer = min(1.0, math.sqrt(self._weights[member] / weight))
@@ -167,14 +173,16 @@ class GradientComparison:
 
 
 def products(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the inner products_QQ (float64) of each two vectors_M."""
+    """Return the inner products_QQ (float64) of all pairs of vectors_M."""
     return torch.tensor([[float(one_M @ other_M) for other_M in vectors] for one_M in vectors], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class History:
-    """Deviations of one member over the steps. `ways_K`, `squares` and `changes` are sums, all of which fade by `MEMORY`,
-    `distance` is a mean."""
+    """Deviations of one member over the steps.
+
+    `ways_K`, `squares` and `changes` are sums that fade by `MEMORY`, `distance` is a mean.
+    """
 
     ways_K: Tensor = field(default_factory=lambda: torch.zeros(SKETCHED))
     squares: float = 0.0  # of ways
@@ -189,7 +197,7 @@ class History:
         return f"History({self.steps} steps, {found})"
 
     def followed_by(self, deviation: Deviation) -> History:
-        """Return the history that is one step longer."""
+        """Return the history with one more step."""
         change = 0.0 if self.agreement is None else deviation.agreement - self.agreement
         below = min(LARGEST_STEP, -deviation.agreement / self._spread)
         return History(
@@ -204,24 +212,24 @@ class History:
 
     @property
     def constancy(self) -> float:
-        """About 1 where each step's way is independent of those before."""
+        """Constancy of the ways: about 1 if each step's way is independent of the earlier ones."""
         return float(self.ways_K.square().sum()) / self.squares if self.squares else 1.0
 
     @property
     def _spread(self) -> float:
-        """Of agreement; a change has twice its variance."""
+        """Spread of the agreement. Its change from step to step has twice the variance."""
         weight = (1 - MEMORY**self.steps) / (1 - MEMORY)
         return max(LEAST_SPREAD, math.sqrt(self.changes / max(1.0, weight) / 2))
 
 
 class OutlierDetector:
-    """What one member has seen of the contributors of its groups, itself among them. `seed` is its secret."""
+    """Observations of one member on the contributors of its groups, itself included. `seed` is its secret."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
         self._clippings: dict[Hashable, CentredClipping] = {}  # by group
-        self._attempt: list[CentredClipping] = []  # those with which sums are made in it
-        self._members: set[str] = set()  # of these groups, contributors or not
+        self._attempt: list[CentredClipping] = []  # used in this attempt
+        self._members: set[str] = set()  # members of the attempt's groups, contributors or not
         self._histories: dict[str, History] = {}
 
     def __repr__(self) -> str:
@@ -232,7 +240,7 @@ class OutlierDetector:
         self._attempt, self._members = [], set()
 
     def clipping(self, group: Hashable, contributors: Sequence[str], members: Iterable[str]) -> CentredClipping:
-        """Return with what the contributions of these peers to a group are summed in this attempt."""
+        """Return the clipping that sums the contributions of these peers to a group in this attempt."""
         clipping = self._clippings.get(group)
         if clipping is None or clipping.members != contributors:
             clipping = self._clippings[group] = CentredClipping(self._seed, contributors)
@@ -242,21 +250,23 @@ class OutlierDetector:
         return clipping
 
     def histories(self) -> dict[str, History]:
-        """Return those of all peers, were this attempt's step committed. If a member is gone, all begins anew: it may have made the
-        others look wrong."""
+        """Return the histories of all peers as if this attempt's step were committed.
+
+        If a member is gone, all histories begin anew: it may have made the others look wrong.
+        """
         before = {} if self._histories.keys() - self._members else self._histories
         now = {peer: before.get(peer, History()).followed_by(found) for peer, found in self._deviations().items()}
         return before | now
 
     def _deviations(self) -> dict[str, Deviation]:
-        """Of each peer, by the group of which most was settled here."""
+        """Return the deviation of each peer, by the group with most elements settled here."""
         found: dict[str, Deviation] = {}
         for clipping in sorted(self._attempt, key=lambda clipping: clipping.comparison.elements):
             found.update(zip(clipping.members, clipping.comparison.deviations(), strict=False))
         return found
 
     def accept(self, histories: dict[str, History]) -> None:
-        """Adopt the histories of a step that was committed."""
+        """Adopt the histories of a committed step."""
         self._histories = histories
 
 

@@ -1,12 +1,13 @@
-"""Round: one vector that the members of a group sum up, chunk by chunk, and what of their own each could not say.
+"""Round: one vector that the members of a group sum up part by part, with an account of the losses in what each member sent.
 
-What a codec loses must not be lost for good (error feedback: Stich et al., arXiv 1809.07599). So each member keeps account of
-what it *said*: what it sent, as decoded, and for the parts that it owns also what encoding the sum lost. So what all said
-adds up to what everybody decoded. What a member wanted to say and did not is its residual, which it adds to its next vector.
+The losses of a codec must not be lost for good (error feedback: Stich et al., arXiv 1809.07599). So each member keeps account of
+its *said* values: those that it sent, as decoded, and for the parts that it owns also the loss in encoding the sum. So all said
+values add up to the decoded sum. The difference between a member's wanted and said values is its residual, which it adds to its
+next vector.
 
-By top-k, the mean of those that sent an element stands for all, and the sum's elements are all sent. An element is on
-nobody's account but the senders': to charge the others with the mean, so that accounts add up, was tried and diverges, for
-two members that disagree then answer each other with ever larger corrections.
+With top-k, the mean of the members that sent an element stands for all, and the sum's elements are all sent. Only the senders
+account for an element. Charging the others with the mean, so that accounts add up, was tried and diverges: two members that
+disagree then answer each other with ever larger corrections.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ UNKNOWN_UNIT = -1
 
 @dataclass(repr=False, eq=False)
 class Round:
-    """One member's view of a sum. A contributor (weight above 0) offers every part to the part's owner, itself included; the
-    owner settles its parts; everybody takes all settled parts into `total`, which may share its memory with `local`.
+    """View that one member has of a sum.
 
-    `keep`: share of the elements that top-k sends. `codecs`: what others send, besides. `residual`: added to what is said.
-    `left_over`, of zeros: where to note what this member did not say; None: nowhere. No part is copied whole but to encode it.
-    `clipping`: how an owner adds up; None: plainly. `stretches`: where its elements are in the vector that is agreed on, one after
-    another; none: they are all of it.
+    A contributor (weight above 0) offers every part to the part's owner, itself included. The owner settles its parts. Every
+    member takes all settled parts into `total`, which may share its memory with `local`. Parts are copied whole only to encode
+    them.
+
+    `keep` is the share of elements that top-k sends, `codecs` are others' codecs. `residual` is added to the sent values.
+    `left_over`, zeros at first, gets the unsent values; None keeps no account. `clipping` adds up an owner's parts robustly; None
+    adds plainly. `stretches` are the places of this round's elements in the whole vector, in order; empty if they are all of it.
     """
 
     local: FlatVector
@@ -62,11 +65,11 @@ class Round:
         return f"Round({len(self)} elements, {self.codec.name}, weight {self.weight:.3f})"
 
     def __len__(self) -> int:
-        """Elements of the vector."""
+        """Return the number of elements of the vector."""
         return len(self.total)
 
     def offer(self, part: slice) -> Encoded:
-        """This member's values of a part, for the part's owner. Raises NotFinite where the codec cannot hold them."""
+        """Return this member's values of a part, encoded for the part's owner. Raises NotFinite if the codec cannot hold them."""
         wanted_M = self.local.read(part)
         if self.residual is not None:
             wanted_M = wanted_M + self.residual.read(part)
@@ -76,11 +79,14 @@ class Round:
         return encoded
 
     def hear(self, part: slice, weight: float, info: TensorInfo, payload: Buffer) -> Contribution:
-        """What a contributor of this weight offered. Raises ProtocolError where it is not what was agreed, NaN or infinite."""
+        """Decode the offer of a contributor of this weight.
+
+        Raises ProtocolError if it is not as agreed, or holds NaN or infinity.
+        """
         return contribution(weight, self._decode(part, info, payload), self.codec)
 
     def settle(self, part: slice, contributions: Sequence[Contribution]) -> Encoded:
-        """The owner's work: the sum of all, which are in the order of the members. Raises NotFinite."""
+        """Return the encoded sum of all contributions, which are in the order of the members. For the owner. Raises NotFinite."""
         clipping = self.clipping
         total_M = reduce_part(contributions) if clipping is None else clipping.reduce(part, contributions)
         encoded, said_M = self._encode(total_M, share_of_nonzeros(total_M) if self.codec in SPARSE_CODECS else 1.0)
@@ -89,7 +95,7 @@ class Round:
         return encoded
 
     def in_vector(self, part: slice, values_M: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """What is said of a part, by where it is in the vector that is agreed on."""
+        """Yield the values of a part by their places in the whole vector."""
         start = 0
         for stretch in self.stretches or [slice(0, len(self))]:
             end = start + stretch.stop - stretch.start
@@ -100,11 +106,14 @@ class Round:
             start = end
 
     def take(self, part: slice, info: TensorInfo, payload: Buffer) -> None:
-        """Write a settled part down. Raises ProtocolError where it is not what was agreed, NaN or infinite."""
+        """Write a settled part into `total`. Raises ProtocolError if it is not as agreed, or holds NaN or infinity."""
         self.total.write(part, self._decode(part, info, payload))
 
     def _encode(self, values_M: Tensor, keep: float) -> tuple[Encoded, Tensor]:
-        """Also as it will be decoded. What is not finite is never sent: others take it for a breach of the protocol."""
+        """Encode values, and return them also as they will be decoded.
+
+        Raises NotFinite for values that are not finite: other members would take them for a breach of the protocol.
+        """
         param = round(keep * len(values_M)) if self.codec in SPARSE_CODECS else 0  # top-k sends about this many
         encoded = encode(values_M, self.codec, param=param)
         said_M = values_M if self.codec == Codec.NONE else self._read(len(values_M), *encoded)

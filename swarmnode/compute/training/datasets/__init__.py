@@ -1,1 +1,1 @@
-"""From a user's data to microbatches, as a pure function of (data, run, step, number)."""
+"""A user's data as microbatches, as a pure function of (data, run, step, number)."""

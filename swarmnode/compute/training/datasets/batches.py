@@ -1,7 +1,7 @@
-"""Batches: what a microbatch holds, as a pure function of (data, run, step, number), whoever asks.
+"""Batches: the content of a microbatch, as a pure function of (data, run, step, number).
 
 Samples are drawn without replacement: each epoch is a shuffle of its own of all samples. Two trainers with the same data
-and the same run feed the same microbatches, and so does one that comes later.
+and the same run feed the same microbatches, and so does a trainer that joins later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS = 4
 
 
 class Permutation:
-    """Of the numbers 0 to count - 1, fixed by `key`."""
+    """Permutation of the numbers 0 to count - 1, fixed by `key`."""
 
     def __init__(self, count: int, key: bytes) -> None:
         if count < 1:
@@ -37,7 +37,7 @@ class Permutation:
         return f"<Permutation of {self.count}>"
 
     def __call__(self, number: int) -> int:
-        """Where `number` goes. Raises ValueError out of range."""
+        """Return the image of `number`. Raises ValueError if it is out of range."""
         if not 0 <= number < self.count:
             raise ValueError(f"{number} is not below {self.count}")
         while True:  # at most some four rounds: the domain is less than four times as large
@@ -54,25 +54,25 @@ class Permutation:
 
 
 class Microbatch(NamedTuple):
-    """Some samples: the values at the model's first boundary, and those of the model's inputs that its last unit takes."""
+    """Samples of a microbatch: the values at the model's first boundary, and the inputs that the model's last unit takes."""
 
     inputs: Values
     labels: Values
 
 
 class Batches(ABC):
-    """`fingerprint` is 32 bytes that name the data: equal data, equal fingerprint."""
+    """Data of a training, cut into microbatches. `fingerprint` is 32 bytes that name the data: equal data, equal fingerprint."""
 
     fingerprint: bytes
     _counted: tuple[tuple[Run, int] | None, list[float]] = (None, [])  # the labels of a step's microbatches
 
     @abstractmethod
     def samples(self, run: Run) -> int:
-        """How many different samples there are."""
+        """Return the number of different samples."""
 
     @abstractmethod
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        """These samples, stacked."""
+        """Return these samples, stacked."""
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
         """One microbatch of a step. In a run that weighs by labels its weight is the last of its labels; in place of one without
@@ -106,23 +106,23 @@ class Batches(ABC):
         return torch.tensor(counts[number] * len(counts) / max(sum(counts), 1.0))
 
     def _numbers(self, step: int, number: int, run: Run) -> list[int]:
-        """The samples of a microbatch."""
+        """Return the numbers of the samples of a microbatch."""
         samples = self.samples(run)
         first = step * run.batch + number * run.microbatch
         return [_drawn(first + row, samples, run.seed) for row in range(run.microbatch)]
 
 
 def _drawn(place: int, samples: int, seed: int) -> int:
-    """The sample at a place of the endless sequence of shuffled epochs."""
+    """Return the sample at a place of the endless sequence of shuffled epochs."""
     epoch, position = divmod(place, samples)
     return Permutation(samples, f"{seed} {epoch}".encode())(position)
 
 
 class TokenBatches(Batches):
-    """Windows of `run.sequence` tokens out of one long row of them. Inputs and labels: (ids_BT int64,), both."""
+    """Batches of windows of `run.sequence` tokens out of one long row. Inputs and labels are both (ids_BT int64,)."""
 
     def __init__(self, tokens_N: np.ndarray, vocabulary: int) -> None:
-        """`vocabulary` is the model's. Raises UsageError where a token is outside of it."""
+        """Take the tokens; `vocabulary` is the model's. Raises UsageError if a token is outside of it."""
         if len(tokens_N) and (highest := int(tokens_N.max())) >= vocabulary:
             raise UsageError(
                 f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
@@ -137,11 +137,11 @@ class TokenBatches(Batches):
         return f"<TokenBatches of {len(self._tokens_N)} tokens, {self.fingerprint.hex()[:12]}>"
 
     def samples(self, run: Run) -> int:
-        """Windows that do not overlap. Raises UsageError where the data is shorter than one."""
+        """Return the number of windows that do not overlap. Raises UsageError if the data is shorter than one."""
         return self._count(run.sequence)
 
     def windows(self, length: int) -> np.ndarray:
-        """All windows of so many tokens, ids_NT (int64). Raises UsageError where the data is shorter than one."""
+        """Return all windows of `length` tokens, ids_NT (int64). Raises UsageError if the data is shorter than one."""
         count = self._count(length)
         return self._tokens_N[: count * length].astype(np.int64).reshape(count, length)
 
@@ -155,7 +155,7 @@ class TokenBatches(Batches):
         return count
 
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        """See `Batches.rows`."""
+        """Return these windows, see `Batches.rows`."""
         length = run.sequence
         ids_BT = np.stack([self._tokens_N[number * length : (number + 1) * length] for number in numbers])
         values = (torch.from_numpy(ids_BT.astype(np.int64)),)
@@ -173,7 +173,7 @@ class ArrayBatches(Batches):
         labels: Sequence[str] = (),
         label_count: Callable[[Mapping[str, Tensor]], float] | None = None,
     ) -> None:
-        """Raises UsageError where there is none, or where their lengths differ."""
+        """Take the arrays. Raises UsageError if there are none, one is empty, or their lengths differ."""
         lengths = {name: len(array) for name, array in arrays.items()}
         if not lengths or not all(lengths.values()):
             raise UsageError("the data is empty: there is no sample in it")

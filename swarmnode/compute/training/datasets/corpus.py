@@ -21,9 +21,9 @@ Encode = Callable[[str], list[int]]
 def token_batches(
     path: Path, vocabulary: int, encode: Encode | None = None, separator: int | None = None
 ) -> TokenBatches:
-    """The text in a file or folder for a model of that vocabulary. Without `encode` each byte is a token.
+    """Read the text in a file or folder, for a model with a vocabulary of that size. Without `encode` each byte is a token.
 
-    Raises UsageError where there is no text, or where it has tokens that the model does not know.
+    Raises UsageError if there is no text, or it has tokens that the model does not know.
     """
     if encode is None and vocabulary < BYTE_VOCABULARY:
         raise UsageError(
@@ -34,9 +34,10 @@ def token_batches(
 
 
 def read_corpus(path: Path, encode: Encode | None = None, separator: int | None = None) -> np.ndarray:
-    """All documents of a file, or of a folder's text files in the order of their names, as tokens (uint32_N).
+    """Read all documents of a file, or of a folder's text files in the order of their names, as tokens (uint32_N).
 
-    Without `encode` each byte of the UTF-8 text is a token. Raises UsageError, which names the file that is empty or no text.
+    A separator follows each document. Without `encode` each byte of the UTF-8 text is a token. Raises UsageError, which names the
+    file, if one is empty or no text.
     """
     documents: list[np.ndarray] = []
     for document in _documents(path):
@@ -85,7 +86,7 @@ def _read(file: Path) -> str:
 
 
 def _lines_of(file: Path, text: str) -> Iterator[str]:
-    """The "text" of each line of a JSON lines file."""
+    """Yield the "text" of each line of a JSON lines file. Raises UsageError if a line has none."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:

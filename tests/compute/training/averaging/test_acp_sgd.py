@@ -143,7 +143,7 @@ def test_a_sum_that_takes_the_place_of_a_vector_leaves_as_much_over() -> None:
 
 def test_who_has_nothing_to_go_on_from_says_so() -> None:
     (member,) = compressors(members=1)
-    with pytest.raises(ProtocolError, match="not here"):
+    with pytest.raises(ProtocolError, match="does not have"):
         next(member.run(Exchange(FlatVector([vectors(1)[0]]), FlatVector([torch.empty(LENGTH)]), 1.0, warm_start=True)))
 
 
