@@ -102,9 +102,8 @@ class Replays:
         """
         await session.start()
         size = self._config.prompt_chunk_tokens
-        for start in range(
-            0, len(ids), size
-        ):  # without waiting: the last hop needs the position that it draws for to be taken
+        # All at once: when the last hop draws for a position, the position must be taken already.
+        for start in range(0, len(ids), size):
             session.send(ids_entry(start, [ids[start : start + size]], Want.NOTHING), expect=prompt)
         drawn: dict[int, int] = {}
         while True:

@@ -84,7 +84,7 @@ class Blame:
 
     @property
     def avoided(self) -> frozenset[PeerId]:
-        """Peers that are left out now."""
+        """Peers left out at this moment."""
         return self._backoff.resting
 
     @property

@@ -261,8 +261,8 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         """Open a session in the swarm for `rows` sequences of at most `max_length` positions; `padding` is the left
         padding of each row.
 
-        Raises UsageError if the model does not allow so many rows or positions, and the error of `ClientSession.start`
-        if it does not open.
+        Raises UsageError if the model does not allow `rows` or `max_length`, and the error of `ClientSession.start` if
+        it does not open.
         """
         self._limits.check_session(rows, max_length)
         width = (self._ends.hidden_size if self._ends else self._limits.vocabulary) or MAX_WIDTH

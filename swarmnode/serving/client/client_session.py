@@ -294,7 +294,7 @@ class ClientSession:
 
     def _hear(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:
-            return  # a replay brings again what has been received
+            return  # already received: a replay brings it again
         if not self.spec.allows(output, payload, self._wanted):
             last = self.route[-1].peer
             error = PeerLost(f"peer {last} sent an output that does not fit the request", peer=last)

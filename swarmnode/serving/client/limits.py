@@ -21,7 +21,7 @@ MAX_TOKEN_CHARS = 128  # the longest tokens are rows of spaces, up to this many
 class ModelLimits:
     """Limits of one model. `vocabulary`: number of token ids; `positions`: longest sequence; None: not known.
 
-    `codecs`: those in which states may be sent. `adapters`: names of the swarm's adapters.
+    `codecs`: codecs allowed for its states. `adapters`: names of the swarm's adapters.
     """
 
     vocabulary: int | None = None

@@ -35,8 +35,8 @@ class ServedWork:
         return f"<ServedWork {dict(self.by_peer_and_session())}>"
 
     def given(self, session: bytes, route: Route, tokens: int) -> None:
-        """Record that `session` began with `tokens` tokens copied from another session, for which these hops get no
-        second credit."""
+        """Record that `session` began with `tokens` tokens copied from another session. These hops get no second credit
+        for them."""
         self._given = {(session, hop): tokens for hop in route}
 
     def heard(self, session: bytes, route: Route, tokens: int) -> None:
@@ -82,7 +82,7 @@ class SessionSpec:
 
     Attributes:
         mode: RING (the swarm draws tokens) or DRIVEN (the client draws).
-        max_length: Number of positions for which the hops reserve cache.
+        max_length: Number of positions, which the hops reserve in their caches.
         rows: Sequences computed side by side.
         sampling: Parameters of the draw, in RING mode.
         padding: Left padding of each row; empty if there is none.
@@ -125,7 +125,7 @@ class SessionSpec:
         return (self.codec, self.adapts, self.adapter) == (other.codec, other.adapts, other.adapter)
 
     def codec_into(self, unit: int, end: int) -> Codec:
-        """Return the coarsest codec in which positions below `end` entered `unit`."""
+        """Return the coarsest codec used for positions below `end` when they entered `unit`."""
         schedule = CodecSchedule(self.codec, ((one.start, Codec(one.codec)) for one in self.codecs if one.unit == unit))
         return schedule.coarsest(end)
 
