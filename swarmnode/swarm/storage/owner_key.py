@@ -28,7 +28,7 @@ def save_owner_key(key: SigningKey, path: Path, password: str) -> None:
     Raises UsageError if the password is empty, LocalError if the file cannot be written.
     """
     if not password:
-        raise UsageError("the owner's key needs a password: anyone who reads the unencrypted file owns the swarm")
+        raise UsageError("the owner's key needs a password: without one, anyone with the file owns the swarm")
     private = Ed25519PrivateKey.from_private_bytes(key.seed)
     lock = BestAvailableEncryption(password.encode())
     write_private(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, lock))
