@@ -106,8 +106,7 @@ class Comparison:
 
     @property
     def near_hop(self) -> int | None:
-        """Index of the first hop, other than the false hop or the last in `judgements`, with a near miss; None if none
-        has one."""
+        """Index of the first hop with a near miss; None if there is none. The last of `judgements` is left out."""
         states = self.judgements[:-1]  # the last hop sends tokens, a few of which may honestly differ
         return next((index for index, judged in enumerate(states) if judged.near), None)
 
@@ -198,7 +197,7 @@ class AuditCase:
     async def audit(self, session: ClientSession) -> str:
         """Audit the hops of `session`, which has drawn the last token of `ids`, and update the standings of the peers.
 
-        Returns `passed`, `false` (a peer is shunned), `doubt` (peers contradict one another) or `void` (no result).
+        Returns `passed`, `false` (a peer is shunned), `doubt` (one or two peers are in doubt) or `void` (no result).
         Closes `session` as soon as its hops have answered. Raises SwarmnodeError or asyncio.TimeoutError if the audit
         could not be carried out.
         """
@@ -224,7 +223,7 @@ class AuditCase:
             for peer in {hop.peer, other.peer} if hop.peer != other.peer and index != near else ():
                 self._referee.standing.pass_audit(peer, judgement.compared)
                 self._referee.note(
-                    "finds it right", peer, f"{judgement.compared} positions of {self._name} were computed by two alike"
+                    "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"
                 )
         if near is not None and await self._is_shunned_for(near, found.judgements[near].compared, original, second):
             return "false"
@@ -360,7 +359,7 @@ class AuditCase:
         announced = referee.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
             referee.standing.forfeit(peer)
-            raise ProtocolError("a statement in another number format than the peer announced", peer=peer)
+            raise ProtocolError("the statement is in another number format than the peer announced", peer=peer)
         return account
 
     async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:

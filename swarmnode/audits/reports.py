@@ -75,7 +75,7 @@ class Reports:
         await self._telling.idle()
 
     def tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
-        """Report in the background that `accused` computed falsely on `route`, by texts that belong to no user."""
+        """Try `accused` on `route` in the background with random texts, and publish a report if it computes falsely."""
         self._telling.spawn(self._tell(accused, route, spec), f"tell of {accused}")
 
     async def _tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:

@@ -135,7 +135,7 @@ class StageServer:
         await self._trace_server.close()
         await self.switchboard.close()
 
-    # -- what sessions need
+    # -- services for sessions
 
     def freed(self, session: bytes) -> None:
         """Drop a session that is over; see `SessionHost.freed`."""
@@ -155,7 +155,7 @@ class StageServer:
         """End sessions that wait for a stalled device, and sessions that were unused for `forgotten_s`."""
         self._watching, since_s = None, asyncio.get_running_loop().time() - self.config.forgotten_s
         for pipeline in self._replicas.stalled:
-            log.error("computing stands still: %r", pipeline)
+            log.error("computing has stalled: %r", pipeline)
             for session in [session for session in self._sessions.values() if session.key in pipeline.watch.waiting]:
                 session.give_up(ErrorCode.PEER_LOST)
         for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
@@ -279,7 +279,7 @@ class StageServer:
             *self._replicas.describe(body),
             f"{self.load} sessions are held, {len(self._replicas.idle)} of them without input for {self.config.idle_s:g} s",
             "this node takes nothing new" if self.draining else "this node takes sessions",
-            "computing stands still" if self._replicas.stalled else "computing goes on",
+            "computing has stalled" if self._replicas.stalled else "computing goes on",
         )
         about = (sender, trace_id(body.session).hex())
         self.peer.decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)

@@ -403,7 +403,7 @@ class ClientSession:
                 hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
                 self._judge(hop, failure)
             if self.clock() >= deadline_s:
-                raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; at last {error}")
+                raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; the last error: {error}")
 
     async def _open_unless_faulty(self) -> None:
         """Open an epoch, but stop at the first reported fault: a hop may notice earlier than this client that another

@@ -400,7 +400,7 @@ class Directory:
         try:
             return await self._on_dht(STORE, self.network.dht.store(key, subkey, record, expires_at=own.expires_at))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
-            logger.warning("cannot publish the own announcement: %s", error or "no answer")
+            logger.warning("cannot publish this peer's announcement: %s", error or "no answer")
             return False
 
     async def _on_dht(self, operation: str, work: Awaitable[T]) -> T:

@@ -142,9 +142,9 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     grant = open_grant(certificate.grant, swarm, owner)
     peer, admitted_at = certificate.peer, certificate.admitted_at
     if grant.peer not in ("", peer):
-        raise ProtocolError("an invite that is for another peer", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("the invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
     if not is_signed(grant.key, _admission(swarm, peer, admitted_at), certificate.signature):
-        raise ProtocolError("an admission that the invite's key did not sign", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("the invite's key did not sign this admission", code=ErrorCode.REFUSED, peer=peer)
     return Member(peer, grant.allows, grant.invite_id, admitted_at, grant.expires_at, grant.uses, grant.group, raw)
 
 

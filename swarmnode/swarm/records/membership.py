@@ -100,7 +100,7 @@ class Membership:
         kind = "private" if self.private else "public"
         return f"<Membership {kind}, {len(self._members)} members met, {self.revocations!r}>"
 
-    # -- who belongs
+    # -- admission
 
     def admit(self, peer: PeerId, proof: bytes, now: float) -> None:
         """Admit a peer with an authenticated id by its certificate, which only a private swarm needs.
@@ -115,10 +115,10 @@ class Membership:
         except ProtocolError as error:
             raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
         if member.peer != peer:
-            raise ProtocolError("the certificate of another peer", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
         self._check(peer, member, now)
         if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
-            raise ProtocolError("more members than can be kept in mind", code=ErrorCode.BUSY, peer=peer)
+            raise ProtocolError("this peer knows too many members already", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
 
     def _make_room(self, invite: bytes) -> bool:
@@ -191,7 +191,7 @@ class Membership:
         """Yield all known members that belong to the swarm now."""
         return (member for peer, member in sorted(self._members.items()) if self.stands(peer, now))
 
-    # -- what the owner says
+    # -- revocations and uses
 
     def take_list(self, raw: bytes) -> bool:
         """Take over a newer revocation list. Returns False if it is not newer. Raises ProtocolError if the owner did
@@ -229,6 +229,6 @@ class Membership:
         self.admit(peer, certificate, now)
         role = self.role(peer)
         if role < Role.BOOTSTRAP:
-            raise ProtocolError("a client that announces itself", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("a client must not announce itself", code=ErrorCode.REFUSED, peer=peer)
         if role < Role.VOLUNTEER and announcement.span[0] < announcement.span[1]:
-            raise ProtocolError("a bootstrap peer that claims units", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("a bootstrap peer must not claim layers", code=ErrorCode.REFUSED, peer=peer)

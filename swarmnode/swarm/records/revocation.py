@@ -50,7 +50,7 @@ class RevocationList(Signable, frozen=True):
         if len(digests) > MAX_PEERS or len(ids) > MAX_INVITES:
             raise UsageError(
                 f"a revocation list holds {MAX_PEERS} peers and {MAX_INVITES} invites at most, and this one is full: "
-                "found the swarm anew and invite those who shall stay"
+                "found a new swarm and invite the members who shall stay"
             )
         return msgspec.structs.replace(
             self, number=self.number + 1, issued_at=int(now), peers=tuple(digests), invites=tuple(ids)

@@ -131,7 +131,7 @@ class SignedRecord(Generic[Content]):
 
     def _check_swarm(self, content: Content, swarm: bytes, author: PeerId | None) -> None:
         if content.swarm != swarm:
-            raise ProtocolError(f"{self._a} of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
+            raise ProtocolError(f"this {self.name} is of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
 
 
 class OwnerSigned(SignedRecord[Content]):
@@ -151,7 +151,7 @@ class OwnerSigned(SignedRecord[Content]):
         content = self._content(signed)
         self._check_swarm(content, swarm, None)
         if not is_signed(owner, self._domain + signed.body, signed.signature):
-            raise ProtocolError(f"{self._a} that the owner did not sign", code=ErrorCode.REFUSED)
+            raise ProtocolError(f"the owner did not sign this {self.name}", code=ErrorCode.REFUSED)
         return content
 
 
@@ -178,5 +178,5 @@ class PeerSigned(SignedRecord[Content]):
         if swarm is not None:
             self._check_swarm(content, swarm, author)
         if not verify(author, self._domain + signed.body, signed.signature):
-            raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)
+            raise ProtocolError(f"the signature of this {self.name} is false", code=ErrorCode.REFUSED, peer=author)
         return content

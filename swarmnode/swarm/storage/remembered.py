@@ -50,7 +50,7 @@ class ManifestCache:
         try:
             write_private(self._path(swarm_id(raw)), raw, make_folder=True)
         except LocalError as error:
-            log.info("the manifest is fetched again next time: %s", error)
+            log.info("cannot keep the manifest, which is fetched again next time: %s", error)
 
     def _path(self, swarm: bytes) -> Path:
         return self._folder / f"{swarm.hex()}{SUFFIX}"
