@@ -87,7 +87,7 @@ class EnergyMeter:
             await asyncio.sleep(LOOK_S)
 
     def look(self, counter_j: float) -> None:
-        """Add the energy drawn since the last look, by the driver's counter; nothing if that is over `RUNNING_S` ago."""
+        """Add the energy drawn since the last look; nothing after a gap over `RUNNING_S` or if the driver's counter began anew."""
         kept, now = read_kept(self._path, _Kept, max_bytes=MAX_FILE_BYTES) or _Kept(), self._now()
         went_on = 0 <= now - kept.at <= RUNNING_S and counter_j >= kept.counter_j
         drawn_j, day = (counter_j - kept.counter_j if went_on else 0.0), _day(now)

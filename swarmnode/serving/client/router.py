@@ -41,7 +41,7 @@ class Router(Protocol):
 
     @abstractmethod
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """Leave a peer that failed out of all routes until it announces itself again.
+        """Leave a failed peer out of routes until it announces itself again, unless there is no route without it.
 
         Args:
             peer: The peer.

@@ -112,7 +112,7 @@ class SessionSpec:
 
     @property
     def size(self) -> SessionSize:
-        """Size of the session for routing: positions of the prompt and positions after it."""
+        """Size of the session for routing: positions of the prompt and positions after it, over all rows."""
         return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
 
     @property

@@ -146,7 +146,7 @@ class Membership:
         return None if member is None else self._objection_to_use(member, now)
 
     def _objection_to_use(self, member: Member, now: float) -> str | None:
-        """Return why the certificate is not valid now for any peer; None if it is."""
+        """Return why the certificate is not valid now; None if it is. A free place of a limited invite is taken."""
         if member.expired(now):
             return "its membership has expired"
         if member.admitted_at > now + MAX_SKEW_S:
@@ -156,7 +156,7 @@ class Membership:
         return None
 
     def stands(self, peer: PeerId, now: float) -> bool:
-        """Return whether a peer belongs to the swarm now, by the certificate that it showed before."""
+        """Return whether a peer belongs to the swarm now, by its certificate as known here."""
         if not self.private:
             return not self.revocations.covers(peer)
         member = self._members.get(peer)
@@ -177,11 +177,11 @@ class Membership:
         return self._objection(peer, self.own(), now)
 
     def member(self, peer: PeerId) -> Member | None:
-        """Return the content of the certificate that a peer showed; None if it showed none."""
+        """Return the content of a peer's certificate; None if none is known."""
         return self._members.get(peer)
 
     def role(self, peer: PeerId) -> Role:
-        """Return a peer's role: TRAINER in a public swarm; CLIENT if it showed no certificate."""
+        """Return a peer's role: TRAINER in a public swarm; CLIENT if no certificate of it is known."""
         if not self.private:
             return Role.TRAINER
         member = self._members.get(peer)
