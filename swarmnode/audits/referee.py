@@ -114,7 +114,7 @@ class Replays:
 
 
 class Referee:
-    """Base of a client's auditors: starts, counts and records audits until `close`. `name` names their tasks in logs."""
+    """Base of a client's auditors: counts audits and records findings until `close`. `name` names their tasks in logs."""
 
     def __init__(self, host: Host, name: str) -> None:
         self.host = host

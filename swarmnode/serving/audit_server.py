@@ -24,7 +24,7 @@ from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 
 @dataclass(frozen=True)
 class Author:
-    """Author of statements: its peer id, swarm, number format and signature."""
+    """Author of statements: its peer id, swarm, number format and signing function."""
 
     peer: PeerId
     swarm: bytes

@@ -39,7 +39,7 @@ Replica = Sequence[SpanPart]
 
 @dataclass(eq=False)
 class ServingStage(Stage):
-    """Replicas of a span, each in parts on its own devices, and their server. Made by `load`, ended by `close`."""
+    """Replicas of a span, each in parts on its own devices, and their server. Made by `load` or `take_up`, ended by `close`."""
 
     hardware: Hardware
     replicas: Sequence[Replica]

@@ -79,7 +79,8 @@ def units_of(opened: Open) -> tuple[int, int]:
 def journal_bytes(opened: Open, hidden_size: int) -> int:
     """Return the largest number of bytes of host memory that a session may take here.
 
-    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs, and its objects.
+    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs,
+    and its objects.
     """
     sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0

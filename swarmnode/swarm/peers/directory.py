@@ -372,7 +372,7 @@ class Directory:
         return self.config.publish_period_s(self.crowd)
 
     def _stamp(self, announcement: Announcement) -> Announcement:
-        """Return the announcement with new times. Its expiry grows each time, within `MAX_LIFE_S`: a DHT keeps the latest expiry."""
+        """Return the announcement with new times. Its expiry grows, within `MAX_LIFE_S`: a DHT keeps the latest expiry."""
         now = self._now()
         wanted = max(self._expires_at + 0.001, now + self._publish_period_s() * self.config.life_factor)
         expires_at = min(wanted, now + MAX_LIFE_S)
