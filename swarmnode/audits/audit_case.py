@@ -1,7 +1,9 @@
-"""One audit: every hop of a session says what it did, other peers do the same, and where they part a third decides.
+"""Audit of one session: each hop states its inputs and outputs, a replay over other peers is compared, and a third run
+decides.
 
-The hops are asked for positions and by a seed that are chosen now. The other peers get the text as an ordinary session, which they
-cannot tell from one that was moved to them after a fault: the same parameters, and inputs that are known already.
+The client chooses the positions and the seed only now, so no hop can prepare for them. The other peers get the text as
+an ordinary session. They cannot tell it from a session that was moved to them after a fault: it has the same
+parameters, and inputs that are already known.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ log = logging.getLogger(__name__)
 CodecAt = Callable[[int], Codec]
 
 
-"""unit -> the coarsest codec that states have met when they enter it"""
-SAME = 1e-4  # two sketches of the same bytes, on different machines
+"""Function from a unit to the coarsest codec through which states have passed when they enter that unit."""
+SAME = 1e-4  # deviation between sketches of the same bytes, made on different machines
 
 
 @dataclass(frozen=True)
 class TextRun:
-    """One way that a text went: the route, what each hop said of it, and the tokens that this route drew, by position.
+    """Run of one text: its route, each hop's account of it, and the tokens drawn in it, by position.
 
-    Where the route is not the session's first (`moved`), a hop may hold positions that others have sent it: those below its edge's
-    base. Nobody of the route answers for them.
+    If the session was moved to this route (`moved`), a hop may hold positions that peers of an earlier route sent to
+    it: those below the base of its edge. No hop of this route is responsible for them.
     """
 
     route: Sequence[HopSpec]
@@ -51,12 +53,15 @@ class TextRun:
     moved: bool = False
 
     def base(self, index: int) -> int:
-        """From which position on hop `index` has its input from the one before it."""
+        """Return the first position that hop `index` received from the hop before it in this route."""
         return self.accounts[index].statement.received.base
 
     def contradiction(self, ids: Sequence[int]) -> int | None:
-        """The first edge whose two ends say different things of what went over it: k is the edge into hop k, the one after the last
-        hop is to us. None where there is none. Into hop 0 went `ids`, of which we were told those that are not in `drawn`."""
+        """Return the first edge whose two ends disagree about what went over it; None if all agree.
+
+        Edge k leads into hop k, and edge `len(route)` from the last hop to this client. The tokens `ids` were the input
+        of hop 0. The client itself received only the tokens in `drawn`.
+        """
         taken = self.accounts[0].statement.received
         if taken.digest != ids_digest(torch.tensor(ids[: taken.length], dtype=torch.int64)):
             return 0
@@ -64,7 +69,7 @@ class TextRun:
         return len(self.accounts) if apart is None and not self._was_told(ids) else apart
 
     def _was_told(self, ids: Sequence[int]) -> bool:
-        """Whether the last hop signed for the tokens that it told us."""
+        """Return whether the last hop signed for exactly the tokens that the client received from it."""
         told = self.accounts[-1].statement.sent
         first, last = min(self.drawn, default=told.base), max(self.drawn, default=told.length - 1)
         if not told.base <= first <= last < told.length <= len(ids):
@@ -83,33 +88,40 @@ class TextRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said, each of the positions up to
-    the first at which the hop's input differed beyond the tolerance. `unclear` where the runs part at positions for which nobody of
-    the routes answers."""
+    """Result of comparing two runs: one judgement per hop, up to and including the first false hop.
+
+    Each judgement covers the positions up to the first whose input differed beyond the tolerance. `unclear` says that
+    the runs differ at positions that an earlier route's hop may have sent, so that no hop of either route is
+    responsible.
+    """
 
     judgements: Sequence[Judgement] = ()
     unclear: bool = False
 
     @property
     def false_hop(self) -> int | None:
-        """The index of the hop at which the two runs part, having agreed before it."""
+        """Index of the hop at which the two runs differ although they agree at all hops before it; None if no hop is
+        false."""
         return len(self.judgements) - 1 if self.judgements and self.judgements[-1].false else None
 
     @property
     def near_hop(self) -> int | None:
-        """The index of the first hop whose states lie so far apart at some position that it is nearly false."""
-        states = self.judgements[:-1]  # the last hop sends tokens, of which some are others
+        """Index of the first hop with a near miss; None if there is none. The last of `judgements` is left out."""
+        states = self.judgements[:-1]  # the last hop sends tokens, a few of which may honestly differ
         return next((index for index, judged in enumerate(states) if judged.near), None)
 
     def agree_at(self, index: int, compared: int = 0) -> bool | None:
-        """Whether the runs agree up to and with this hop; None where they part before it, or before so many positions were
-        `compared`, so that it cannot be told."""
+        """Return whether the runs agree at hop `index`.
+
+        Returns None if that cannot be decided: the runs differ before this hop, or fewer than `compared` positions were
+        compared.
+        """
         if self.false_hop == index:
             return False
         return True if len(self.judgements) > index and self.judgements[index].compared >= compared else None
 
     def is_near_miss(self, index: int, compared: int) -> bool | None:
-        """Whether a hop's states lie nearly so far apart that it is false; None where it cannot be told (`agree_at`)."""
+        """Return whether hop `index` is a near miss or false; None if that cannot be decided (see `agree_at`)."""
         agree = self.agree_at(index, compared)
         return None if agree is None else not agree or self.judgements[index].near
 
@@ -117,12 +129,19 @@ class Comparison:
 def compare(
     one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration, *, adapted: bool = False
 ) -> Comparison:
-    """What came out of each hop in two runs of the same text, whose states had met no coarser codec than `codec_at` says: as the
-    next hop got them, and in the end tokens. `adapted`: through an adapter.
+    """Compare two runs of the same text hop by hop: the states that the next hop received, and for the last hop the
+    drawn tokens.
 
-    What a hop makes of a position depends on what came in up to it: behind the first that came in otherwise nothing is its own."""
+    A hop's result at a position depends on its inputs up to it. Therefore no hop is judged by positions behind the
+    first whose input differed. Deviations of a hop without a position beyond the tolerance are noted in `calibration`,
+    unless `adapted`.
+
+    Args:
+        codec_at: Gives the coarsest codec through which states have passed when they enter a unit.
+        adapted: Whether the text was computed with a LoRA adapter, whose noise is larger.
+    """
     judgements: list[Judgement] = []
-    alike: int | None = None  # positions up to the first that came in otherwise
+    alike: int | None = None  # positions up to the first whose input differed
     for index in range(len(one.route)):
         said = one.accounts[index].statement
         codec = codec_at(said.end)
@@ -140,9 +159,7 @@ def compare(
         if judged.beyond:
             was_false = judged.false
             judged = judge_states(apart[max(one.base(index + 1), other.base(index + 1)) :], tolerance)
-            if (
-                was_false and not judged.false
-            ):  # a hop that has left the route sent it, and whatever follows is made of it
+            if was_false and not judged.false:  # a hop of an earlier route sent it, and all that follows depends on it
                 return Comparison(tuple(judgements), unclear=True)
         elif not adapted:
             calibration.note(one.route[index].peer, said.number_format, codec, apart, units=said.end)
@@ -154,21 +171,21 @@ def compare(
 
 
 class AuditCase:
-    """Of one text `ids`, whose first tokens were a prompt, and which `spec` says how to draw.
+    """Audit of one text `ids`, which begins with a prompt; `spec` says how its tokens are drawn.
 
-    It is judged from the beginning on, as what a hop makes of a position depends on all before it: were a part left out, who lies
-    there could make others look false behind it.
+    The text is judged from position 0 on, because a hop's result at a position depends on all positions before it. If a
+    part were left out, a hop that lies there could make other hops look false behind it.
     """
 
     def __init__(self, referee: Referee, replays: Replays, spec: SessionSpec, ids: Sequence[int]) -> None:
         assert spec.sampling is not None
-        self.accused: HopAccount | None = None  # of whoever was found false, what it said in the first run
+        self.accused: HopAccount | None = None  # the first run's account of the hop that was found false
         self._referee = referee
         self._replays = replays
         self._spec = spec
         self.ids = ids
         self._sampling = spec.sampling
-        held = len(ids) - 1  # positions: the last token is told and not fed
+        held = len(ids) - 1  # positions: the last token is drawn and not fed
         part = referee.dice.randrange(-(-held // MAX_SKETCHED)) + 1
         self._end = max(self._sampling.prompt_length, min(held, part * MAX_SKETCHED))
         self._seed = referee.dice.randbytes(SEED_BYTES)
@@ -178,9 +195,12 @@ class AuditCase:
         return f"<AuditCase of {self._name} up to position {self._end - 1}>"
 
     async def audit(self, session: ClientSession) -> str:
-        """Judge the hops of a session that has brought forth the last of the tokens, and keep their standings; the session ends.
+        """Audit the hops of `session`, which has drawn the last token of `ids`, and update the standings of the peers.
 
-        Returns `passed`, `false`, `doubt` or `void`. Raises what made the audit come to nothing."""
+        Returns `passed`, `false` (a peer is shunned), `doubt` (one or two peers are in doubt) or `void` (no result).
+        Closes `session` as soon as its hops have answered. Raises SwarmnodeError or asyncio.TimeoutError if the audit
+        could not be carried out.
+        """
         await session.stay()
         accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
         await session.close()
@@ -195,7 +215,7 @@ class AuditCase:
             return self._concealed(original, index)
         second = await self._run_again(original.route)
         if second is None or second.contradiction(self.ids) is not None:
-            return "void"  # and no doubt: what it drew may have come back to it sooner than what it was sent
+            return "void"  # without a doubt: a token may have come back to this route sooner than its input did
         found = self._compare(original, second)
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
         near = found.near_hop
@@ -203,7 +223,7 @@ class AuditCase:
             for peer in {hop.peer, other.peer} if hop.peer != other.peer and index != near else ():
                 self._referee.standing.pass_audit(peer, judgement.compared)
                 self._referee.note(
-                    "finds it right", peer, f"{judgement.compared} positions of {self._name} were computed by two alike"
+                    "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"
                 )
         if near is not None and await self._is_shunned_for(near, found.judgements[near].compared, original, second):
             return "false"
@@ -212,8 +232,12 @@ class AuditCase:
         return "void" if found.unclear else "passed"
 
     async def _is_shunned_for(self, near: int, compared: int, original: TextRun, second: TextRun) -> bool:
-        """Two runs lie a little too far apart at the hop `near`: which of the two it was a third one tells. It lowers that
-        one's trust (where nobody can tell, both) and adds to its earlier near misses."""
+        """Find out by a third run which of two runs has the near miss at hop `near`. Returns whether its peer is
+        shunned.
+
+        The peer with the near miss loses trust, and the miss adds to its earlier ones. If the third run cannot decide,
+        both peers lose trust.
+        """
         suspects = original.route[near].peer, second.route[near].peer
         if suspects[0] == suspects[1]:
             return False
@@ -225,23 +249,30 @@ class AuditCase:
                 self._referee.standing.come_near(peer)
             return False
         if not self._referee.standing.near_miss(suspects[alone], compared):
-            self._referee.note("trusts it less", suspects[alone], f"{self._name} of it lies farther off than most")
+            self._referee.note(
+                "trusts it less", suspects[alone], f"its result for {self._name} deviates more than most"
+            )
             return False
         self.accused = (original, second)[alone].accounts[near]
-        self._shun(suspects[alone], "several texts of it lie farther off from what others compute than chance has it")
+        self._shun(suspects[alone], "its results for several texts deviate more from other peers' than chance explains")
         return True
 
     async def _third_run(self, route: Sequence[HopSpec], index: int, suspects: tuple[PeerId, PeerId]) -> TextRun | None:
-        """The text once more, with neither of the two at hop `index`; None where there is nobody, or who contradicts itself."""
+        """Run the text without the two `suspects` at hop `index`; None if no other peer is there or the run contradicts
+        itself."""
         third = await self._run_again(route, suspects[1])
         is_of_use = third is not None and third.route[index].peer not in suspects
         return third if third is not None and is_of_use and third.contradiction(self.ids) is None else None
 
     async def _who(self, original: TextRun, second: TextRun, index: int, compared: int) -> str:
-        """Two runs part at a hop, of which so many positions were `compared`: a third one, by other peers, says which of the two is
-        false."""
+        """Find out by a third run which of two runs is false at hop `index`, and shun its peer. Returns `false` or
+        `doubt`.
+
+        `compared` is the number of positions at which the third run must be comparable. If it cannot decide, both peers
+        are in doubt.
+        """
         suspects = original.route[index].peer, second.route[index].peer
-        if suspects[0] == suspects[1]:  # one time may be noise that nobody has measured
+        if suspects[0] == suspects[1]:  # a single time may be noise that was never measured
             return "false" if self._referee.doubt(suspects[0], self._name) else "doubt"
         third = await self._third_run(original.route, index, suspects)
         if third is not None:
@@ -249,7 +280,7 @@ class AuditCase:
             if alone is not None:
                 self.accused = (original, second)[alone].accounts[index]
                 by = third.route[index].peer
-                self._shun(suspects[alone], f"{by} computed {self._name} as another peer did, and not as it")
+                self._shun(suspects[alone], f"{by} and another peer agree on {self._name}, and this peer differs")
                 return "false"
         self._referee.doubt_both(*suspects)
         return "doubt"
@@ -259,7 +290,8 @@ class AuditCase:
         return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
 
     def _untold(self, run: TextRun) -> int | None:
-        """The first hop that says that it sent in another codec than the client was told; None where there is none."""
+        """Return the first hop that claims to have sent in another codec than the client knows of; None if there is no
+        such hop."""
         for index, account in enumerate(run.accounts[:-1]):
             said = account.statement
             if said.codec != self._spec.codec_into(said.end, said.sent.length):
@@ -267,12 +299,16 @@ class AuditCase:
         return None
 
     def _concealed(self, run: TextRun, index: int) -> str:
-        """Its choice went to the client by the hops before it: nobody can compute the text again, and one of them is to be
-        doubted. Where hops were lost, one of them may have chosen and not told it."""
+        """Doubt the hop that used an undisclosed codec and the hop before it. Returns `doubt`, or `void` if the session
+        was moved.
+
+        A hop's choice of codec reaches the client through the hops before it. Without it the text cannot be computed
+        again. In a moved session, a lost hop may have kept the choice to itself.
+        """
         if run.moved:
             return "void"
         one, other = run.route[index].peer, run.route[max(0, index - 1)].peer
-        log.info("peer %s sent in another codec than was told", one)
+        log.info("peer %s sent in a codec that the client was not informed of", one)
         if one == other:
             self._referee.doubt(one, self._name)
         else:
@@ -280,28 +316,32 @@ class AuditCase:
         return "doubt"
 
     def _contradicted(self, run: TextRun) -> str:
-        """Two neighbours of a route say different things of what went between them: one of the two is to be doubted."""
+        """Doubt the two neighbours that disagree about their edge. Returns `doubt`, `false` or, in a moved session,
+        `void`.
+
+        `false` means that the last hop contradicted the client itself and is now shunned for its doubts.
+        """
         edge = run.contradiction(self.ids)
         assert edge is not None
         if edge in (0, len(run.route)) and run.moved:
-            return "void"  # a token may have been drawn twice: who was lost told it to one of us
-        if edge == len(run.route):  # between it and us is nobody
-            log.info("peer %s did not sign for the tokens that it told", run.route[-1].peer)
+            return "void"  # a lost hop may have sent a token to one of the two, which was then drawn a second time
+        if edge == len(run.route):  # this edge leads straight to the client
+            log.info("peer %s did not sign for the tokens that it sent", run.route[-1].peer)
             return "false" if self._referee.doubt(run.route[-1].peer, self._name) else "doubt"
-        one, other = run.route[edge - 1].peer, run.route[edge].peer  # into the first hop the last one feeds
+        one, other = run.route[edge - 1].peer, run.route[edge].peer  # the last hop feeds the first one
         log.info("peers %s and %s contradict one another", one, other)
         self._referee.doubt_both(one, other)
         return "doubt"
 
     def _shun(self, peer: PeerId, fact: str) -> None:
-        log.warning("peer %s computes falsely: it is left out from now on", peer)
+        log.warning("peer %s returned wrong results: it is left out from now on", peer)
         self._referee.standing.shun(peer)
-        self._referee.note("leaves it out for a week", peer, f"it computes falsely: {fact}")
+        self._referee.note("leaves it out for a week", peer, f"it returned wrong results: {fact}")
 
     # -- asking
 
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
-        """What every hop says. Raises what the first one raised that does not say it."""
+        """Fetch the account of every hop. Raises the first error of a fetch."""
         return list(await asyncio.gather(*(self._fetch(hop.peer, session) for hop in route)))
 
     async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:
@@ -311,7 +351,7 @@ class AuditCase:
                 self._replays.statements, peer, session, self._seed, self._end, referee.host.swarm.id
             )
         except PeerRefused:
-            referee.standing.forfeit(peer)  # who is there and does not answer may have had to let go of it
+            referee.standing.forfeit(peer)  # a peer that is present and refuses may have had to drop the session
             raise
         except ProtocolError:
             referee.doubt(peer, self._name)
@@ -319,17 +359,18 @@ class AuditCase:
         announced = referee.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
             referee.standing.forfeit(peer)
-            raise ProtocolError("a statement in another number format than announced", peer=peer)
+            raise ProtocolError("the statement is in another number format than the peer announced", peer=peer)
         return account
 
     async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:
-        """The text along another route. None where nobody else is there; raises what made it fail."""
+        """Run the text over another route without `avoided`; None if no hop has another peer. Raises the error that
+        ended the run."""
         again = self._referee.another_route(route, *avoided)
         return None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
 
     async def _run(self, route: Route) -> TextRun:
         prompt, end = self._sampling.prompt_length, self._end
-        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=end + 1 - prompt)  # and then it stands
+        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=end + 1 - prompt)  # the session ends there
         spec = replace(self._spec, sampling=sampling, max_length=end)
         async with self._replays.session(route, spec) as session:
             drawn = await self._replays.draw(session, self.ids[:end], prompt, lambda received: received.position == end)

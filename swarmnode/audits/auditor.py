@@ -1,7 +1,8 @@
-"""Audits: some of a client's sessions are computed once more, and what their hops did is compared with what replicas did.
+"""Audits: some of a client's sessions are computed a second time, and the results of their hops compared with those of
+replicas.
 
-After the answer, and in the background: which sessions is drawn when they are over, so that no hop can know before. What an audit
-does is in `audit_case.py`, which needs torch; here it is decided whether there is one.
+Audits run in the background after the answer. Sessions are chosen at random when they are over, so no hop can know in
+advance. This module decides whether there is an audit. The audit itself is in `audit_case.py`, which needs torch.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from swarmnode.serving.client.router import Route
 from swarmnode.serving.client.session_spec import ServedWork, SessionSpec
 
 OnFound = Callable[[PeerId, Route, SessionSpec], None]
-"""(who computes falsely, a route on which it did, what was computed)"""
+"""Callback with the peer that computed falsely, a route on which it did, and the specification of that session."""
 
 RESULTS = ("passed", "false", "doubt", "void")
 
 
 class Auditor(Referee):
-    """Audits of one client's sessions: `take` is told of every session when it is over."""
+    """Auditor of one client's sessions. Call `take` with every session that is over."""
 
     def __init__(
         self,
@@ -46,12 +47,17 @@ class Auditor(Referee):
         return f"<Auditor {self._budget!r}, {dict(self.counts)}>"
 
     def readings(self) -> Readings:
-        """What came of the audits so far."""
+        """Yield the number of audits for each result."""
         for result in RESULTS:
             yield Reading(table.AUDITS, self.counts[result], (result,))
 
     def take(self, session: ClientSession, ids: Sequence[int]) -> bool:
-        """A session has brought forth the last of these tokens. Whether it is audited: then it is closed from here."""
+        """Draw whether `session`, which has produced `ids` (prompt and drawn tokens), is audited, and start the audit
+        if so.
+
+        Returns whether it is audited. The auditor then closes the session. Returns False also if too many audits run
+        already or no hop of its route has another peer.
+        """
         assert session.spec.sampling is not None
         prompt = session.spec.sampling.prompt_length
         cost = self.cost(session.route, prompt, len(ids) - prompt)
@@ -64,7 +70,8 @@ class Auditor(Referee):
         return True
 
     def cost(self, route: Route, prompt: int, drawn: int) -> SessionCost:
-        """Of a session, from the speeds that the route's peers announce."""
+        """Estimate the cost of a session with `prompt` and `drawn` tokens from the speeds that the route's peers
+        announce."""
         announced = self.host.directory.peers()
         known = [announced[hop.peer] for hop in route if hop.peer in announced]
         decode = min((peer.decode_units_per_s for peer in known), default=0.0) or UNMEASURED_UNITS_PER_S
@@ -83,7 +90,7 @@ class Auditor(Referee):
             self.on_found(case.accused.statement.peer, session.route, session.spec)
 
     def afford(self, cost: SessionCost) -> bool:
-        """Whether the budget has this for something else than the sessions' own audits; it is spent then."""
+        """Return whether the budget has room for `cost` beside the audits of own sessions, and spend it if so."""
         return self._budget.afford(cost)
 
     async def close(self) -> None:

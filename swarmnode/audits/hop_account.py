@@ -1,4 +1,4 @@
-"""What a hop says that it did in a session, asked for and read: its statement, and the sketches that it signed with it."""
+"""A hop's account of a session, fetched and verified: its signed statement and the sketches that the statement covers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from swarmnode.swarm.records.statement import Statement, open_statement
 
 @dataclass(frozen=True)
 class HopAccount:
-    """Of positions [0, T): `statement` is the one of the last of them, `raw` as it was signed. Sketches are None of token ids, and
-    of what the last hop brings forth."""
+    """Account of one hop for positions [0, T): its last `statement`, the signed bytes of it (`raw`), and the sketches
+    of both edges.
+
+    `received_TK` is None if the hop received token ids, `sent_TK` is None if the hop sent no states (the last hop).
+    """
 
     statement: Statement
     raw: bytes
@@ -35,7 +38,11 @@ class HopAccount:
 async def fetch_account(
     board: Switchboard, peer: PeerId, session: bytes, seed: bytes, end: int, swarm: bytes
 ) -> HopAccount:
-    """A hop's account of positions [0, `end`). Raises ProtocolError where it is none, PeerLost, PeerRefused, NetworkDown."""
+    """Fetch the account of `peer` for positions [0, `end`) of `session`, with sketches by `seed`.
+
+    Raises ProtocolError if the account is invalid or its parts disagree; PeerLost, PeerRefused or NetworkDown if there
+    is no answer.
+    """
     parts: list[HopAccount] = []
     for first in range(0, end, MAX_SKETCHED):
         question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first))
@@ -44,7 +51,8 @@ async def fetch_account(
 
 
 async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
-    """Another question of ours may be on its way there: then this one comes after it."""
+    """Ask one question, again while the peer is BUSY with another one. Raises ProtocolError if the answer is to another
+    question."""
     while True:
         try:
             body, payload = await ask_one(board, peer, question, StatementReply)
@@ -57,15 +65,16 @@ async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: 
     said = account.statement
     asked = (peer, question.session, question.seed, question.first, question.count)
     if (said.peer, said.session, said.seed, said.first, said.count) != asked:
-        raise ProtocolError("a statement of something else than was asked", peer=peer)
+        raise ProtocolError("the statement answers another question", peer=peer)
     return account
 
 
 def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:
-    """What a hop answered. Raises ProtocolError where it is not what its author signed."""
+    """Decode and verify a hop's answer. Raises ProtocolError if the statement or the sketches are not as their author
+    signed them."""
     statement = open_statement(raw, swarm, verify)
     if hashlib.sha256(payload).digest() != statement.sketches:
-        raise ProtocolError("sketches that their author did not sign", peer=statement.peer)
+        raise ProtocolError("the peer did not sign these sketches", peer=statement.peer)
     size_bytes = statement.count * SKETCH_BYTES
     received_TK = read_sketches(payload[:size_bytes], statement.count) if statement.start > 0 else None
     rest = payload[size_bytes:] if received_TK is not None else payload
@@ -74,13 +83,14 @@ def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:
 
 
 def _joined(parts: Sequence[HopAccount]) -> HopAccount:
-    """The parts of one account, which must say the same of what they have in common. Raises ProtocolError."""
+    """Join the parts of one account. Raises ProtocolError if their statements differ in more than positions and
+    sketches."""
     last = parts[-1].statement
     for part in parts:
         said = part.statement
         as_last = msgspec.structs.replace(said, first=last.first, count=last.count, sketches=last.sketches)
         if as_last != last or (part.sent_TK is None) != (parts[-1].sent_TK is None):
-            raise ProtocolError("one session, and two statements that do not fit", peer=last.peer)
+            raise ProtocolError("two statements about one session contradict each other", peer=last.peer)
     received_TK, sent_TK = (
         _together(edge) for edge in zip(*((part.received_TK, part.sent_TK) for part in parts), strict=True)
     )

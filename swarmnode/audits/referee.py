@@ -1,5 +1,8 @@
-"""Referee: what audits of sessions and of passes share. Some work of a client's peers is computed once more by others, in the
-background; what comes of that is counted, kept in the peers' standing, and noted as a decision."""
+"""Common parts of the audits of sessions and of graph passes.
+
+Some work of a client's peers is computed a second time by other peers, in the background. Results are counted, kept in
+the peers' standing and noted as decisions.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ RUN_S = 60.0  # for one run of a text
 
 
 class FixedRoute(Router):
-    """Router that knows one route: if it fails, so does the session over it."""
+    """Router with one fixed route: if a hop fails, the session over it fails, too."""
 
     def __init__(self, route: Route, observed_latency: ObservedLatency) -> None:
         self.observed_latency = observed_latency
@@ -49,7 +52,7 @@ class FixedRoute(Router):
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
         if avoid:
-            raise NoRoute("a hop of the one route failed")
+            raise NoRoute("a hop of the fixed route failed")
         return self._route
 
     def suspect(self, peer: PeerId, reason: str) -> None:
@@ -60,8 +63,10 @@ class FixedRoute(Router):
 
 
 class Replays:
-    """Sessions of one client's audits, and the links on which it asks hops for their statements. `on_over` hears of the sessions as
-    of any others: hops must not tell them apart."""
+    """Sessions of one client's audits, and the links for asking hops for their statements.
+
+    `on_over` is called for these sessions as for any others: hops must not be able to tell them apart.
+    """
 
     def __init__(
         self, host: Host, sessions: Switchboard, config: ClientConfig, on_over: Callable[[ServedWork], None]
@@ -78,7 +83,7 @@ class Replays:
 
     @asynccontextmanager
     async def session(self, route: Route, spec: SessionSpec) -> AsyncIterator[ClientSession]:
-        """A session along a route, which is closed in the end."""
+        """Open a session along `route` that is closed at the end of the context."""
         router = FixedRoute(route, self._host.observed_latency)
         clock = self._host.clock.monotonic
         session = ClientSession(self._sessions, router, spec, self._config, clock=clock, on_over=self._on_over)
@@ -90,11 +95,15 @@ class Replays:
     async def draw(
         self, session: ClientSession, ids: Sequence[int], prompt: int, is_last: Callable[[Received], bool]
     ) -> dict[int, int]:
-        """Begin a session with these ids, of which the first `prompt` are the prompt. Returns the tokens drawn, by position, up to
-        the last one. Raises what ended the session before."""
+        """Start `session` with `ids`, whose first `prompt` tokens are the prompt, and receive tokens until `is_last` is
+        true of one.
+
+        Returns the drawn tokens by position. Raises the error that ended the session if it ends earlier.
+        """
         await session.start()
         size = self._config.prompt_chunk_tokens
-        for start in range(0, len(ids), size):  # at once: what the last hop draws must find its position taken
+        # All at once: when the last hop draws for a position, the position must be taken already.
+        for start in range(0, len(ids), size):
             session.send(ids_entry(start, [ids[start : start + size]], Want.NOTHING), expect=prompt)
         drawn: dict[int, int] = {}
         while True:
@@ -105,7 +114,7 @@ class Replays:
 
 
 class Referee:
-    """Base of a client's auditors. `name` is that of its tasks in logs. Ended by `close`."""
+    """Base of a client's auditors: counts audits and records findings until `close`. `name` names their tasks in logs."""
 
     def __init__(self, host: Host, name: str) -> None:
         self.host = host
@@ -116,16 +125,17 @@ class Referee:
 
     @property
     def is_busy(self) -> bool:
-        """Whether as many audits are under way as may be."""
+        """Whether the maximal number of audits is running."""
         return len(self._tasks) >= MAX_AUDITS
 
     def another_route(self, route: Sequence[HopSpec], *avoided: PeerId) -> Route | None:
-        """Draw other peers for the hops of a route, none that is `avoided` or shunned; None if no hop has another one."""
+        """Draw other peers for the hops of `route`, none of them `avoided` or shunned. A hop without another peer keeps its
+        own; None if all do."""
         peers, avoid = self.host.directory.peers(), self.standing.shunned.union(avoided)
         return second_route(route, peers, self.dice, avoid=avoid)
 
     async def settle(self, case: Coroutine[Any, Any, str]) -> str:
-        """Await the result of an audit, count it, and write standings down. Returns `void` if the audit failed."""
+        """Await the result of an audit, count it and save the standings. Returns `void` if the audit failed."""
         try:
             result = await case
         except (SwarmnodeError, asyncio.TimeoutError) as error:
@@ -136,21 +146,22 @@ class Referee:
         return result
 
     def doubt(self, peer: PeerId, other: str) -> bool:
-        """Note that a peer contradicts `other`. Returns whether it is shunned now, with the doubts that there were."""
+        """Record that `peer` contradicts `other` (a peer or a text). Returns whether it is now shunned because of all
+        its doubts."""
         shunned = self.standing.doubt(peer, other)
         self.note("leaves it out for a week" if shunned else "doubts it", peer, f"it contradicts {other}")
         if shunned:
-            log.warning("peer %s contradicts one after another: it is left out from now on", peer)
+            log.warning("peer %s contradicts one peer after another: it is left out from now on", peer)
         return shunned
 
     def doubt_both(self, one: PeerId, other: PeerId) -> None:
-        """Note that two peers contradict one another, and nobody can tell which of them is wrong."""
+        """Record that two peers contradict each other and the client cannot tell which of them is wrong."""
         self.doubt(one, other)
         if one != other:
             self.doubt(other, one)
 
     def note(self, what: str, peer: PeerId, *facts: str) -> None:
-        """Record what is decided about a peer, with the facts behind it and its trust."""
+        """Log the decision `what` about `peer` with the `facts` behind it and the peer's trust."""
         trust = f"its standing is {self.standing.trust(peer):.2f} of 1"
         self.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
@@ -159,10 +170,10 @@ class Referee:
         await self._tasks.idle()
 
     async def close(self) -> None:
-        """Give up audits that are under way."""
+        """Cancel the audits that are running."""
         await self._tasks.close()
 
 
 def odd_one_out(votes: Sequence[bool | None]) -> int | None:
-    """Return which of two a third peer contradicts alone; None if it contradicts or confirms both, or cannot tell of one."""
+    """Return the index of the run that the third run contradicts if it confirms the other; None in all other cases."""
     return votes.index(False) if set(votes) == {False, True} else None

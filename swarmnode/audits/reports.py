@@ -1,8 +1,9 @@
-"""Reports: what a client found of others it tells the swarm, and what others tell it looks at itself.
+"""Reports of false peers: the client publishes its own findings and checks those of other clients itself.
 
-Nobody is shunned for what somebody says. A report names a peer and a text that it computed falsely; who reads it lets the peer draw
-from the same beginning, in ordinary sessions, audits them as its own (`audit_case.py`), and believes what comes of that. One report
-is looked into at a time, for no more than the budget of audits has, and whose report turns out not to be true is in doubt for it.
+A report alone never gets a peer shunned. It names a peer and a text that the peer computed falsely. The reader lets
+that peer draw from the same beginning, in ordinary sessions, audits these as its own (`audit_case.py`) and believes
+only their results. Readers check one report at a time, within the budget of audits. The author of a report that turns
+out wrong is in doubt for it.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 TABLE_TIMEOUT_S = 10.0
-TEXTS = 3  # with which a peer is tried: they are nobody's, and may be shown
-RUNS = 3  # of each, at most
+TEXTS = 3  # tried with a peer; random, so that they reveal no user's text
+RUNS = 3  # of each text, at most
 PROMPT_TOKENS, NEW_TOKENS = 16, 48
-MAX_SEEN = 1024  # reports that are remembered
+MAX_SEEN = 1024  # remembered reports
 
 
 class Reports:
-    """Of one client, whose `router` finds routes over the whole model."""
+    """Publisher and reader of reports for one client; `router` finds routes over the whole model."""
 
     def __init__(self, auditor: Auditor, router: Router) -> None:
         self._auditor = auditor
@@ -59,22 +60,22 @@ class Reports:
         return f"<Reports, {len(self._seen)} seen>"
 
     def start(self) -> None:
-        """Look for what others tell from now on."""
+        """Start checking other clients' reports in the background."""
         self._tasks.spawn(self._look_forever(), "look")
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel publications and checks."""
         await self._telling.close()
         await self._tasks.close()
 
     # -- telling
 
     async def told(self) -> None:
-        """Wait until what was found is told."""
+        """Wait until all findings are published."""
         await self._telling.idle()
 
     def tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
-        """A peer was found to compute falsely on this route, where it did not answer for a text that is somebody's."""
+        """Try `accused` on `route` in the background with random texts, and publish a report if it computes falsely."""
         self._telling.spawn(self._tell(accused, route, spec), f"tell of {accused}")
 
     async def _tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
@@ -87,7 +88,8 @@ class Reports:
                 return
 
     async def _try(self, prompt: Sequence[int], route: Route) -> tuple[str, AuditCase | None]:
-        """What comes of a text from this beginning that is drawn along this route and audited."""
+        """Draw a text that begins with `prompt` along `route` and audit it. Returns the result, and the case or None if
+        drawing failed."""
         from swarmnode.audits.audit_case import AuditCase
 
         auditor, replays, spec, case = self._auditor, self._auditor.replays, spec_of(prompt), None
@@ -103,7 +105,7 @@ class Reports:
             return await auditor.settle(examine()), case
 
     async def _publish(self, ids: Sequence[int], said: HopAccount) -> None:
-        """The peer that said this of a text was found false."""
+        """Publish a report that the author of the account `said` computed the text `ids` falsely."""
         host, now = self._host, self._host.clock.unix()
         report = Report(host.swarm.id, host.peer_id, said.statement.peer, now, PROMPT_TOKENS, tuple(ids), said.raw)
         key, subkey = report_key(report.swarm), report_subkey(report.author, report.accused)
@@ -127,7 +129,10 @@ class Reports:
                 log.debug("cannot read the swarm's reports: %s", error or "no answer")
 
     async def look(self) -> None:
-        """Read what others tell, and look into one of them, of whom is trusted most."""
+        """Read the reports in the DHT and check one new report: that of the most trusted author.
+
+        Raises SwarmnodeError or asyncio.TimeoutError if the DHT does not answer.
+        """
         swarm, standing = self._host.swarm.id, self._auditor.standing
         key = report_key(swarm)
         found = await asyncio.wait_for(self._host.network.dht.get([key]), TABLE_TIMEOUT_S)
@@ -152,7 +157,7 @@ class Reports:
         if route is None or not self._auditor.afford(
             self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
         ):
-            return  # perhaps the next time
+            return  # until the next look
         self._seen[report.author, report.accused, report.at] = None
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
@@ -164,7 +169,7 @@ class Reports:
             self._auditor.standing.accused_in_vain(report.author, report.accused)
 
     def _through(self, accused: PeerId, units: Span) -> Route | None:
-        """A route on which the accused computes these units, and nobody else twice."""
+        """Return a route on which `accused` computes `units`; None if there is none, or if a peer would have two hops."""
         try:
             around = self._router.route(frozenset({accused}), (), SessionSize(PROMPT_TOKENS, NEW_TOKENS))
         except NoRoute:
@@ -176,7 +181,7 @@ class Reports:
 
 
 def spec_of(prompt: Sequence[int]) -> SessionSpec:
-    """A session that draws the likeliest tokens."""
+    """Return the specification of a session that always draws the most likely token."""
     sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
-    length = len(prompt) + NEW_TOKENS - 1  # the last one is told and not fed
+    length = len(prompt) + NEW_TOKENS - 1  # the last token is drawn and not fed
     return SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)

@@ -1,1 +1,1 @@
-"""What the owner of a machine wants of the node on it: to lend, to pause, to finish; by command or by rule."""
+"""Wishes of a machine's owner for the node on it: to lend, to pause or to finish, by command or by rule."""

@@ -1,4 +1,5 @@
-"""NVIDIA cards of this machine: temperature, power and use by other programs, and the guard that keeps them under ceilings."""
+"""NVIDIA cards of this machine: temperature, power and use by other programs, and the guard that keeps them under
+ceilings."""
 
 from __future__ import annotations
 
@@ -18,52 +19,54 @@ from swarmnode.net.tasks import OnCrash, Tasks
 LOOK_S = 1.0
 LEAST_SHARE = 0.05
 DOWN, UP = 0.8, 1.05  # down at once, up slowly: a card stays warm for a while
-ROOM = 0.97  # of a ceiling, above which nothing goes up
+ROOM = 0.97  # share of a ceiling; above it no card speeds up
 
 
 @dataclass(frozen=True)
 class CardLimits:
-    """Ceilings of a card. None: none."""
+    """Ceilings of temperature and power for a card. None is no ceiling."""
 
     max_celsius: float | None = None
     max_watts: float | None = None
 
     @property
     def any(self) -> bool:
-        """Whether there is a ceiling at all."""
+        """Whether there is a ceiling."""
         return self != CardLimits()
 
     def strain(self, celsius: float | None, watts: float | None) -> float:
-        """How near the card is to its ceilings: 1 at one of them. What is not known strains nobody."""
+        """Return how near the card is to its ceilings; 1 is at a ceiling. A ceiling without a measurement does not
+        count."""
         pairs = (celsius, self.max_celsius), (watts, self.max_watts)
         return max((now / most for now, most in pairs if now is not None and most is not None), default=0.0)
 
 
 class Paced(Protocol):
-    """What can be made to rest: `share` is of the time, 0 to 1."""
+    """Device that can be made to rest. `share` is the share of the time that it works, 0 to 1."""
 
     share: float
 
 
 class Sensors(Protocol):
-    """What tells how hot a card is and what it draws; None where that is not known."""
+    """Sensors of temperature and power of the cards."""
 
     def celsius(self) -> float | None:
-        """Of the hottest card."""
+        """Return the temperature of the hottest card in degrees Celsius; None if it is not known."""
 
     def watts(self) -> float | None:
-        """Of the one that draws most."""
+        """Return the power of the card that draws most, in watts; None if it is not known."""
 
 
 def next_share(share: float, most: float, strain: float) -> float:
-    """The share of the time that a device may be busy next, where it had `share` and its owner lends `most`."""
+    """Return the next share of the time for a device that had `share`. Its owner lends at most `most`."""
     if strain > 1:
         return max(min(LEAST_SHARE, most), share * DOWN)
     return min(most, share * UP) if strain < ROOM else share
 
 
 class CardGuard:
-    """Looks at the cards again and again, from `start` to `close`. `paced` is what rests: all of them for the hottest."""
+    """Guard that reads the sensors every second, from `start` to `close`, and slows all `paced` devices for the hottest
+    card."""
 
     def __init__(
         self,
@@ -86,14 +89,14 @@ class CardGuard:
     def start(
         cls, limits: CardLimits, paced: Sequence[Paced], sensors: Callable[[], Sensors], *, on_crash: OnCrash | None
     ) -> CardGuard:
-        """One that watches from now on, where there is a ceiling."""
+        """Return a guard that watches from now on, if there is a ceiling."""
         guard = cls(limits, paced, sensors, on_crash=on_crash)
         if limits.any:
             guard._tasks.spawn(guard._watch(), "watch")
         return guard
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop watching."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
@@ -104,46 +107,52 @@ class CardGuard:
             await asyncio.sleep(LOOK_S)
 
     def judge(self, celsius: float | None, watts: float | None) -> None:
-        """Let the devices rest as much as what was seen asks for."""
+        """Set the share of the devices for this temperature and power."""
         share = next_share(self._paced[0].share, self._most, self._limits.strain(celsius, watts))
         for paced in self._paced:
             paced.share = share
 
 
 class Cards:
-    """All cards; none where there is no driver. What it does not tell (power, on many laptops) is None. May block for a while."""
+    """All NVIDIA cards; none if there is no driver. Methods may block for a while.
+
+    A figure that the driver does not report (power, on many laptops) is None.
+    """
 
     def __init__(self) -> None:
         self._nvml, self._handles = nvidia_cards()
-        self._told_us: dict[int, int] = {}  # by card: the driver's time of the last sample that it told
+        self._told_us: dict[int, int] = {}  # by card: the driver's time of the last sample read
 
     def __repr__(self) -> str:
         return f"<Cards: {len(self._handles)}>"
 
     def celsius(self) -> float | None:
-        """Of the hottest one."""
+        """Return the temperature of the hottest card in degrees Celsius; None if no card reports it."""
         nvml = self._nvml
         return self._most(lambda handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
 
     def watts(self) -> float | None:
-        """Of the one that draws most."""
-        return self._most(lambda handle: self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000)  # milliwatts
+        """Return the power of the card that draws most, in watts; None if no card reports it."""
+        return self._most(lambda handle: self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000)  # from milliwatts
 
     def joules(self) -> float | None:
-        """Drawn by all cards together since the driver was loaded; None where no card counts it (before Volta)."""
+        """Return the joules drawn by all cards since the driver was loaded; None if no card counts them (before Volta)."""
         # The driver counts millijoules.
         counted = self._figures(lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
         return sum(counted) if counted else None
 
     def others_bytes(self) -> int | None:
-        """Memory of a card that other programs than this one use, on the card where it is most."""
+        """Return the memory that other programs use on a card, for the card with the most; None if no card reports it."""
         own = _own_pids()
         most = self._most(lambda handle: sum(used for pid, used in self._programs(handle) if pid not in own))
         return None if most is None else int(most)
 
     def others_load(self) -> float | None:
-        """The share of its time for which a card has computed for other programs since this was last asked: the most of all
-        cards. None where no driver tells it (as under WSL)."""
+        """Return the share of the time since the last call that a card computed for other programs, for the card with
+        the most.
+
+        Returns None if no driver reports it (as under WSL).
+        """
         own = _own_pids()
         loads = [load for card in range(len(self._handles)) if (load := self._others_load_on(card, own)) is not None]
         return max(loads, default=None)
@@ -153,7 +162,7 @@ class Cards:
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(self._handles[card], self._told_us.get(card, 0))
         except nvml.NVMLError as error:
-            # Nobody has computed since, or it cannot tell.
+            # No program has computed since, or the driver cannot say.
             return 0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
         self._told_us[card] = max((sample.timeStamp for sample in samples), default=self._told_us.get(card, 0))
         by_program: defaultdict[int, list[int]] = defaultdict(list)
@@ -162,7 +171,7 @@ class Cards:
         return min(1.0, sum(fmean(used) for pid, used in by_program.items() if pid not in own) / 100)
 
     def _programs(self, handle: Any) -> Iterator[tuple[int, int]]:
-        """Each once, whether it computes, draws, or both."""
+        """Yield process id and memory of each program once, whether it computes, draws, or both."""
         nvml = self._nvml
         asked = nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses
         yield from {each.pid: each.usedGpuMemory or 0 for ask in asked for each in ask(handle)}.items()
@@ -171,7 +180,7 @@ class Cards:
         return max(self._figures(figure), default=None)
 
     def _figures(self, figure: Callable[[Any], float]) -> list[float]:
-        """Of those cards that tell it."""
+        """Return the figure for each card that reports it."""
         figures = []
         for handle in self._handles:
             try:

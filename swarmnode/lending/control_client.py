@@ -19,12 +19,13 @@ MAX_ANSWER_BYTES = 1 << 20
 
 
 def running_nodes(home: Path) -> dict[str, Path]:
-    """The sockets of this home's nodes by name, also of such as do not run any more."""
+    """Return the sockets of this home's nodes by name, also those of nodes that no longer run."""
     return _sockets(home / NODES)
 
 
 def running_gateways(home: Path) -> dict[str, Path]:
-    """The same of what answers others' requests here, `swarmnode serve` or `run --serve`, by the names of the swarms."""
+    """Return the sockets of this home's gateways (`swarmnode serve` or `run --serve`) by swarm name, also of those that
+    no longer run."""
     return _sockets(home / GATEWAYS)
 
 
@@ -33,14 +34,14 @@ def _sockets(folder: Path) -> dict[str, Path]:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process is at this socket, though it may be stopped, or too busy to answer."""
+    """Return whether a process listens at this socket, though it may be stopped or too busy to answer; False on Windows."""
     if sys.platform == "win32":
         return False
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_TIMEOUT_S)
             connection.connect(str(path))
-    except (FileNotFoundError, ConnectionError):  # what a process left that was killed
+    except (FileNotFoundError, ConnectionError):  # left by a killed process
         return False
     except OSError:
         return True
@@ -48,8 +49,9 @@ def is_listening(path: Path) -> bool:
 
 
 def tell_node(path: Path, command: str, *, wait_s: float = 0.0, **more: Any) -> dict[str, Any] | None:
-    """What the node at this socket answers; None where none is there, or none that answers in time."""
-    if sys.platform == "win32":  # no node runs there
+    """Send a command to the node at this socket, and return its answer; None if there is no node or it does not answer
+    in time."""
+    if sys.platform == "win32":  # nodes have no sockets there
         return None
     line = msgspec.json.encode({"command": command, "wait_s": wait_s, **more}) + b"\n"
     try:

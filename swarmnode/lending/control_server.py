@@ -22,16 +22,24 @@ from swarmnode.lending.lending import Keep, Lending
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 600.0  # until what was told is so
+MAX_WAIT_S = 600.0  # for the command to take effect
 OWNER_ASKED = "you asked for it"
 MAX_LINE_BYTES = 4096
 REQUEST_TIMEOUT_S = 5.0
-MAX_PATH_BYTES = 104  # of a Unix socket, on the system that has the least
+MAX_PATH_BYTES = 104  # of a Unix socket, on the system with the lowest limit
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """What the owner wants. `wait_s`: how long to wait until it is so, before the answer. `leave`: once what runs is finished.
-    `about`: what is to be explained."""
+    """Command of the owner, with its arguments.
+
+    Attributes:
+        command: Name of the command.
+        reason: The owner's reason, for the log and the display.
+        keep: Where weights stay during a pause, as a value of `Keep`.
+        wait_s: Seconds to wait at most until the command has taken effect, before the answer.
+        leave: Whether the node leaves the swarm after finishing.
+        about: Subject to explain.
+    """
 
     command: str
     reason: str = ""
@@ -42,8 +50,8 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class CommandSocket:
-    """Takes commands for one process of the owner's; `obey` gives the answer to each, and raises KeyError or ValueError where it is
-    none."""
+    """Socket for commands to one process of the owner. `obey` answers a command; it raises KeyError or ValueError if it
+    is invalid."""
 
     def __init__(self, obey: Callable[[ControlRequest], Awaitable[Mapping[str, Any]]]) -> None:
         self._obey = obey
@@ -53,13 +61,17 @@ class CommandSocket:
 
     @contextlib.asynccontextmanager
     async def listening(self, folder: Path, name: str) -> AsyncIterator[Path | None]:
-        """Take commands while the context lasts, at the path that is given. None where the system has no place for a socket there.
+        """Take commands at a socket in `folder` while the context lasts, and yield its path; None if there can be no
+        socket.
 
-        Raises LocalError where the folder cannot be written.
+        Raises LocalError if the folder cannot be written or used.
         """
         path = _free_path(folder, name)
         if sys.platform == "win32" or path is None:
-            log.warning("%s is too long a path for a socket: no commands are taken", folder)
+            log.warning(
+                "no command socket in %s (path too long, or no support here): commands do not reach this process",
+                folder,
+            )
             yield None
             return
         server = await asyncio.start_unix_server(self._answer, path, limit=MAX_LINE_BYTES)
@@ -76,7 +88,7 @@ class CommandSocket:
             writer.write(msgspec.json.encode(await self._answer_to(line)) + b"\n")
             await writer.drain()
         except (asyncio.TimeoutError, ValueError, ConnectionError) as error:  # ValueError: a line over its limit
-            log.info("a command that cannot be answered: %r", error)
+            log.info("cannot answer a command: %r", error)
         finally:
             writer.close()
 
@@ -88,14 +100,16 @@ class CommandSocket:
 
 
 def _free_path(folder: Path, name: str) -> Path | None:
-    """Where nobody answers: what a killed process left is taken away."""
+    """Return the path of a free socket, after removing a socket of a killed process; None if the path would be too
+    long.
+
+    Raises LocalError if the folder is a link, cannot be written, or has too many sockets in use.
+    """
     name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "node"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (
-            folder.is_symlink()
-        ):  # to where others may write, perhaps: whoever can replace a socket gets our owner's commands
-            raise LocalError(f"{folder} is a link; it has to be a folder of its own")
+        if folder.is_symlink():  # perhaps to a folder of another user, who could replace sockets and take our commands
+            raise LocalError(f"{folder} is a link; replace it with a folder")
         folder.chmod(0o700)
         for number in range(1, 100):
             path = folder / f"{name if number == 1 else f'{name}-{number}'}{SUFFIX}"
@@ -106,12 +120,20 @@ def _free_path(folder: Path, name: str) -> Path | None:
                 return path
     except OSError as error:
         raise LocalError(f"cannot write {folder}: {error.strerror or error}") from error
-    raise LocalError(f"a hundred of them run from {folder} already")
+    raise LocalError(f"too many processes use {folder} already; stop one or choose another --home")
 
 
 class ControlServer:
-    """Answers for one node; `describe` is what every answer says beside the state, `stop` ends the node, `why` explains it, and
-    `reload` reads its options again (None: it has none) and says what came of it."""
+    """Commands for one node.
+
+    Args:
+        lending: State machine that the commands act on.
+        stop: Set to end the node.
+        describe: Returns the facts that every answer has beside the state.
+        why: Explains a subject.
+        reload: Reads the node's options again and returns a description of the changes; None if there are no such
+            options.
+    """
 
     def __init__(
         self,
@@ -139,7 +161,8 @@ class ControlServer:
         return f"<ControlServer of {self._lending!r}>"
 
     def listening(self, home: Path, name: str) -> AbstractAsyncContextManager[Path | None]:
-        """Take commands while the context lasts; see CommandSocket."""
+        """Take commands while the context lasts, as `CommandSocket.listening` does. Raises LocalError if the folder
+        cannot be used."""
         return CommandSocket(self._obey).listening(home / NODES, name)
 
     async def _obey(self, request: ControlRequest) -> Mapping[str, Any]:
@@ -155,7 +178,7 @@ class ControlServer:
 
     def _read_again(self, _request: ControlRequest) -> Mapping[str, Any]:
         if self._reload is None:
-            return {"error": "it was started without options that could be read again"}
+            return {"error": "this node was started without options that can be read again"}
         try:
             return {"told": self._reload()}
         except LocalError as error:

@@ -1,4 +1,4 @@
-"""What the cards of this machine have drawn while its nodes ran: today, and in all."""
+"""Energy drawn by the cards of this machine while its nodes ran: today, and in total."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 FILE = "energy.json"
 MAX_FILE_BYTES = 4096
 LOOK_S = 60.0
-RUNNING_S = 3 * LOOK_S  # after a longer pause no node has run in between
+RUNNING_S = 3 * LOOK_S  # a longer gap means that no node ran in between
 JOULES_PER_KWH = 3.6e6
 
 
 class Energy(NamedTuple):
-    """In joules."""
+    """Energy drawn today and in total, in joules."""
 
     today_j: float
     total_j: float
@@ -35,19 +35,23 @@ class _Kept(msgspec.Struct, frozen=True):
     day: str = ""  # 2026-11-22
     today_j: float = 0.0
     total_j: float = 0.0
-    counter_j: float = 0.0  # of the driver's, as it was
+    counter_j: float = 0.0  # the driver's counter at the last look
     at: float = 0.0  # unix time, seconds
 
 
 class EnergySensors(Protocol):
-    """What counts."""
+    """Counter of energy."""
 
     def joules(self) -> float | None:
-        """Drawn by all cards since some moment, the driver's start perhaps; None where no card tells it."""
+        """Return the joules drawn by all cards since some moment, such as the driver's start; None if no card reports
+        it."""
 
 
 class EnergyMeter:
-    """From `start` to `close`. All nodes of a home count into one file, each what was drawn since any of them looked."""
+    """Count of the energy drawn, from `start` to `close`.
+
+    All nodes of a home count into one file: each adds the energy drawn since the last look of any node.
+    """
 
     def __init__(
         self,
@@ -67,13 +71,13 @@ class EnergyMeter:
 
     @classmethod
     def start(cls, home: Path, sensors: Callable[[], EnergySensors], *, on_crash: OnCrash | None) -> EnergyMeter:
-        """One that counts from now on, where a card tells."""
+        """Return a meter that counts from now on, if a card reports its energy."""
         meter = cls(home, sensors, on_crash=on_crash)
         meter._tasks.spawn(meter._watch(), "watch")
         return meter
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop counting."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
@@ -83,7 +87,7 @@ class EnergyMeter:
             await asyncio.sleep(LOOK_S)
 
     def look(self, counter_j: float) -> None:
-        """Take in what the driver has counted."""
+        """Add the energy drawn since the last look; nothing after a gap over `RUNNING_S` or if the driver's counter began anew."""
         kept, now = read_kept(self._path, _Kept, max_bytes=MAX_FILE_BYTES) or _Kept(), self._now()
         went_on = 0 <= now - kept.at <= RUNNING_S and counter_j >= kept.counter_j
         drawn_j, day = (counter_j - kept.counter_j if went_on else 0.0), _day(now)
@@ -92,10 +96,10 @@ class EnergyMeter:
 
 
 def energy_used(home: Path, now: Callable[[], float] = time.time) -> Energy | None:
-    """What was counted; None where no card of this machine has told anything yet."""
+    """Return the energy counted in this home; None if no card has reported any."""
     kept = read_kept(home / FILE, _Kept, max_bytes=MAX_FILE_BYTES)
     return None if kept is None else Energy(kept.today_j if kept.day == _day(now()) else 0.0, kept.total_j)
 
 
 def _day(unix_s: float) -> str:
-    return datetime.date.fromtimestamp(unix_s).isoformat()  # of the wall, as its owner reads it
+    return datetime.date.fromtimestamp(unix_s).isoformat()  # local date, as the owner reads it

@@ -1,6 +1,6 @@
-"""Idle detection and the other observations of this machine that rules ask for; and giving way to other programs.
+"""Idle detection and the other observations of this machine that rules need; and giving way to other programs.
 
-How long the machine is idle follows from what the desktop tells logind and from what was typed at terminals.
+The idle time follows from the desktop's reports to logind and from typing at terminals.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ log = logging.getLogger(__name__)
 PRESSURE = Path("/proc/pressure/memory")
 METERED = {"1": True, "2": False, "3": True, "4": False}  # NMMetered: yes, no, and its guesses
 TERMINALS = ("dev/pts/[0-9]*", "dev/tty[0-9]*")
-ASK_S = 10.0  # logind and NetworkManager are asked no more often
+ASK_S = 10.0  # logind and NetworkManager are not asked more often
 ANSWER_S = 2.0
 
 T = TypeVar("T")
 
 
 def yield_cpu(nice: int) -> None:
-    """Compute after others, by 0 to 19 steps."""
+    """Lower this process's CPU priority by `nice` steps, 0 to 19; not on Windows."""
     if sys.platform != "win32":
         os.nice(nice)
 
 
 def yield_disk() -> None:
-    """Read and write when nobody else does (the idle class of Linux), this process and those that it starts from now on."""
+    """Give other programs precedence on the disk (the idle class of Linux), for this process and those that it starts
+    later."""
     if sys.platform == "linux":
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     else:
-        log.warning("--idle-disk: only Linux has priorities for disks")
+        log.warning("--idle-disk has no effect here: only Linux has priorities for disks")
 
 
 class Rarely(Generic[T]):
-    """Last answer of `ask`, which is asked again after `ASK_S` at the earliest."""
+    """Cached answer of `ask`, which is called again after `ASK_S` seconds at the earliest."""
 
     def __init__(self, ask: Callable[[], T]) -> None:
         self._ask = ask
-        self._answer: tuple[float, T] | None = None  # when it was asked, and what it said
+        self._answer: tuple[float, T] | None = None  # when `ask` was called, and its answer
 
     def __repr__(self) -> str:
         return f"<Rarely {self._ask!r}>"
@@ -64,7 +65,7 @@ class Rarely(Generic[T]):
 
 
 class IdleDetection:
-    """The latest use of this machine that anything tells of."""
+    """Detection of the latest use of this machine."""
 
     def __init__(self) -> None:
         self._idle_since = Rarely(logind_idle_since)
@@ -73,13 +74,14 @@ class IdleDetection:
         return f"<IdleDetection by {self._idle_since!r}>"
 
     def idle_s(self) -> float | None:
-        """Return the seconds since the last use; None where nothing tells."""
+        """Return the seconds since the last use; None if neither logind nor a terminal shows any."""
         touched = [time_s for time_s in (self._idle_since(), _last_typed()) if time_s is not None]
         return max(0.0, time.time() - max(touched)) if touched else None
 
 
 def logind_idle_since(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> float | None:
-    """Unix time of the last use as the desktop tells logind: now while it is in use, None where there is neither."""
+    """Return the unix time of the last use that the desktop reported to logind; now if it is in use; None without
+    logind or desktop."""
     command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         told = run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
@@ -91,7 +93,7 @@ def logind_idle_since(run: Callable[..., subprocess.CompletedProcess[str]] = sub
 
 
 def _last_typed() -> float | None:
-    """Unix time when somebody last typed at a terminal, also over ssh."""
+    """Return the unix time of the last typing at a terminal, also over ssh; None if there is no terminal."""
     times = []
     for pattern in TERMINALS:
         for path in Path("/").glob(pattern):
@@ -101,22 +103,23 @@ def _last_typed() -> float | None:
 
 
 class Lookout:
-    """Looks at no more than the rules ask for. May block for some milliseconds: called on a thread."""
+    """Observer of this machine; it looks only at what the rules need. Call it on a thread: it may block for some
+    milliseconds."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
         self._busy = _BusyTime(self._own)
         self._idle = IdleDetection()
-        self._cards: Cards | None = None  # asked for once somebody wants to know
+        self._cards: Cards | None = None  # opened at first use
         self._metered = Rarely(is_metered)
 
     def __repr__(self) -> str:
         return f"<Lookout of process {self._own.pid}>"
 
     def __call__(self, rules: Rules) -> Surroundings:
-        """What is seen now."""
+        """Return the present observations."""
         return Surroundings(
-            when=datetime.datetime.now(),  # hours are those of the wall
+            when=datetime.datetime.now(),  # local time, which hours are in
             idle_s=self._idle.idle_s() if rules.only_idle_s is not None else None,
             others_load=self._busy.of_others() if rules.max_others_load is not None else None,
             programs=_programs() if rules.exclusive else frozenset(),
@@ -133,23 +136,23 @@ class Lookout:
 
 
 class _BusyTime:
-    """CPU time of the whole machine and of this process with its children, between two looks."""
+    """CPU time of the whole machine, and of this process with its children, between two calls."""
 
     def __init__(self, own: psutil.Process) -> None:
         self._own = own
         self._last = self._now()
 
     def of_others(self) -> float | None:
-        """What other programs used since the last look, as a share of all CPUs."""
+        """Return the share of all CPUs that other programs used since the last call; None if no time has passed."""
         now = self._now()
         all_s, busy_s, own_s = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
-        return min(1.0, max(0.0, busy_s - own_s) / all_s) if all_s > 0 else None  # idle time may count back
+        return min(1.0, max(0.0, busy_s - own_s) / all_s) if all_s > 0 else None  # idle time may count backwards
 
     def _now(self) -> tuple[float, float, float]:
         times = psutil.cpu_times()
         idle_s = times.idle + getattr(times, "iowait", 0.0)
-        guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice, too
+        guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # also counted in user and nice
         all_s = sum(times) - guest_s
         return all_s, all_s - idle_s, self._own_s()
 
@@ -163,7 +166,7 @@ class _BusyTime:
 
 
 def _programs() -> frozenset[str]:
-    """The names of all processes."""
+    """Return the names of all processes."""
     return frozenset(process.info["name"] for process in psutil.process_iter(["name"]) if process.info["name"])
 
 
@@ -173,7 +176,8 @@ def _on_mains() -> bool | None:
 
 
 def memory_pressure(path: Path = PRESSURE) -> float | None:
-    """The share of the last ten seconds in which some process waited for memory (PSI); None where the kernel does not say."""
+    """Return the share of the last ten seconds that some process waited for memory (PSI); None if the kernel does not
+    report it."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         kind, *fields = path.read_text().split("\n", 1)[0].split()
         values = dict(field.split("=", 1) for field in fields)
@@ -182,7 +186,7 @@ def memory_pressure(path: Path = PRESSURE) -> float | None:
 
 
 def is_metered(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> bool | None:
-    """Whether NetworkManager takes the connection for one that is paid by what it carries; None where nobody knows."""
+    """Return whether NetworkManager takes the connection for metered; None if it does not know or is not there."""
     name = "org.freedesktop.NetworkManager"
     command = ["busctl", "get-property", name, "/org/freedesktop/NetworkManager", name, "Metered"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):

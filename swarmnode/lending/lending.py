@@ -1,4 +1,4 @@
-"""Lending of one node: its state machine, and what its owner and its rules want of it."""
+"""Lending of one node: its state machine, and the wishes of its owner and its rules."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from swarmnode.lending.rules import Rules
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 
-OWNER, RULES = "owner", "rules"  # who wants something
+OWNER, RULES = "owner", "rules"  # sources of wishes
 WANTS = {OWNER: "wants", RULES: "want"}
 
 
 class LendingState(Enum):
-    """As volunteers know them."""
+    """State of a node, as volunteers see it."""
 
     WAITING = "waiting"  # for the swarm, for weights, or for the span to be loaded
     RUNNING = "running"
     DRAINING = "draining"  # sessions move to other peers
-    PAUSED = "paused"  # nothing is held, nothing is taken
-    FINISHING = "finishing"  # what runs goes on to its end, nothing new is taken
+    PAUSED = "paused"  # holds and takes nothing
+    FINISHING = "finishing"  # finishes what runs, takes nothing new
 
 
 class LendingEvent(Enum):
-    """What makes it change."""
+    """Cause of a change of state."""
 
     LOADED = auto()  # units are served
-    MOVED = auto()  # other units are to be served: those held are let go
+    MOVED = auto()  # other units are to be served: the present units are dropped
     DRAINED = auto()  # nothing is held any more
     PAUSE = auto()
     FINISH = auto()
-    RESUME = auto()  # nobody wants it to pause or to finish (any more)
+    RESUME = auto()  # there is no wish to pause or to finish (any more)
 
 
 _State, _Event = LendingState, LendingEvent
@@ -58,7 +58,7 @@ TRANSITIONS: Mapping[tuple[LendingState, LendingEvent], LendingState] = MappingP
 
 
 def next_state(state: LendingState, event: LendingEvent) -> LendingState:
-    """Where the event leads; the same state where it changes nothing."""
+    """Return the state after an event; the same state if the event changes nothing."""
     return TRANSITIONS.get((state, event), state)
 
 
@@ -70,15 +70,16 @@ SETTLED = {
 
 
 class Keep(Enum):
-    """Where the weights of a paused node stay."""
+    """Place of a paused node's weights."""
 
-    DISK = "disk"  # all memory is given back; to go on they are loaded again
+    DISK = "disk"  # all memory is given back; they are loaded again to resume
     MEMORY = "memory"  # of the host; the device is given back
 
 
 @dataclass(frozen=True)
 class Wish:
-    """That the node shall not lend, and why. `gently`: once what runs is finished; `leaves`: and it leaves the swarm then."""
+    """Wish that the node shall not lend, and its reason. `gently`: finish running work first; `leaves`: then leave the
+    swarm."""
 
     reason: str
     gently: bool = False
@@ -86,14 +87,15 @@ class Wish:
 
     @property
     def manner(self) -> str:
-        """What the node is to do."""
+        """Action that the node is to take: pause, finish, or finish and leave."""
         if self.leaves:
             return "finish and leave"
         return "finish" if self.gently else "pause"
 
 
 class Lending:
-    """Used on the loop. `on_change` hears of every new state."""
+    """State of a node's lending, and the wishes about it. Used on the event loop. `on_change` is called with every new
+    state."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class Lending:
 
     @property
     def reason(self) -> str:
-        """Why it does not lend, or soon will not; empty where nobody minds."""
+        """Reason for not lending, now or soon; empty if there is no wish against lending."""
         reason = "; ".join(wish.reason for wish in self._wishes.values())
         if self._wanted is not LendingEvent.FINISH:
             return reason
@@ -124,7 +126,7 @@ class Lending:
         return f"{reason}; then it leaves" if self._leaves else reason
 
     def readings(self) -> Readings:
-        """What Prometheus may know of it."""
+        """Yield the metrics of lending."""
         for state in LendingState:
             yield Reading(table.LENDING_STATE, state is self.state, (state.value,))
         for by in WANTS:
@@ -132,32 +134,33 @@ class Lending:
         yield Reading(table.LENDING_PAUSES, self._pauses)
 
     def pause(self, reason: str, *, by: str = OWNER, keep: Keep | None = None) -> None:
-        """Let sessions move away and free the device."""
+        """Let sessions move to other peers, then free the device. `keep` is the place of the weights; None leaves it as
+        it was."""
         if keep is not None:
             self.keep = keep
         self._wish(by, Wish(reason))
 
     def finish(self, reason: str, *, by: str = OWNER, leave: bool = False) -> None:
-        """Take nothing new, and pause when nothing runs any more; to `leave` ends the node then."""
+        """Take nothing new, and pause when nothing runs any more. With `leave` the node then leaves the swarm."""
         self._wish(by, Wish(reason, gently=True, leaves=leave))
 
     def resume(self, *, by: str = OWNER) -> None:
-        """Lend again, if nobody else minds."""
+        """Withdraw the wish of `by`, and lend again if there is no other wish."""
         self._wishes.pop(by, None)
         self._settle()
 
     def follow(self, rules: Rules) -> None:
-        """These rules hold from now on."""
+        """Replace the rules."""
         self.rules = rules
         self._wake()
 
     async def ruled(self) -> None:
-        """Wait until there is a rule at all."""
+        """Wait until there is a rule."""
         while not self.rules.any:
             await self._changed.wait()
 
     def happened(self, event: LendingEvent) -> None:
-        """The node did something. What was wanted meanwhile follows at once."""
+        """Apply an event of the node, then the wishes."""
         self._enter(next_state(self.state, event))
         self._settle()
 
@@ -167,12 +170,12 @@ class Lending:
             await self._changed.wait()
 
     async def settled(self) -> None:
-        """Wait until it is where it is wanted to be; that may change meanwhile."""
+        """Wait until the state is the wanted one; the wishes may change meanwhile."""
         while self.state not in SETTLED[self._wanted]:
             await self._changed.wait()
 
     async def finished(self) -> None:
-        """Wait until nothing runs any more where the node is to leave then."""
+        """Wait until nothing runs any more and a wish to leave is in force."""
         while self.state is not LendingState.PAUSED or not self._leaves:
             await self._changed.wait()
 
@@ -208,6 +211,6 @@ class Lending:
             self._wake()
 
     def _wake(self) -> None:
-        """Whoever waits looks; the next change is another event."""
+        """Wake all waiters. The next change sets another event."""
         self._changed.set()
         self._changed = asyncio.Event()

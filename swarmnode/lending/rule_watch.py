@@ -1,4 +1,4 @@
-"""Watch over a node's rules, which pauses and resumes its lending, and the count of a month's traffic that a rule may bound."""
+"""Rule watch: pauses and resumes a node by its rules, and counts the month's traffic for the rule that limits it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from swarmnode.lending.rules import Rules, Surroundings, reason_to_pause
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 LOOK_S = 1.0
-CALM_S = 20.0  # for so long nothing must speak against lending before it goes on: a film has quiet moments
+CALM_S = 20.0  # without a violation before lending resumes: a film has quiet moments
 FILE = "month.json"
 MAX_FILE_BYTES = 4096
-MONTHS = 4  # that are remembered
-KEEP_BYTES = 100_000_000  # after so many more it is written
+MONTHS = 4  # months in the file
+KEEP_BYTES = 100_000_000  # the file is written after this much more traffic
 
 
 class _Months(msgspec.Struct):
-    """More than the one that it is now: where the clock jumps away and back again, what was counted still counts."""
+    """Traffic by month. Several months are kept, so that a clock that jumps away and back loses no count."""
 
-    bytes: dict[str, int] = {}  # of each month, as 2026-11; msgspec gives each its own
+    bytes: dict[str, int] = {}  # by month, as 2026-11; msgspec gives each instance its own
 
 
 class MonthlyTraffic:
-    """`moved` says what has gone over the links since the start, in bytes."""
+    """Counter of the traffic of the present month. `moved` returns the bytes sent and received over the links since the
+    start."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class MonthlyTraffic:
         return f"<MonthlyTraffic {self._kept.bytes.get(self._month, 0) / 1e9:.3f} GB in {self._month}>"
 
     def __call__(self) -> int:
-        """Bytes of this month so far."""
+        """Return the bytes of this month until now."""
         moved, self._month = self._moved(), month_of(self._today(), self._first_day())
         fresh_bytes, self._counted = moved - self._counted, moved
         counted = self._kept.bytes
@@ -66,7 +67,7 @@ class MonthlyTraffic:
         return counted[self._month]
 
     def keep(self) -> None:
-        """Write it down, if that can be."""
+        """Write the counts. A failure is logged."""
         self._unkept_bytes = 0
         for month in sorted(self._kept.bytes.keys() - {self._month})[: 1 - MONTHS]:
             del self._kept.bytes[month]
@@ -74,13 +75,18 @@ class MonthlyTraffic:
 
 
 def month_of(day: datetime.date, first_day: int) -> str:
-    """The month that a day belongs to, by the calendar month in which that began: `2026-11`."""
+    """Return the month of a day as `2026-11`, where a month begins on `first_day`. It is named by the calendar month of
+    its first day."""
     began = day if day.day >= first_day else day.replace(day=1) - datetime.timedelta(days=1)
     return f"{began:%Y-%m}"
 
 
 class RuleWatch:
-    """`look` may block, and is called on a thread; `month_bytes` says what was sent and received this month."""
+    """Watch over a node's rules.
+
+    `look` returns observations for the rules; it may block, and is called on a thread. `month_bytes` returns this
+    month's traffic.
+    """
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class RuleWatch:
         self._look = look
         self._month_bytes = month_bytes
         self._clock = clock
-        self._broken_s: float | None = None  # when a rule last spoke against lending
+        self._broken_s: float | None = None  # time of the last violation; None after a resume
 
     def __repr__(self) -> str:
         return f"<RuleWatch {self._lending.rules} of {self._lending!r}>"
@@ -108,7 +114,7 @@ class RuleWatch:
             await asyncio.sleep(LOOK_S)
 
     def judge(self, seen: Surroundings) -> None:
-        """Act on what was seen: pause at once, resume after a calm while."""
+        """Pause lending at once if an observation violates a rule; resume it after `CALM_S` without violations."""
         reason = reason_to_pause(self._lending.rules, replace(seen, month_bytes=self._month_bytes()))
         now_s = self._clock()
         if reason:
@@ -122,7 +128,8 @@ class RuleWatch:
 async def follow_rules(
     lending: Lending, home: Path, moved: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Let the rules of the time pause and resume a node, for ever. `moved` says how many bytes have gone over its links."""
+    """Pause and resume a node by its rules, until cancelled. `moved` returns the bytes sent and received over its
+    links."""
     month = MonthlyTraffic(home, moved, first_day=lambda: lending.rules.month_day)
     try:
         await RuleWatch(lending, Lookout(), month_bytes=month, clock=clock).run()

@@ -1,4 +1,4 @@
-"""Rules by which a node yields its machine: pure functions over what was seen of it."""
+"""Rules for yielding the machine: pure functions over observations of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 @dataclass(frozen=True)
 class Hours:
-    """From one time of the day to another, over midnight where the end is not later."""
+    """Span of the day from `start` to `end`, over midnight if the end is not later."""
 
     start: datetime.time
     end: datetime.time
@@ -20,7 +20,7 @@ class Hours:
         return f"{self.start:%H:%M}-{self.end:%H:%M}"
 
     def contain(self, when: datetime.time) -> bool:
-        """Whether a time lies in them."""
+        """Return whether a time lies in the span."""
         if self.start < self.end:
             return self.start <= when < self.end
         return when >= self.start or when < self.end
@@ -28,30 +28,30 @@ class Hours:
 
 @dataclass(frozen=True)
 class Rules:
-    """When a node lends; what is not set does not matter. Shares are of all CPUs, 0 to 1."""
+    """Conditions under which a node lends; an unset rule does not count. CPU shares are of all CPUs, 0 to 1."""
 
-    only_idle_s: float | None = None  # nobody has touched keyboard or mouse for so long
-    max_others_load: float | None = None  # what other programs may use of the CPUs
-    exclusive: frozenset[str] = frozenset()  # programs beside which it does not lend
+    only_idle_s: float | None = None  # without keyboard or mouse input
+    max_others_load: float | None = None  # largest share of the CPUs for other programs
+    exclusive: frozenset[str] = frozenset()  # programs during which the node does not lend
     hours: Hours | None = None
     days: frozenset[int] = frozenset()  # 0 is Monday
     on_mains: bool = False
-    max_memory_pressure: float | None = None  # share of time for which some program waits for memory
+    max_memory_pressure: float | None = None  # largest share of the time that some program waits for memory
     monthly_bytes: int | None = None  # sent and received, in a month
-    month_day: int = 1  # on which it begins
-    unmetered: bool = False  # not on connections that are paid by what they carry
-    max_others_gpu_bytes: int | None = None  # of a card's memory, by other programs
-    max_others_gpu_load: float | None = None  # what other programs may use of a card's time
+    month_day: int = 1  # first day of the month that counts
+    unmetered: bool = False  # not on metered connections
+    max_others_gpu_bytes: int | None = None  # largest memory of a card for other programs
+    max_others_gpu_load: float | None = None  # largest share of a card's time for other programs
 
     @property
     def any(self) -> bool:
-        """Whether there is a rule at all."""
+        """Whether any rule is set."""
         return self != Rules(month_day=self.month_day)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What was seen of the machine. None: it cannot be told here, which is held against nobody."""
+    """Observations of the machine. None is unknown, and violates no rule."""
 
     when: datetime.datetime
     idle_s: float | None = None
@@ -66,7 +66,7 @@ class Surroundings:
 
 
 def reason_to_pause(rules: Rules, seen: Surroundings) -> str:
-    """Why a node shall not lend now, the first reason that there is; empty where it may."""
+    """Return the first reason not to lend now; empty if there is none."""
     return next(_reasons(rules, seen), "")
 
 

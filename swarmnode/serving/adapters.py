@@ -1,8 +1,8 @@
-"""The adapters that sessions of a stage go through: brought when the first one asks, and kept while nobody needs their memory.
+"""Adapters of a stage: loaded for the first session that asks, and kept in memory until the memory is needed.
 
-One that sessions use stays. Of the others the one that was used the longest ago goes first, as soon as another adapter or the
-caches of a session find no room; a new one takes the room of what is kept for texts that may come, as a session does. All
-replicas of the stage have the same ones, so that a session may come to any.
+An adapter in use stays. Of the others the least recently used goes first, as soon as another adapter or the caches of a
+session find no room. A new adapter also displaces sessions kept for another text, as a new session does. All replicas
+of the stage have the same adapters, so a session may be opened at any of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from swarmnode.serving.worker import Worker
     from swarmnode.weights.adapter_files import AdapterFiles
 
-FAILED_S = 30.0  # until it is tried again
+FAILED_S = 30.0  # a failed load is not tried again for this time
 
 Place = tuple["Worker", MemoryLedger]
-"""A part of the stage: what computes it, and the memory of its device."""
+"""Part of the stage: its worker, and the memory ledger of its device."""
 
 
 @dataclass
 class _Held:
-    """An adapter in memory, and the keys of the sessions that go through it."""
+    """An adapter in memory, and the keys of the sessions that use it."""
 
     memory: Sequence[Reservation]
     users: set[int] = field(default_factory=set)
@@ -41,7 +41,8 @@ class _Held:
 
 @dataclass(eq=False)
 class StageAdapters:
-    """Adapters of one stage, from `bring` to `close`. Used on the loop. `files` is None in a swarm that has no adapters."""
+    """Adapters of one stage, from `bring` to `close`. Used on the event loop. `files` is None in a swarm without
+    adapters."""
 
     files: AdapterFiles | None
     places: Sequence[Place]
@@ -50,8 +51,8 @@ class StageAdapters:
     on_crash: OnCrash
 
     def __post_init__(self) -> None:
-        self._held: dict[str, _Held] = {}  # the one that was used last at the end
-        self.free_cache: Callable[[], bool] = lambda: False  # ends a session that is only kept, where there is one
+        self._held: dict[str, _Held] = {}  # the least recently used first
+        self.free_cache: Callable[[], bool] = lambda: False  # frees a session kept for another text, if any
         self._tasks = Tasks("adapters", on_crash=self.on_crash)
         self._loading: dict[str, asyncio.Task[None]] = {}
 
@@ -59,12 +60,15 @@ class StageAdapters:
         return f"<StageAdapters: {', '.join(self._held) or 'none'} of {self.files!r}>"
 
     def __contains__(self, name: str) -> bool:
-        """Whether sessions may go through it now."""
+        """Return whether the adapter is loaded."""
         return name in self._held
 
     async def bring(self, name: str) -> None:
-        """Have an adapter, at once where it is here. Raises ProtocolError where the swarm has none of that name, or it cannot be
-        computed or had here; Busy where it is still on its way, or there is no memory for it."""
+        """Load an adapter, if it is not here yet.
+
+        Raises ProtocolError if the swarm has no adapter of that name, or it cannot be fetched or used; Busy if it is
+        still loading after `adapter_s` or there is no memory for it.
+        """
         if self.files is None or name not in self.files:
             raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
         if name in self._held:
@@ -83,7 +87,7 @@ class StageAdapters:
         except CheckpointError as error:
             raise ProtocolError(f"the adapter cannot be used: {error}", code=ErrorCode.INVALID_REQUEST) from error
         except (PeerError, LocalError) as error:
-            raise ProtocolError(f"the adapter is not to be had: {error}", code=ErrorCode.NOT_FOUND) from error
+            raise ProtocolError(f"the adapter could not be fetched: {error}", code=ErrorCode.NOT_FOUND) from error
 
     async def _load(self, files: AdapterFiles, name: str) -> None:
         spans = [worker.runner.span for worker, _ in self.places]
@@ -101,14 +105,14 @@ class StageAdapters:
         self._held[name] = _Held(memory)
 
     def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
-        """Why it failed is told to those, too, who ask soon."""
+        """Forget a finished load. A failure is kept for FAILED_S, so that requests in that time get the same error."""
         if task.cancelled() or task.exception() is None:
             del self._loading[name]
         else:
             asyncio.get_running_loop().call_later(FAILED_S, self._loading.pop, name, None)
 
     async def _reserve(self, file: AdapterFile) -> list[Reservation]:
-        """Memory on each device. Raises Full where there is none, even without the adapters and the caches that nobody uses."""
+        """Reserve memory on each device. Raises Full if there is none even without unused adapters and unused caches."""
         with contextlib.ExitStack() as undo:
             memory: list[Reservation] = []
             for worker, ledger in self.places:
@@ -125,24 +129,24 @@ class StageAdapters:
             except Full:
                 if not self.make_room() and not self.free_cache():
                     raise
-                await worker.call("give memory back", lambda: None)  # a cache goes on the compute thread, before this
+                await worker.call("give memory back", lambda: None)  # wait: the compute thread frees the cache first
 
     # -- sessions
 
     def use(self, name: str, key: int) -> None:
-        """The session of this key goes through an adapter that is here, or through none ("")."""
+        """Note that the session with this key uses the loaded adapter `name`, or none ("")."""
         if not name:
             return
         held = self._held[name] = self._held.pop(name)
         held.users.add(key)
 
     def leave(self, key: int) -> None:
-        """A session is over."""
+        """Note that a session is over."""
         for held in self._held.values():
             held.users.discard(key)
 
     def make_room(self) -> bool:
-        """Whether an adapter that nobody uses was let go."""
+        """Drop the unused adapter that was used least recently. Returns False if all are in use."""
         name = next((name for name, held in self._held.items() if not held.users), None)
         if name is None:
             return False
@@ -150,14 +154,14 @@ class StageAdapters:
         return True
 
     def _let_go(self, name: str, memory: Sequence[Reservation]) -> None:
-        """Whatever is computed from now on comes after it."""
+        """Remove an adapter from the spans, before any later job is computed, and free its memory."""
         for worker, _ in self.places:
             worker.call("let an adapter go", partial(worker.runner.span.adapters.remove, name))
         for reservation in memory:
             reservation.release()
 
     async def close(self) -> None:
-        """Load nothing more, and give the memory back; the stage lets go of its spans."""
+        """Stop loading, and give the memory back. The adapters themselves go with the stage's spans."""
         await self._tasks.close()
         for held in self._held.values():
             for reservation in held.memory:

@@ -24,7 +24,7 @@ from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 
 @dataclass(frozen=True)
 class Author:
-    """Who states, of which swarm, and in which number format it computes."""
+    """Author of statements: its peer id, swarm, number format and signing function."""
 
     peer: PeerId
     swarm: bytes
@@ -33,7 +33,10 @@ class Author:
 
 
 def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageSession | None]) -> QuestionServer:
-    """Answers for the sessions that `find` knows."""
+    """Make the server that answers questions about the sessions that `find` returns.
+
+    It answers NO_SESSION for an unknown session, INVALID_REQUEST for positions that were not computed or are not kept.
+    """
 
     async def answer(_asker: Claimant, question: GetStatement) -> Answer:
         session = find(question.session)
@@ -53,7 +56,7 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
 def _state(
     author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, told: Edge
 ) -> tuple[bytes, bytes]:
-    """The signed statement, and its sketches."""
+    """Return the signed statement that answers `question`, and its sketches."""
     sketched = [edge for edge in (received, sent) if edge.entries and not edge.is_ids]
     hidden = (edge.hidden(question.first, question.count) for edge in sketched)
     payload = b"".join(sketch_bytes(sketch(hidden_TH, question.seed)) for hidden_TH in hidden)

@@ -1,4 +1,4 @@
-"""Grammars of the sessions whose tokens are drawn here: compiled beside the loop, by a tokenizer that only they need."""
+"""Grammars of the sessions whose tokens are drawn here: compiled on a thread, with a tokenizer that only grammars need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarmnode.ledger import Account, MemoryLedger, Reservation
 
 
 class Compiler(Protocol):
-    """As `compute.serving.grammar.GrammarCompiler`. Used from one thread."""
+    """Compiler of grammars, like `compute.serving.grammar.GrammarCompiler`. Used from one thread."""
 
     @property
     def loaded(self) -> bool:
@@ -23,16 +23,20 @@ class Compiler(Protocol):
 
     @property
     def tokenizer_bytes(self) -> int:
-        """Of memory that its tokenizer takes."""
+        """Memory that its tokenizer takes."""
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """What follows the text of a session. Raises ProtocolError, INVALID_REQUEST."""
+        """Return a matcher for the text of one session. Raises ProtocolError (INVALID_REQUEST) if the grammar is
+        invalid."""
 
 
 class Grammars:
-    """The first grammar brings the tokenizer into memory, which takes seconds for a large vocabulary: it is in the ledger from
-    before that, and whoever has no grammar notices nothing. A thread of its own, so that one that hangs holds up nobody else's.
-    `compiler` is None where no tokens are drawn, or the checkpoint has no tokenizer."""
+    """Compiler of grammars beside the event loop, with limits.
+
+    The first grammar loads the tokenizer, which takes seconds for a large vocabulary. Its memory is reserved before,
+    and sessions without a grammar are not delayed. The compiler has its own thread, so a grammar that hangs delays only
+    other grammars. `compiler` is None if no tokens are drawn here or the checkpoint has no tokenizer.
+    """
 
     def __init__(self, compiler: Compiler | None, ledger: MemoryLedger, config: ServerConfig) -> None:
         self._compiler = compiler
@@ -46,15 +50,18 @@ class Grammars:
         return f"<Grammars by {self._compiler!r}, {self._waiting} wait>"
 
     async def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """What follows the text of a session. Raises ProtocolError, INVALID_REQUEST, where it is no grammar, or the checkpoint has
-        no tokenizer; Busy where too many wait, there is no room for the tokenizer, or it is not done in time."""
+        """Compile a grammar to a matcher for one session.
+
+        Raises ProtocolError (INVALID_REQUEST) if it is invalid or there is no tokenizer. Raises Busy if too many
+        grammars wait, there is no memory for the tokenizer, or it is not compiled in time.
+        """
         if self._compiler is None:
             raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
         if self._waiting >= self._config.max_compiling:
             raise Busy("too many grammars wait to be compiled", retry_s=self._config.retry_s)
         if self._tokenizer is None:
             self._tokenizer = self._ledger.reserve(Account.TOKENIZER, self._compiler.tokenizer_bytes)
-        self._waiting += 1  # until it is done, also where nobody waits for it any more
+        self._waiting += 1  # until it is compiled, even if its session no longer waits
         compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compiler.compile, grammar)
         compiling.add_done_callback(partial(self._compiled, self._compiler))
         try:
@@ -65,12 +72,12 @@ class Grammars:
     def _compiled(self, compiler: Compiler, done: asyncio.Future[GrammarMatcher]) -> None:
         self._waiting -= 1
         if not done.cancelled():
-            done.exception()  # heard, if only here: who asked may have stopped waiting
+            done.exception()  # marks the exception as retrieved: the waiting session may be gone
         if not self._waiting and not compiler.loaded:
             self._release()
 
     def close(self) -> None:
-        """Compile nothing more; what the thread does just now is not waited for."""
+        """Compile nothing more; a grammar that is being compiled is not waited for."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._release()
 

@@ -1,4 +1,4 @@
-"""Jobs: positions of one session that are to go through a stage, what becomes of them, and how they are joined and cut."""
+"""Jobs: positions of one session that are to pass through a stage, their results, and how jobs are joined and cut."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from swarmnode.plan.serving.codec_schedule import CodecSchedule
 
 @dataclass(frozen=True)
 class ForwardHidden:
-    """What becomes of a job's output in the middle of a route: hidden states, encoded for the next hop."""
+    """Use of a job's output in the middle of a route: hidden states, encoded for the next hop."""
 
     codecs: CodecSchedule
 
 
 @dataclass(frozen=True)
 class Sample:
-    """At the last hop in RING mode: tokens for the positions from `first` on."""
+    """Use of a job's output at the last hop in RING mode: tokens drawn for the positions from `first` on."""
 
     sampler: Sampler
     first: int
@@ -37,12 +37,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Return:
-    """At the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
+    """Use of a job's output at the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Encoded positions of a session to be run through the stage: [start, start + count). In `parts`, `skip` others come before
-    them, and others may follow. They go on to `stages_after` more stages. A struct for speed, as a frame is."""
+    """Encoded positions [start, start + count) of a session that are to pass through the stage.
+
+    In `parts`, `skip` positions come before them, and others may follow. Afterwards they pass `stages_after` more
+    stages. A msgspec struct for speed, as frames are.
+    """
 
     session: int
     start: int
@@ -55,22 +58,22 @@ class Job(msgspec.Struct, frozen=True):
     reorder: tuple[int, ...] = ()
     skip: int = 0
     stages_after: int = 0
-    truncate: Truncate | None = None  # what comes before it
-    handed_on: bool = False  # from another device of this node, where its positions were counted
+    truncate: Truncate | None = None  # comes before these positions
+    handed_on: bool = False  # from another device of this node, which counted its positions
 
     @property
     def phase(self) -> str:
-        """Under which name its time is counted: one position is a decode step, more are a part of a prompt."""
+        """Label of its time in the metrics: one position is a decode step, several are part of a prompt."""
         return DECODE if self.count == 1 else PREFILL
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """Position after the last."""
         return self.start + self.count
 
     @property
     def wanted(self) -> int:
-        """How many of its last positions the head must compute."""
+        """Number of its last positions that the head must compute."""
         if isinstance(self.then, ForwardHidden):
             return 0
         if isinstance(self.then, Sample):
@@ -79,7 +82,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Pass(NamedTuple):
-    """When the pass that a job was part of began and ended, on the clock of `Job.submitted_s`, and how many jobs it was of."""
+    """The pass that a job was part of: begin and end on the clock of `Job.submitted_s`, and its number of jobs."""
 
     began_s: float
     ended_s: float
@@ -87,16 +90,16 @@ class Pass(NamedTuple):
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """What came of a job. `tokens` for Sample; `tensors`, one after another, for Forward and Return."""
+    """Result of a job: `tokens` for Sample; `tensors`, one after another, for ForwardHidden and Return; or an `error`."""
 
     tensors: tuple[tuple[TensorInfo, Buffer], ...] = ()
     tokens: tuple[Drawn, ...] = ()
     error: ErrorCode | None = None
-    bad_input: bool = False  # the error was in what came in, not in what was made of it
+    bad_input: bool = False  # the error was in the job's input, not in computing it
 
 
 def entries_of(job: Job, tensors: Sequence[tuple[TensorInfo, Buffer]]) -> Iterator[Entry]:
-    """What the next hop gets of a job: its positions, in one piece for each codec."""
+    """Yield a job's positions as entries for the next hop, one entry for each codec."""
     start = job.start
     for info, payload in tensors:
         count, is_first = info.shape[1], start == job.start
@@ -107,9 +110,10 @@ def entries_of(job: Job, tensors: Sequence[tuple[TensorInfo, Buffer]]) -> Iterat
 
 
 def merge(first: Job, second: Job) -> Job | None:
-    """Both jobs as one where that gives the same: adjoining positions, no reorder or wanted output between.
+    """Join two jobs if the result is the same: adjoining positions, no reorder or wanted output between. None if it is
+    not.
 
-    This is what makes a replay of a thousand decode steps cost a few prefill passes.
+    Therefore a replay of a thousand decode steps costs a few prefill passes.
     """
     held = sum(info.shape[1] for info, _ in first.parts)
     adjoining = first.end == second.start and first.skip + first.count == held
@@ -120,7 +124,11 @@ def merge(first: Job, second: Job) -> Job | None:
 
 
 def cut(job: Job, count: int) -> tuple[Job, Job | None]:
-    """The first `count` positions of a job, and the others. One whose outputs are all wanted, as one answer, stays whole."""
+    """Split a job into its first `count` positions and the rest.
+
+    The rest is None if the job has no more positions, or if all its outputs are wanted, as one answer: it then stays
+    whole.
+    """
     if job.count <= count or job.want == Want.ALL:
         return job, None
     rest = replace(
@@ -130,7 +138,8 @@ def cut(job: Job, count: int) -> tuple[Job, Job | None]:
 
 
 def take(jobs: deque[Job], count: int) -> Job:
-    """The next positions of a session as one job: `count` of them, unless the jobs in front cannot be joined or cut to that."""
+    """Take the next `count` positions of a session as one job; fewer or more if the first jobs cannot be joined or cut
+    to that."""
     job, rest = cut(jobs.popleft(), count)
     while rest is None and jobs and job.count < count:
         following, rest = cut(jobs[0], count - job.count)

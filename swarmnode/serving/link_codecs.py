@@ -1,4 +1,4 @@
-"""Link codecs: as what a hop sends on the states of a session, chosen by the link or as the client says."""
+"""Link codecs: the encoding of the states that a hop sends on, chosen for the link or set by the client."""
 
 from __future__ import annotations
 
@@ -22,54 +22,62 @@ from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 @dataclass(frozen=True)
 class CodecRules:
-    """Of one node: the codecs that its swarm allows, what its states are, and how fast it can send to a peer, as far as that is
-    known."""
+    """A node's rules for codecs: the codecs that its swarm allows, the dtype of its states, and the bandwidth to each
+    peer.
+
+    `bandwidth_bps` returns None if the bandwidth to a peer is not known.
+    """
 
     allowed: frozenset[int] = frozenset(SERVING_CODECS)
     dtype: DType = DType.FLOAT32
     bandwidth_bps: Callable[[PeerId], float | None] = lambda _peer: None
 
     def refusal(self, opened: Open) -> ErrorCode | None:
-        """Why a session cannot be as it asks; None where it can."""
+        """Return INVALID_REQUEST if an OPEN asks for codecs that the swarm does not allow or that are sparse; None if
+        it does not."""
         asked = {opened.codec, *(one.codec for one in opened.codecs)}
         return None if asked <= self.allowed and not SPARSE_CODECS & asked else ErrorCode.INVALID_REQUEST
 
     def wrong(self, body: Input) -> ErrorCode | None:
-        """Why an input is none that anybody may send here; None where it is one."""
+        """Return MALFORMED if the input has a codec that the swarm does not allow; None otherwise."""
         return None if body.tensor.codec in self.allowed else ErrorCode.MALFORMED
 
 
 class LinkCodecs:
-    """Of one session at one hop that is not the last. Written on the loop, read by the compute thread."""
+    """Codecs that one session uses at one hop, not the last. Written on the event loop, read by the compute thread."""
 
     def __init__(self, opened: Open, rules: CodecRules, width: int) -> None:
         self.schedule = CodecSchedule(Codec(opened.codec))
         self._opened = opened
         self._rules = rules
         self._width = width
-        self._begin = 0  # of the present text's own positions
+        self._begin = 0  # first position of the present text that it does not share with the text before
 
     def __repr__(self) -> str:
         return f"<LinkCodecs of unit {self._unit}, {self.schedule!r}>"
 
     @property
     def _unit(self) -> int:
-        """That the states enter."""
+        """Unit that the states enter."""
         return self._opened.route[self._opened.index].end
 
     def rebound(self, opened: Open, accepted: int) -> None:
-        """Another epoch; positions below `accepted` were computed here."""
+        """Take over the choices of a new epoch; positions below `accepted` were computed here."""
         if opened.sampling != self._opened.sampling:
             self._begin = accepted
         self._opened = opened
         self.schedule.take_up((one.start, Codec(one.codec)) for one in opened.codecs if one.unit == self._unit)
 
     def look(self, start: int, end: int, rtt_s: float, cost: PassCost) -> list[LinkCodec]:
-        """Positions [start, end) are about to be computed. What was chosen for them, if anything."""
+        """Choose codecs for positions [start, end), which are about to be computed.
+
+        Returns the new choices. It is empty if the client fixed the codecs, they were chosen before, or the bandwidth
+        is not known.
+        """
         opened, steps_from = self._opened, self._steps_from
         if not opened.adapts or self.schedule.full:
             return []
-        # What tokens were drawn from comes again as it was, also where nothing had been chosen.
+        # Positions that led to drawn tokens must be sent again as they were, even if no codec had been chosen.
         settled = opened.known if opened.mode == Mode.DRIVEN or opened.known > steps_from else 0
         news = []
         for begin, until in ((self._begin, steps_from), (steps_from, opened.max_length)):
@@ -81,7 +89,7 @@ class LinkCodecs:
 
     @property
     def _steps_from(self) -> int:
-        """Where the prompt ends; of a session that its client drives only the client knows."""
+        """Position at which the prompt ends. In DRIVEN mode only the client knows it: then `max_length`."""
         opened = self._opened
         return opened.max_length if opened.sampling is None else opened.sampling.prompt_length
 
@@ -97,14 +105,18 @@ class LinkCodecs:
 
 
 def codec_rules_of(host: Host, dtype: torch.dtype) -> CodecRules:
-    """Of a node that computes in `dtype`."""
+    """Return the rules of a node that computes in `dtype`."""
     manifest, links, directory = host.swarm.manifest, host.link_config, host.directory
     allowed = SERVING_CODECS if manifest is None else manifest.codecs
     return CodecRules(frozenset(allowed), DTYPE_OF[dtype], lambda peer: bandwidth_to(peer, links, directory))
 
 
 def bandwidth_to(peer: PeerId, links: LinkConfig, directory: Directory) -> float | None:
-    """Bits/s: as it was measured, else as the lines of the two ends are known; None where neither is. No more than we may send."""
+    """Return the bits per second at which this node can send to `peer`; None if nothing is known.
+
+    That is the measured bandwidth, else the slower of this node's upload and the peer's announced download; never more
+    than the node's own limit.
+    """
     measured_bps = links.link_statistics.up_bps_to(peer)
     announced = directory.peers().get(peer)
     lines_bps = links.link_statistics.up_bps, 0.0 if announced is None else announced.down_bps

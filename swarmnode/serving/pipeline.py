@@ -1,10 +1,10 @@
-"""Pipelines: the replicas of the span that a node serves, each with workers on its devices, one behind another.
+"""Pipelines: replicas of the span that a node serves, each a chain of workers on the node's devices.
 
     submit(job) -> worker -> hidden states -> worker -> ... -> job.done(result)
 
-Each device has its own executor and its own memory, and computes for some sessions while others are at the next one (GPipe,
-arXiv 1811.06965). What goes from device to device is what a hop would send, uncompressed, through the host's memory: it is small
-beside the weights that each pass reads, and cards at home seldom reach each other in another way.
+Each device has its own executor and memory, and computes for some sessions while others are at the next device (GPipe,
+arXiv 1811.06965). States pass from device to device uncompressed, through the host's memory: they are small beside the
+weights that each pass reads, and consumer cards seldom have another way to reach each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ OnDone = Callable[[Job, JobResult, Pass], None]
 
 
 class Pipeline:
-    """The sessions that are computed by one replica. Used on the loop. `units_per_s` is its speed as against other replicas'."""
+    """Replica of a span: its workers, and the sessions that it computes. Used on the event loop.
+
+    `units_per_s` is its speed, relative to other replicas.
+    """
 
     def __init__(self, workers: Sequence[Worker], journals: MemoryLedger, *, units_per_s: float = 1.0) -> None:
         self.workers = tuple(workers)
@@ -55,7 +58,7 @@ class Pipeline:
         self.pass_cost = workers[-1].scheduler.cost  # of the device whose outputs are sent on
         self.hidden_size: int = workers[0].runner.span.hidden_size
         self._units_per_s = units_per_s
-        self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: those whose units its positions pass, in order
+        self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: the workers that its positions pass, in order
 
     def __repr__(self) -> str:
         return f"<Pipeline of {len(self._passed)} sessions over {self.workers!r}>"
@@ -65,13 +68,13 @@ class Pipeline:
 
     @property
     def load(self) -> float:
-        """Sessions for its speed, with one more."""
+        """Number of sessions, with one more, divided by the speed."""
         return (1 + len(self._passed)) / self._units_per_s
 
     # -- memory
 
     def cache_bytes(self, opened: Open) -> tuple[int, ...]:
-        """Return what a session takes of each device's cache, in bytes."""
+        """Return the bytes of cache that a session takes on each device."""
         parts = ((worker.runner, _part(worker, opened)) for worker in self.workers)
         return tuple(
             runner.reservation_bytes(opened.rows, opened.max_length, *part) if part.units > 0 else 0
@@ -79,12 +82,13 @@ class Pipeline:
         )
 
     def may_hold(self, cache_bytes: Sequence[int]) -> bool:
-        """Whether there would be room if there were nobody else."""
+        """Return whether a session with `cache_bytes` per device would fit if no other session were here."""
         limits = (worker.runner.pool.budget.limit_bytes for worker in self.workers)
         return all(size <= limit for size, limit in zip(cache_bytes, limits, strict=True))
 
     def free_cache_tokens(self, kept: Sequence[int]) -> int:
-        """Positions that new sessions may reserve, on the device where they are fewest; those of `kept` sessions among them."""
+        """Return the positions that new sessions may reserve, on the device with the fewest. The caches of `kept`
+        sessions count as free."""
         held = [self.memory.cache_bytes(session) for session in kept if session in self.memory]
         return min(
             (worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held))
@@ -95,8 +99,10 @@ class Pipeline:
     # -- sessions
 
     def open(self, session: int, opened: Open, *, owner: str = "", weight: float = 1.0) -> None:
-        """Make room for a session before any job of it is run; its memory is promised already. For `owner` and `weight` see
-        `Worker.open`."""
+        """Make room for a session, before any of its jobs is run. Its memory must be promised already.
+
+        For `owner` and `weight` see `Worker.open`.
+        """
         parts = {worker: part for worker in self.workers if (part := _part(worker, opened)).units > 0}
         for worker, part in parts.items():
             worker.open(
@@ -113,45 +119,47 @@ class Pipeline:
         self._passed[session] = tuple(parts)
 
     def fork(self, source: int, session: int, length: int) -> None:
-        """Let a session that was just opened begin as another one does, whose first positions `keeps` says are here."""
+        """Begin the newly opened `session` with the first `length` positions of `source`; `keeps` must have returned
+        True for them."""
         for worker in self._passed[session]:
             worker.fork(source, session, length)
 
     def keeps(self, source: int, held: int, length: int) -> bool:
-        """Whether of a session here, which holds at most so many positions, the first `length` can be copied."""
+        """Return whether the first `length` positions of the session `source`, which holds at most `held` positions,
+        can be copied."""
         return source in self and all(worker.runner.pool.keeps(held, length) for worker in self._passed[source])
 
     def extend(self, session: int, max_length: int) -> None:
-        """Let a session have so many positions; they are promised already."""
+        """Raise a session's number of positions to `max_length`. Their memory must be promised already."""
         for worker in self._passed[session]:
             worker.extend(session, max_length)
 
     def forget(self, session: int) -> None:
-        """A session is over: drop what waits for it, and free its memory."""
+        """Drop the waiting jobs of a session that is over, and free its memory."""
         self.memory.release(session)
         self.watch.forget(session)
         for worker in self._passed.pop(session):
             worker.forget(session)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; see `SessionPipeline`."""
+        """Queue a job; see `SessionPipeline.submit`."""
         self.watch.submitted(job.session, job.end, job.count, job.submitted_s)
         after = len(self._passed[job.session]) - 1
         self._submit(replace(job, stages_after=job.stages_after + after) if after else job, 0, None)
 
     def computed(self, job: Job, run: Pass) -> None:
-        """Note that a job came back; see `SessionPipeline`."""
+        """Note that a job came back; see `SessionPipeline.computed`."""
         self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self.clock())
 
     @property
     def stalled(self) -> bool:
-        """Whether computing stands still, as far as the device tells that has been busy with one thing for longest."""
+        """Whether computing stands still, judged by the device that has been busy with one item for longest."""
         running = [worker.running for worker in self.workers]
         longest = max((one for one in running if one is not None), key=lambda one: one.seconds, default=None)
         return self.watch.stalled(self.clock(), longest)
 
     def readings(self) -> Readings:
-        """What its devices do and hold."""
+        """Yield the metrics of its devices."""
         for worker in self.workers:
             span, budget = worker.meter.label, worker.runner.pool.budget
             yield from worker.meter.readings()
@@ -162,7 +170,8 @@ class Pipeline:
     # -- from device to device
 
     def _submit(self, job: Job, place: int, began_s: float | None) -> None:
-        """To the worker at this place of those that the session passes; the first of them began with the job at `began_s`."""
+        """Submit a job to the worker at `place` among those that the session passes. The first worker began the job at
+        `began_s`."""
         workers = self._passed[job.session]
         if place < len(workers) - 1:
             done = partial(self._hand_on, place, job.then, job.done, began_s)
@@ -181,7 +190,7 @@ class Pipeline:
         result: JobResult,
         run: Pass,
     ) -> None:
-        """What a worker made of a job is the next one's input, unless it failed or the session is over."""
+        """Pass a worker's result to the next worker as input, or finish the job if it failed or the session is over."""
         job = replace(job, then=then, done=done)
         if not result.tensors or job.session not in self._passed:
             (done if began_s is None else partial(_finish, done, began_s))(job, result, run)
@@ -191,20 +200,23 @@ class Pipeline:
 
 
 def _part(worker: Worker, opened: Open) -> Span:
-    """Return those of a session's units that a worker has; not above 0 of them if it has none."""
+    """Return the units of a session that a worker has; the span has no positive length if it has none."""
     (start, end), span = units_of(opened), worker.runner.span
     return Span(max(start, span.start), min(end, span.end))
 
 
 def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass) -> None:
-    """A job that other workers had before is done, or failed. What came into this one was made here: nobody else is to blame."""
+    """Finish a job that passed other workers before. The last worker's input was made here, so no other peer is to
+    blame for it."""
     done(job, replace(result, bad_input=False), run._replace(began_s=began_s))
 
 
 @dataclass(eq=False)
 class Replicas:
-    """The pipelines of one stage. `sessions` are the server's, by their ids; `adapters` and caches make room for one another where
-    nobody uses them."""
+    """The pipelines of one stage.
+
+    `sessions` are the server's sessions by id. Unused `adapters` and unused caches make room for one another.
+    """
 
     pipelines: Sequence[Pipeline]
     sessions: Mapping[bytes, StageSession]
@@ -216,24 +228,24 @@ class Replicas:
         runner = self.pipelines[0].workers[0].runner
         self.span: Span = self.pipelines[0].span
         self.vocab_size: int = runner.span.vocab_size
-        self.position_limit: int | None = runner.span.position_limit  # of every session
+        self.position_limit: int | None = runner.span.position_limit  # for every session
         self.meter = self.pipelines[0].workers[0].meter
 
     def __repr__(self) -> str:
         return f"<Replicas {self.pipelines!r}>"
 
     def of(self, key: int) -> Pipeline:
-        """Return the pipeline that computes for the session of this key."""
+        """Return the pipeline that computes the session with this key."""
         return next(pipeline for pipeline in self.pipelines if key in pipeline)
 
     @property
     def stalled(self) -> list[Pipeline]:
-        """Those whose devices stand still."""
+        """Pipelines whose devices stand still."""
         return [pipeline for pipeline in self.pipelines if pipeline.stalled]
 
     @property
     def idle(self) -> list[StageSession]:
-        """Sessions that have had no input for a while and wait for nothing, the longest first."""
+        """Sessions without input for `idle_s` and without waiting jobs, the longest idle first."""
         since_s = asyncio.get_running_loop().time() - self.config.idle_s
         waiting = {key for pipeline in self.pipelines for key in pipeline.watch.waiting}
         idle = [one for one in self.sessions.values() if one.moved_s <= since_s and one.key not in waiting]
@@ -241,17 +253,17 @@ class Replicas:
 
     @property
     def free_cache_tokens(self) -> int:
-        """Positions that a new session may have, of the replica that has most."""
+        """Positions that a new session may have, on the replica with the most."""
         kept = [session.key for session in self.sessions.values() if session.kept]
         return max(pipeline.free_cache_tokens(kept) for pipeline in self.pipelines)
 
     def readings(self) -> Readings:
-        """What their devices do and hold."""
+        """Yield the metrics of all devices."""
         for pipeline in self.pipelines:
             yield from pipeline.readings()
 
     def describe(self, body: Open) -> tuple[str, ...]:
-        """The memory that there is, and what a session asks for, in sentences."""
+        """Describe the free memory, and the memory that a session asks for, in sentences."""
         budgets = [worker.runner.pool.budget for pipeline in self.pipelines for worker in pipeline.workers]
         free_bytes, limit_bytes = sum(one.free_bytes for one in budgets), sum(one.limit_bytes for one in budgets)
         asked_bytes = sum(self.pipelines[0].cache_bytes(body)) if body.index < len(body.route) else 0
@@ -261,14 +273,16 @@ class Replicas:
         )
 
     def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
-        """Promise memory to a session, new or already here, `beside` another one where it can be. Raises ProtocolError if it can
-        never be had here, Busy if not now."""
+        """Promise memory to a session, new or already here, if possible in the pipeline of the session `beside`.
+
+        Returns the pipeline. Raises ProtocolError if the session can never fit here, Busy if it does not fit now.
+        """
         able = [pipeline for pipeline in self.pipelines if key in pipeline] or self.pipelines
         able = [pipeline for pipeline in able if not pipeline.stalled]
         able.sort(key=lambda pipeline: (beside not in pipeline, pipeline.load))
         fitting = [pipeline for pipeline in able if pipeline.may_hold(pipeline.cache_bytes(body))]
         if able and not fitting:
-            raise ProtocolError("no device here has so much memory", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError("the session needs more memory than the devices here have", code=ErrorCode.TOO_LARGE)
         for pipeline in fitting:
             if _take(pipeline, key, claimant, body):
                 return pipeline
@@ -278,12 +292,15 @@ class Replicas:
         raise Busy("there is no room for the session", retry_s=self.config.retry_s)
 
     def _free_kept(self) -> bool:
-        """Whether a session that is only kept for another text has made room, the one that was used the longest ago."""
+        """Free the kept session that was unused for longest. Returns False if no session is kept."""
         return _free_oldest([session for session in self.sessions.values() if session.kept])
 
     def _make_room(self, pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
-        """Whether somebody gave way: one that nobody is bound to, one that is kept for another text, then those of peers that have
-        more."""
+        """End sessions to make room for a new one, and return whether any was ended.
+
+        First goes an orphaned session, then one kept for another text, then sessions of peers that hold more memory
+        than the claimant.
+        """
         here = [session for session in self.sessions.values() if session.key in pipeline]
         orphans = [session for session in here if session.orphaned and session.key != key]
         if _free_oldest(orphans or [session for session in here if session.kept]):
@@ -296,18 +313,18 @@ class Replicas:
 
 
 def _free_oldest(sessions: Sequence[StageSession]) -> bool:
-    """Whether there was one to be freed: the one that was used the longest ago."""
+    """Free the session that was unused for longest. Returns False if there is none."""
     if sessions:
         min(sessions, key=lambda session: session.moved_s).free()
     return bool(sessions)
 
 
 def _take(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
-    """Promise a session memory; whether there was room."""
+    """Promise memory to a session and return whether there was room."""
     cache_bytes, journal = _sizes(pipeline, body)
     return pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
 
 
 def _sizes(pipeline: Pipeline, body: Open) -> tuple[tuple[int, ...], int]:
-    """Return what a session takes of each device's cache, and of the host for its journal, in bytes."""
+    """Return the bytes of cache that a session takes on each device, and the bytes of its journal in host memory."""
     return pipeline.cache_bytes(body), journal_bytes(body, pipeline.hidden_size)

@@ -1,4 +1,4 @@
-"""Stage server: takes sessions in, refuses what it cannot hold, and lets them go when the node drains."""
+"""Stage server: admits sessions, refuses sessions that it cannot hold, and lets them go if the node drains."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from swarmnode.serving.pipeline import Pipeline, Replicas
 from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of
 from swarmnode.serving.session.session import StageSession
 
-WATCH_S = 0.5  # between two looks at the sessions
+WATCH_S = 0.5  # between two checks of the sessions
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class StageServer:
-    """Server of one span of units for the sessions of others. `pipelines` are the span's replicas.
+    """Server of one span of units for the sessions of other peers. `pipelines` are the span's replicas.
 
-    Shared state changes without an await in between, so a frame is always handled against a whole picture.
+    Shared state changes without an await in between, so every frame meets a consistent state.
     """
 
     peer: LocalPeer
@@ -68,7 +68,7 @@ class StageServer:
         self.switchboard = board_of(
             self.peer, SESSION_PROTOCOL, accept=self._accept, on_peer_lost=self.peer.lost_neighbour
         )
-        self._traces = TraceLog()  # of sessions that are over
+        self._traces = TraceLog()  # of ended sessions
         self._trace_server = trace_server(self.peer, self.trace)
 
     def __repr__(self) -> str:
@@ -77,41 +77,41 @@ class StageServer:
 
     @property
     def load(self) -> int:
-        """Number of sessions held, but for those that are kept."""
+        """Number of sessions held, without those kept for another text."""
         return sum(not session.kept for session in self._sessions.values())
 
     def readings(self) -> Readings:
-        """What the sessions do here and take, and what was refused."""
+        """Yield the metrics of devices, sessions and refusals."""
         yield from self._replicas.readings()
         yield from self._refusals.readings(self.load)
 
     def session(self, session: bytes) -> StageSession | None:
-        """The session with this id, while it lasts."""
+        """Return the session with this id; None if it is not here."""
         return self._sessions.get(session)
 
     def trace(self, trace: bytes) -> SessionTrace | None:
-        """Where the time of the session with this trace id went here, while it runs and for a while after; None where nothing is
-        known of it."""
+        """Return the times of the session with this trace id at this hop, while it runs and for a while after; None if
+        it is unknown."""
         running = (session.trace for session in self._sessions.values() if session.trace_id == trace)
         return next(running, None) or self._traces.get(trace)
 
     async def start(self) -> None:
-        """Answer incoming links from now on."""
+        """Start answering incoming links."""
         await self.switchboard.start()
         await self._trace_server.start()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
+        """Take no new sessions, ask the clients to move theirs, and wait for that, at most `timeout_s` seconds."""
         self._stop_taking()
         for session in list(self._sessions.values()):
             session.drain()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except asyncio.TimeoutError:
-            log.warning("left with %d sessions that had not moved in time", self.load)
+            log.warning("%d sessions did not move to other peers in time: they end now", self.load)
 
     async def finish(self) -> None:
-        """Take nothing new, and wait until the last session has ended."""
+        """Take no new sessions, and wait until the last session has ended."""
         self._stop_taking()
         await self._idle.wait()
 
@@ -121,7 +121,7 @@ class StageServer:
             session.free()
 
     def take_on(self) -> None:
-        """Take sessions again, after all."""
+        """Take new sessions again."""
         self.draining = False
 
     async def close(self) -> None:
@@ -135,10 +135,10 @@ class StageServer:
         await self._trace_server.close()
         await self.switchboard.close()
 
-    # -- what sessions need
+    # -- services for sessions
 
     def freed(self, session: bytes) -> None:
-        """Let go of a session that is over; see `SessionHost`."""
+        """Drop a session that is over; see `SessionHost.freed`."""
         gone = self._sessions.pop(session)
         self._traces.keep(gone.trace_id, gone.trace)
         self._replicas.of(gone.key).forget(gone.key)
@@ -147,15 +147,15 @@ class StageServer:
             self._idle.set()
 
     def _watch(self) -> None:
-        """Look at the sessions from time to time, while there are any."""
+        """Check the sessions from time to time, while there are any."""
         if self._watching is None and self._sessions:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look)
 
     def _look(self) -> None:
-        """End the sessions that wait for a device that stands still, and those that nobody has used for long."""
+        """End sessions that wait for a stalled device, and sessions that were unused for `forgotten_s`."""
         self._watching, since_s = None, asyncio.get_running_loop().time() - self.config.forgotten_s
         for pipeline in self._replicas.stalled:
-            log.error("computing stands still: %r", pipeline)
+            log.error("computing has stalled: %r", pipeline)
             for session in [session for session in self._sessions.values() if session.key in pipeline.watch.waiting]:
                 session.give_up(ErrorCode.PEER_LOST)
         for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
@@ -176,7 +176,7 @@ class StageServer:
             channel.close(Error(ErrorCode.MALFORMED))
 
     def _needs_more(self, body: Open) -> bool:
-        """Whether a session cannot be opened at once: for want of its grammar, or of its adapter."""
+        """Return whether a grammar must be compiled or an adapter loaded before the session can open."""
         lacks_grammar = draws_by_grammar(body) and body.session not in self._sessions
         return lacks_grammar or not self._has_adapter(body)
 
@@ -184,7 +184,7 @@ class StageServer:
         return not body.adapter or body.adapter in self.adapters
 
     async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
-        """Compile the grammar beside the loop first, and bring the adapter."""
+        """Compile the grammar and load the adapter first, without blocking the loop."""
         grammar = None
         with self._refusing(channel, body):
             if draws_by_grammar(body) and body.session not in self._sessions:
@@ -192,12 +192,12 @@ class StageServer:
                 grammar = await self.grammars.compile(body.sampling.grammar)
             if body.adapter:
                 await self.adapters.bring(body.adapter)
-            if channel.open:  # who asked may be gone
+            if channel.open:  # the sender may be gone
                 self._open(channel, body, text, grammar)
 
     @contextlib.contextmanager
     def _refusing(self, channel: Channel, body: Open) -> Iterator[None]:
-        """Answer an OPEN with the ProtocolError or Busy that it leads to, if any."""
+        """Answer an OPEN with the ProtocolError or Busy that is raised inside, if any."""
         try:
             yield
         except (ProtocolError, Busy) as error:
@@ -207,8 +207,10 @@ class StageServer:
             self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
     def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
-        """Bind a session to this channel. `text` came with it, `grammar` is what its tokens must follow. Raises ProtocolError and
-        Busy if it cannot be had."""
+        """Bind a session to this channel. `text` came with its OPEN; `grammar` constrains its tokens.
+
+        Raises ProtocolError if the session cannot be had here, Busy if there is no room.
+        """
         self._check(channel.peer, body, text)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
@@ -231,8 +233,10 @@ class StageServer:
             self._attach(early, attach)
 
     def _check(self, sender: PeerId, body: Open, text: Buffer) -> None:
-        """Raises ProtocolError if a session can never be had here as it is asked for, Busy if its adapter has gone again while the
-        session waited for it."""
+        """Raise ProtocolError if the session can never be served here as requested.
+
+        Raises Busy if its adapter was dropped again while the session waited.
+        """
         if not is_for(body, self.peer.network.peer_id, sender):
             raise ProtocolError("the route does not lead here from the sender")
         hop, span = body.route[body.index], self._replicas.span
@@ -245,9 +249,9 @@ class StageServer:
             raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
 
     def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
-        """Make a session, beside the one that it begins as if that is here. Raises as `_admit` does."""
+        """Make a session, if possible in the pipeline of the session that it begins like. Raises as `_admit` does."""
         key, source = next(self._keys), self._source_of(body)
-        self.adapters.use(body.adapter, key)  # or it might make room for its own session
+        self.adapters.use(body.adapter, key)  # else the adapter might be dropped to make room for its own session
         try:
             pipeline = self._admit(key, claimant, body, beside=None if source is None else source.key)
         except (ProtocolError, Busy):
@@ -261,28 +265,32 @@ class StageServer:
         return session
 
     def _source_of(self, body: Open) -> StageSession | None:
-        """The session that a new one begins as, if it is here."""
+        """Return the session whose first positions a new one shares; None if it is not here."""
         if body.branch is None or body.truncate is not None:
             return None
         alike = (one for one in self._sessions.values() if shape_of(one.opened) == shape_of(body))
         return next((one for one in alike if one.is_source_of(body)), None)
 
     def _note(self, what: str, sender: PeerId, body: Open) -> None:
-        """Write down what was decided of a session, on the memory and the work that there were."""
+        """Log a decision about a session, with the memory and work at this moment."""
         facts = (
             f"it asks for {body.rows} rows of {body.max_length} positions, place {body.index} of {len(body.route)}",
             f"here are units {self._replicas.span.start} to {self._replicas.span.end - 1}",
             *self._replicas.describe(body),
             f"{self.load} sessions are held, {len(self._replicas.idle)} of them without input for {self.config.idle_s:g} s",
             "this node takes nothing new" if self.draining else "this node takes sessions",
-            "computing stands still" if self._replicas.stalled else "computing goes on",
+            "computing has stalled" if self._replicas.stalled else "computing goes on",
         )
         about = (sender, trace_id(body.session).hex())
         self.peer.decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
 
     def _admit(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
-        """Reserve memory for a new session, `beside` another one where that can be, or for one that gets another text: it can then
-        never fail half-way for want of it. Raises ProtocolError, also if this node leaves, and Busy."""
+        """Reserve memory for a new session, or for one that gets another text, so that it cannot run out of memory
+        half-way.
+
+        `beside` is a session whose pipeline is preferred. Raises ProtocolError if the session never fits or this node
+        leaves, Busy if it does not fit now.
+        """
         if self.draining:
             raise ProtocolError("this node leaves", code=ErrorCode.DRAINING)
         limit = self._replicas.position_limit
@@ -292,7 +300,7 @@ class StageServer:
         if key in pipeline:
             pipeline.extend(key, body.max_length)
         else:
-            owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
+            owner = owner_of(claimant) if body.index == 0 else ""  # only the first hop knows the session's client
             pipeline.open(key, body, owner=owner, weight=self.peer.weight_of(claimant.peer))
         return pipeline
 
@@ -312,7 +320,8 @@ class StageServer:
 
 
 def _begin_as(source: StageSession, session: StageSession, length: int, pipeline: Pipeline) -> None:
-    """Let a session that was let in have what is here of its source, which may have given its room for it."""
+    """Copy the positions of `source` that are still here into the newly admitted session: `source` may have been freed
+    for it."""
     length = min(length, source.computed)
     if pipeline.keeps(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
         pipeline.fork(source.key, session.key, begun)

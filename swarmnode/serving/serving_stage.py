@@ -1,4 +1,4 @@
-"""Serving stage: one span of a model, loaded and served, between choosing units and leaving them."""
+"""Serving stage: one span of a model, from loading it until the node leaves its units."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Replica = Sequence[SpanPart]
 
 @dataclass(eq=False)
 class ServingStage(Stage):
-    """Replicas of a span, each in parts on devices of its own, and their server. Made by `load`, ended by `close`."""
+    """Replicas of a span, each in parts on its own devices, and their server. Made by `load` or `take_up`, ended by `close`."""
 
     hardware: Hardware
     replicas: Sequence[Replica]
@@ -58,15 +58,18 @@ class ServingStage(Stage):
 
     @classmethod
     async def load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
-        """Load a span whose weights are here, measure it, and serve: in float32 where numbers are too large for less. Raises
-        CheckpointError, LocalError."""
+        """Load a span whose weights are on disk, measure it, and serve it.
+
+        If its numbers overflow, it is loaded again in float32. Raises CheckpointError, and LocalError if a device
+        cannot compute it.
+        """
         try:
             return await cls._load(place, checkpoint, units)
         except PrecisionError as error:
             wider = place.hardware.in_float32(checkpoint)
             if wider is None:
                 raise
-            log.warning("%s: they are loaded again, in float32", error)
+            log.warning("%s: loading them again in float32", error)
         return await cls._load(replace(place, hardware=wider), checkpoint, units)
 
     @classmethod
@@ -81,7 +84,7 @@ class ServingStage(Stage):
 
     @classmethod
     async def take_up(cls, place: Workplace, kept: KeptSpan) -> ServingStage:
-        """Serve a span that was kept in the host's memory. Raises ExecutorDied."""
+        """Serve a span that was kept in host memory. Raises ExecutorDied or LocalError, as `serve` does."""
         async with contextlib.AsyncExitStack() as undo:
             loaded = [[await _move_back(part, kept.hardware, undo) for part in replica] for replica in kept.replicas]
             kept.memory.release()
@@ -91,9 +94,10 @@ class ServingStage(Stage):
 
     @classmethod
     async def serve(cls, place: Workplace, loaded: Sequence[Sequence[LoadedSpan]]) -> ServingStage:
-        """Serve replicas of a span, whose parts are loaded. Raises ExecutorDied, and LocalError if a device cannot compute it."""
+        """Serve replicas of a span whose parts are loaded. Raises ExecutorDied, and LocalError if a device cannot
+        compute it."""
         host, hardware, config = place.host, place.hardware, place.hardware.config.server
-        async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
+        async with contextlib.AsyncExitStack() as undo:  # a pause may cancel this in the middle
             replicas: list[list[SpanPart]] = []
             for spans in loaded:
                 replicas.append([])
@@ -119,46 +123,50 @@ class ServingStage(Stage):
             undo.push_async_callback(statements.close)
             await statements.start()
             undo.pop_all()
-            gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
+            gc.freeze()  # library objects stay for good: collecting over them again would delay every session
         return cls(hardware, replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
 
     async def _pack(self, part: SpanPart) -> None:
-        """Sessions go on beside it. It is measured again if nobody computes now, else real work will show it."""
+        """Rearrange the weights of a part while sessions run.
+
+        Afterwards the part is measured again if its speed was provisional and no session is here. Else real work will
+        show its speed.
+        """
         if await part.pack() and not self.server.load:
             await part.measure_again()
         await part.pack_in_company()
 
     def sections(self) -> tuple[Section, ...]:
-        """What the announcement says of this stage."""
+        """Return the sections that announce this stage: hardware, speeds and load."""
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
         load = ServingLoad(sessions=self.server.load, cache_tokens_free=self.server.free_cache_tokens)
         return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:
-        """What Prometheus may know of this stage."""
+        """Yield the metrics of this stage."""
         for part in self._parts:
             yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, and let the sessions move to other peers."""
+        """Take no new sessions, and let the present ones move to other peers."""
         await self.server.drain(timeout_s)
 
     async def finish(self) -> None:
-        """Take nothing new, and wait until the last session has ended."""
+        """Take no new sessions, and wait until the last session has ended."""
         await self.server.finish()
 
     def take_on(self) -> None:
-        """Take sessions again, after all."""
+        """Take new sessions again."""
         self.server.take_on()
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
-        """What a closed stage served, in the memory of the host; None where it cannot be there."""
+        """Move the weights of a closed stage into host memory; None if they are quantised, and then they are freed."""
         replicas = [[LoadedSpan(part.device, part.span) for part in replica] for replica in self.replicas]
         return KeptSpan.of(self.hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything, but the span where it is to be kept."""
+        """Free everything, except the weights if `keep_span`."""
         for part in self._parts:
             part.stop_packing()
         await self.tasks.close()
@@ -166,13 +174,13 @@ class ServingStage(Stage):
         await self.server.close()
         for part in self._parts:
             await part.close(keep_span=keep_span)
-        gc.unfreeze()  # what this stage was made of may be collected
+        gc.unfreeze()  # the objects of this stage may be collected
 
 
 async def _load_part(
     checkpoint: Checkpoint, hardware: Hardware, part: DevicePart, undo: contextlib.AsyncExitStack
 ) -> LoadedSpan:
-    """A part of a span, on its device. Raises CheckpointError."""
+    """Load a part of a span onto its device. Raises CheckpointError."""
     lent, (start, end) = hardware.lent[part.device], part.span
     weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(start, end, 0))
     undo.callback(weights.release)
@@ -186,12 +194,12 @@ async def _load_part(
         quantize=hardware.quantize,
     )
     undo.callback(span.close)
-    weights.count(span.weight_bytes)  # tied ones are here once
+    weights.count(span.weight_bytes)  # tied weights count once
     return LoadedSpan(part.device, span, weights)
 
 
 async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
-    """A part that was kept in the host's memory, on its device again."""
+    """Move a part that was kept in host memory back to its device."""
     lent, span = hardware.lent[kept.device], kept.span
     weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
     undo.callback(weights.release)
@@ -200,7 +208,7 @@ async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.Asyn
 
 
 def _pipeline(replica: Replica, journals: MemoryLedger) -> Pipeline:
-    """Its workers, and how fast they are to be expected."""
+    """Make the pipeline of a replica, with its expected speeds."""
     speeds = in_sequence((part.units, part.speeds) for part in replica)
     pipeline = Pipeline([part.worker for part in replica], journals, units_per_s=speeds.decode_units_per_s or 1.0)
     units = sum(part.units for part in replica)

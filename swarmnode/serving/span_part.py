@@ -1,4 +1,5 @@
-"""Parts of a served span: what one device holds, loaded, tried and measured; a whole span in the host's memory during a pause."""
+"""Parts of a served span: the units on one device, loaded, tried and measured; and a whole span in host memory during a
+pause."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from swarmnode.measuring.meters import DECODE
 from swarmnode.plan.view import Span
 from swarmnode.serving.worker import Worker
 
-COMPANY_PASSES = 64  # of several sessions, after which more are expected
-MAX_BATCH = 64  # rows of a pass that the ledger counts with
+COMPANY_PASSES = 64  # passes of several sessions, after which more are expected
+MAX_BATCH = 64  # rows of one pass in the ledger's estimate
 TRIAL_SESSION = -2
-PROMPT, PADDING = 8, (0, 5)  # positions of two rows, and how many of each are padding
+PROMPT, PADDING = 8, (0, 5)  # positions of two rows, and the left padding of each
 
 
 def try_span(runner: StageRunner) -> None:
-    """A short prompt and a step. Raises PrecisionError where what comes out is not finite. The session is closed again."""
+    """Run a short prompt and a step. Raises PrecisionError if an output is not finite."""
     span = runner.span
     runner.open(TRIAL_SESSION, rows=len(PADDING), max_length=PROMPT + 1, padding=PADDING)
     try:
@@ -45,7 +46,7 @@ def try_span(runner: StageRunner) -> None:
 
 
 def _inputs(span: ModelSpan, count: int) -> Tensor:
-    """ids_BT or hidden_BTH, the same every time."""
+    """Return ids_BT or hidden_BTH, the same every time."""
     generator = torch.Generator().manual_seed(count)
     if span.has_embedding:
         return torch.randint(0, span.vocab_size, (len(PADDING), count), generator=generator)
@@ -54,7 +55,7 @@ def _inputs(span: ModelSpan, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadedSpan:
-    """Units on the device of this number. `weights` are what they take of its ledger, if they are the stage's own."""
+    """Units on one device, given by its number. `weights` is their reservation in its ledger, if the stage has its own."""
 
     device: int
     span: ModelSpan
@@ -75,7 +76,7 @@ class SpanPart:
     def __post_init__(self) -> None:
         self.device = self.loaded.device
         self.span = self.loaded.span
-        self.units = self.span.end - self.span.start  # how many there are
+        self.units = self.span.end - self.span.start  # number of units
         self._memory = [self.passes] if self.loaded.weights is None else [self.passes, self.loaded.weights]
         self._closed = False
         self._loop, self._company = asyncio.get_running_loop(), asyncio.Event()
@@ -87,7 +88,7 @@ class SpanPart:
 
     @classmethod
     async def start(cls, place: Workplace, loaded: LoadedSpan) -> SpanPart:
-        """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError where the device cannot compute it."""
+        """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError if the device cannot compute it."""
         hardware, executor = place.hardware, place.executors[loaded.device]
         span, lent = loaded.span, hardware.lent[loaded.device]
         units = Span(span.start, span.end)
@@ -95,7 +96,7 @@ class SpanPart:
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
         runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
         worker = Worker(runner, executor, longest_chunk_tokens=hardware.config.server.longest_chunk_tokens)
-        async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
+        async with contextlib.AsyncExitStack() as undo:  # a pause may cancel this in the middle
             passes = lent.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
             undo.callback(passes.release)
             undo.push_async_callback(worker.close)
@@ -103,7 +104,7 @@ class SpanPart:
             if lent.device.kind != "cpu":
                 await worker.call("try the span", lambda: try_span(runner))
             measure = partial(measure_serving, runner, clock=place.host.clock.compute)
-            lasting = not span.packings.at_once  # else a few units will do: all is measured again once they are packed
+            lasting = not span.packings.at_once  # else a few units will do: all are measured again once packed
             at_first = partial(measure, few=not lasting)
             capability = await worker.call(
                 "measure", lambda: place.measure(units.units, lent, at_first, lasting=lasting)
@@ -114,26 +115,27 @@ class SpanPart:
 
     @property
     def speeds(self) -> Speeds:
-        """As measured, or as real work has shown since."""
+        """Speeds as measured, corrected by real work since."""
         return self.capability.speeds
 
     async def pack(self) -> bool:
-        """Rearrange weights while sessions go on; whether there was something to do."""
+        """Rearrange weights while sessions run. Returns whether the speeds are provisional, measured before this."""
         await asyncio.to_thread(self.span.packings.at_once.run, lambda: self._closed)
         return not self.capability.lasting
 
     async def pack_in_company(self) -> None:
-        """The same, of layers that are slower so while a session is alone: once several have shared passes for a while."""
+        """Rearrange the layers that become slower for a lone session, once several sessions have shared passes for a
+        while."""
         if self.span.packings.in_company:
             await self._company.wait()
             await asyncio.to_thread(self.span.packings.in_company.run, lambda: self._closed)
 
     async def measure_again(self) -> None:
-        """What was measured before weights were rearranged does not last. Nobody else may compute meanwhile."""
+        """Measure the speeds again after weights were rearranged. No session may compute meanwhile."""
         await self.worker.call("measure", lambda: self.capability.measure(self.measure))
 
     def _note_pass(self, phase: str, sessions: int, positions: int, units: int, seconds: float) -> None:
-        """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
+        """Note the speed of real work of a lone session, which is the announced speed. Short prompts do not count."""
         if sessions > 1:
             self._shared_passes += 1
             if self._shared_passes == COMPANY_PASSES:
@@ -144,11 +146,11 @@ class SpanPart:
             self.capability.note("prefill_units_per_s", seconds / (units * positions))
 
     def stop_packing(self) -> None:
-        """The thread ends with the layer that it packs."""
+        """Stop rearranging weights after the present layer."""
         self._closed = True
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything, but the span where it is to be kept."""
+        """Free everything, except the weights if `keep_span`."""
         self.stop_packing()
         await self.worker.close()
         self.runner.close_all(keep_span=keep_span)
@@ -158,8 +160,10 @@ class SpanPart:
 
 @dataclass(frozen=True)
 class KeptSpan:
-    """`replicas` of it, in parts. `memory` is what they take in the host's ledger, until `release`, or until they are on their
-    devices again. `hardware` as they were computed with."""
+    """Weights of a whole span in host memory: its replicas in parts, and the hardware that computed them.
+
+    `memory` is their reservation in the host's ledger, until `release` or until they are back on their devices.
+    """
 
     hardware: Hardware
     replicas: Sequence[Sequence[LoadedSpan]]
@@ -170,7 +174,8 @@ class KeptSpan:
 
     @classmethod
     def of(cls, hardware: Hardware, replicas: Sequence[Sequence[LoadedSpan]], host: MemoryLedger) -> KeptSpan | None:
-        """Move a span that nobody uses into the host's memory; None for quantised weights, which cannot go there and come back."""
+        """Move an unused span into host memory; None if its weights are quantised, which cannot move back, and then
+        they are freed."""
         spans = [part.span for replica in replicas for part in replica]
         if any(span.quantization is not None for span in spans):
             for span in spans:
@@ -182,11 +187,11 @@ class KeptSpan:
 
     @property
     def units(self) -> Span:
-        """Which they are."""
+        """Units of the span."""
         return Span(self.replicas[0][0].span.start, self.replicas[0][-1].span.end)
 
     def release(self) -> None:
-        """Free it."""
+        """Free the weights."""
         for replica in self.replicas:
             for part in replica:
                 part.span.close()

@@ -1,4 +1,4 @@
-"""Stage: what a node (`node/node.py`) may ask of units that are served, served as a graph, or trained."""
+"""Stage: the interface of a node (`node/node.py`) to its units, whether they serve a model, serve a graph or train."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
 
 
 class Stage(Protocol):
-    """Units of a model that are loaded, and open to the requests of other peers from now on until `close`.
+    """Units of a model that are loaded, and that answer requests of other peers until `close`.
 
-    Each kind has a `load` of its own (`ServingStage`, `InferenceStage`, `TrainingWorker`). One owner calls, on the loop, in this
-    order: `finish` and `take_on` in turn, as often as the owner changes its mind; `drain`, at most once; `close`, also without a
-    `drain`; `keep`, at most once. `sections`, `readings`, `bound` and `rest_s` answer at once, at any time before `close`.
+    Each kind has its own `load` (`ServingStage`, `InferenceStage`, `TrainingWorker`). One owner calls, on the event
+    loop, in this order: `finish` and `take_on` in turn, any number of times; `drain`, at most once; `close`, also
+    without a `drain`; `keep`, at most once. `sections`, `readings`, `bound` and `rest_s` answer at once, at any time
+    before `close`.
     """
 
     @property
     def bound(self) -> bool:
-        """Whether these units hold something that no other node has, so that the node must not leave them for better ones."""
+        """Whether these units hold data that no other node has, so that the node must not leave them for better units."""
         return False
 
     async def settled(self) -> None:
-        """Wait, for some seconds at most, until nothing is under way that would be lost by leaving now."""
+        """Wait, for a few seconds at most, until leaving would not lose work that is under way."""
         return
 
     def rest_s(self) -> float:
-        """Return for how many more seconds the stage will be of use; infinite if no end is known."""
+        """Return the seconds until the stage is of no more use; infinite if no end is known."""
         return math.inf
 
     def sections(self) -> tuple[Section, ...]:
-        """Return what the node's announcement says of this stage, as of now."""
+        """Return the sections that announce this stage, as of now."""
         raise NotImplementedError
 
     def readings(self) -> Readings:
@@ -43,7 +44,7 @@ class Stage(Protocol):
         raise NotImplementedError
 
     async def finish(self) -> None:
-        """Take no new work, and wait without a limit until all that was taken is over.
+        """Take no new work, and wait without a limit until all accepted work is over.
 
         The owner may cancel the wait. New work is then still refused until `take_on`.
         """
@@ -54,10 +55,10 @@ class Stage(Protocol):
         return
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new work, and give what runs up to `timeout_s` seconds to end or to move to other peers.
+        """Take no new work, and give running work up to `timeout_s` seconds to end or to move to other peers.
 
         Args:
-            timeout_s: After so many seconds the method returns, whatever still runs; `close` then cuts it off.
+            timeout_s: Seconds after which the method returns. `close` then cuts off work that still runs.
         """
         raise NotImplementedError
 
@@ -65,15 +66,15 @@ class Stage(Protocol):
         """End all work and links, and give all memory back.
 
         Args:
-            keep_span: Leave the weights where they are, for a `keep` that follows.
+            keep_span: Leave the weights in place, for a `keep` that follows.
         """
         raise NotImplementedError
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
-        """Move the weights of a stage that was closed with `keep_span` into the host's memory. Called on a thread of its own.
+        """Move the weights of a stage that was closed with `keep_span` into host memory. Called on a thread of its own.
 
         Args:
-            host: The host's ledger, in which they are counted from now on.
+            host: Ledger of the host, which counts the weights from now on.
 
         Returns:
             The weights; None if this stage keeps none, and then they are freed.

@@ -1,12 +1,12 @@
-"""Worker: the positions that sessions want computed on one device, joined to batches and encoded; and the watch over a device that
-stands still.
+"""Worker: positions of many sessions, joined to batches, computed on one device and encoded; and the watch over a
+stalled device.
 
     loop:    submit(job) ------.                             .----> job.done(result)
     thread:                   put -> take -> decode -> run -> encode
 
-The thread is the device's executor (`compute/executor.py`). All tensors live on it: payloads are decoded, sampled and encoded
-there, never on the loop. What goes together, and how much of a prompt, is decided in `plan/serving/scheduler.py`; jobs are joined
-and cut (`job.py`) as that wants it.
+The thread is the device's executor (`compute/executor.py`). It handles all tensors: payloads are decoded, sampled and
+encoded there, never on the event loop. `plan/serving/scheduler.py` decides which sessions share a pass and how much of
+a prompt goes into it; jobs are joined and cut accordingly (`job.py`).
 """
 
 from __future__ import annotations
@@ -47,34 +47,35 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the longest where nothing was measured
+STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the ceiling if nothing was measured
 
 
 Finish = Callable[[Sequence[Tensor]], JobResult]
-"""From what was fetched to what came of a job, on the host"""
+"""Function from the tensors fetched to the host to the result of a job."""
 
 OnPass = Callable[[str, int, int, int, float], None]
-"""(phase, sessions, positions and units of the first, seconds) of a pass that came to something; called on the compute thread"""
+"""Callback after a successful pass, on the compute thread: (phase, sessions, positions and units of the first session,
+seconds)."""
 
 OnJobs = Callable[[Sequence[Job]], None]
 
 
 class Running(NamedTuple):
-    """What a compute thread does: for how many seconds by now, and whether it is for sessions."""
+    """Item on a compute thread: the seconds that it has run, and whether it is a pass of sessions."""
 
     seconds: float
     serving: bool
 
 
 class ComputeWatch:
-    """Of one stage. It stands still when something waits and no pass ended for far longer than passes take.
+    """Watch over one stage. It is stalled if work waits and no pass has ended for far longer than passes take.
 
-    Passes are expected to take as long as those of their kind did, a prompt's for each of its positions.
+    A pass is expected to take as long as earlier ones of its kind did; for a prompt, per position.
     """
 
     def __init__(self, deadline: Deadline = STALLED) -> None:
         self._deadline = deadline
-        # By session: the end of what waits, positions of its longest job.
+        # By session: the end of its waiting positions, and the positions of its longest job.
         self._waiting: dict[int, tuple[int, int]] = {}
         self._moved_at_s = 0.0
         # By whether a pass is a decode step.
@@ -84,36 +85,38 @@ class ComputeWatch:
         return f"<ComputeWatch of {len(self._waiting)} sessions, moved at {self._moved_at_s:.1f} s>"
 
     def expect(self, *, step_s: float, position_s: float) -> None:
-        """What was measured before the first session came: of a decode step, and of each position of a prompt."""
+        """Set the expected seconds of a decode step and of one prompt position, measured before the first session came."""
         self._position_s[True].note(step_s)
         self._position_s[False].note(position_s)
 
     @property
     def waiting(self) -> frozenset[int]:
-        """The sessions for which something is to be computed."""
+        """Sessions with waiting positions."""
         return frozenset(self._waiting)
 
     def submitted(self, session: int, end: int, count: int, now_s: float) -> None:
-        """Positions [end - count, end) of a session wait to be computed."""
+        """Note that positions [end - count, end) of a session wait to be computed."""
         if not self._waiting:
             self._moved_at_s = now_s
         longest = self._waiting.get(session, (0, 0))[1]
         self._waiting[session] = (end, max(longest, count))
 
     def computed(self, session: int, end: int, count: int, took_s: float, now_s: float) -> None:
-        """A pass brought a session to position `end`, with `count` new ones."""
+        """Note that a pass of `took_s` seconds brought a session to position `end`, with `count` new positions."""
         self._moved_at_s = now_s
         self._position_s[count == 1].note(took_s / count)
         if end >= self._waiting.get(session, (0, 0))[0]:
             self._waiting.pop(session, None)
 
     def forget(self, session: int) -> None:
-        """Nobody waits for this session any more."""
+        """Forget the waiting positions of a session."""
         self._waiting.pop(session, None)
 
     def stalled(self, now_s: float, running: Running | None) -> bool:
-        """Whether it stands still. `running` is what the thread does: of work that is not the sessions', or of none although
-        some waits, nothing is known here."""
+        """Return whether computing is stalled. `running` is the item on the thread, None if it is idle.
+
+        If the thread does not run a pass of sessions, no time is expected of it and the deadline is at its ceiling.
+        """
         if not self._waiting:
             return False
         waited_s, work_s = now_s - self._moved_at_s, None
@@ -123,7 +126,7 @@ class ComputeWatch:
         return waited_s > self._deadline.wait_s(rtt_s=0.0, work_s=work_s)
 
     def _expected_s(self) -> float | None:
-        """What the longest pass among those that wait should take; None where none of its kind was seen."""
+        """Return the seconds that the longest waiting job should take; None if no pass of its kind was seen."""
         times_s: list[float] = []
         for _, count in self._waiting.values():
             position_s = self._position_s[count == 1].bound
@@ -134,7 +137,7 @@ class ComputeWatch:
 
 
 class _Batch(WorkItem):
-    """Jobs of several sessions that go through the model together."""
+    """Jobs of several sessions that pass through the model together."""
 
     def __init__(self, jobs: Sequence[Job], run: OnJobs, give_up: OnJobs) -> None:
         owner = f"session {jobs[0].session}" if len(jobs) == 1 else f"{len(jobs)} sessions"
@@ -174,36 +177,40 @@ class Worker:
 
     @property
     def queued(self) -> int:
-        """Jobs that wait."""
+        """Number of waiting jobs."""
         return sum(len(jobs) for jobs in list(self._waiting.values()))
 
     @property
     def running(self) -> Running | None:
-        """What the device computes at the moment, which may be somebody else's (training, say)."""
+        """Item that the device computes at the moment, also for another source (training, say); None if it is idle."""
         item = self.executor.running
         return None if item is None else Running(self.executor.stalled_s, isinstance(item, _Batch))
 
     def expect(self, speeds: Speeds) -> None:
-        """What passes should cost, until some were run."""
+        """Set the expected cost of passes, until some have run."""
         for positions, units_per_s in ((1, speeds.decode_units_per_s), (PREFILL_POSITIONS, speeds.prefill_units_per_s)):
             if units_per_s:
                 self.scheduler.ran(positions, positions * self.meter.span.units / units_per_s)
 
     async def start(self) -> None:
-        """Take part in the executor's turns. Raises ExecutorDied."""
+        """Join the executor's sources of work. Raises ExecutorDied if its thread has ended."""
         await self.executor.add(self)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
+        """Queue a job. `job.done` is called on the loop, also if the job fails."""
         self.executor.submit(self, job)
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
-        """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
+        """Run a function on the compute thread, before the waiting jobs. The future raises ExecutorDied if the thread
+        has ended."""
         return self.executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind=kind, owner=owner)
 
     def open(self, session: int, *, owner: str = "", weight: float = 1.0, **reservation: Any) -> None:
-        """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits. Its time is
-        counted for the `owner`, where somebody is named, by its `weight`."""
+        """Make room for a session (`StageRunner.open`) before any of its jobs is run. The caller has checked that it
+        fits.
+
+        If `owner` is not empty, the session's time counts for that owner, by `weight`.
+        """
 
         def make_room() -> None:
             if owner:
@@ -213,7 +220,7 @@ class Worker:
         self.call("open", make_room, owner=f"session {session}")
 
     def fork(self, source: int, session: int, length: int) -> None:
-        """Let a session that was just opened begin as another one does, of which so many positions were computed here."""
+        """Begin the newly opened `session` with the first `length` positions of `source`, which were computed here."""
 
         def copy() -> None:
             try:
@@ -222,16 +229,16 @@ class Worker:
                 if is_device_fault(error):
                     raise
                 log.warning("session %d cannot begin as session %d does: %s", session, source, error)
-                self.runner.close(session)  # its first input is told
+                self.runner.close(session)  # its first input then fails and reports it
 
         self.call("fork", copy, owner=f"session {session}")
 
     def extend(self, session: int, max_length: int) -> None:
-        """Let a session have so many positions; the caller has seen that they fit."""
+        """Raise a session's number of positions to `max_length`. The caller has checked that they fit."""
         self.call("extend", lambda: self.runner.extend(session, max_length), owner=f"session {session}")
 
     def forget(self, session: int) -> None:
-        """Drop what waits for a session and free its cache."""
+        """Drop the waiting jobs of a session and free its cache."""
 
         def drop() -> None:
             self._waiting.pop(session, None)
@@ -247,12 +254,12 @@ class Worker:
     # -- below: the compute thread
 
     def put(self, item: Job) -> None:
-        """It waits for a pass that it fits into."""
+        """Add a job to the waiting ones."""
         self._waiting.setdefault(item.session, deque()).append(item)
         self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 
     def take(self) -> WorkItem | None:
-        """The next pass."""
+        """Return the next pass; None if no job waits."""
         jobs = [self._take(session, count) for session, count in self.scheduler.next().items()]
         if not jobs:
             return None
@@ -267,26 +274,26 @@ class Worker:
         return job
 
     def abandon(self, items: Iterable[Job], error: Exception) -> None:
-        """Nothing is computed any more, neither these nor what waits."""
+        """Fail `items` and all waiting jobs: nothing is computed any more."""
         self._give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
         self._waiting.clear()
 
     def _give_up(self, jobs: Sequence[Job]) -> None:
-        """Tell on the loop that these jobs come to nothing, for a reason of this node's own."""
+        """Return an INTERNAL error for these jobs, on the loop: this node is at fault."""
         now_s = self.clock()
         _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
 
     def _run(self, batch: Sequence[Job]) -> None:
         results = self._compute(batch)
         run = Pass(self.executor.began_s, self.clock(), len(batch))
-        self.executor.post(_deliver, batch, results, run)  # first of all: the next hop waits for it
+        self.executor.post(_deliver, batch, results, run)  # first of all, as the next hop waits for it
         self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
         for job, result in zip(batch, results, strict=True):
             if not result.bad_input:
                 self.meter.note_hop(job.phase, run.ended_s - job.submitted_s)
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
-        """Everything up to the results is only launched; then the device is waited for, once."""
+        """Run a batch. All work on the device is launched first, and waited for only once."""
         inputs, outputs = DeviceInputs(self.runner.span.device), DeviceOutputs()
         places = [[inputs.add(info, payload) for info, payload in job.parts] for job in batch]
         finishes: dict[int, Finish] = {}
@@ -328,8 +335,10 @@ class Worker:
         return outcomes
 
     def _leave(self, job: Job, sound: int | None, outcome: Output | Exception, outputs: DeviceOutputs) -> Finish:
-        """On the device: what of a job's outcome shall come to the host, and what to make of it there. Its own error is nobody
-        else's."""
+        """Launch the encoding of a job's outcome on the device, and return the function that completes it on the host.
+
+        An error of this job affects no other job.
+        """
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -344,15 +353,19 @@ class Worker:
     def _finish(self, job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
         try:
             return finish(fetched)
-        except ProtocolError as error:  # what was asked of the draw cannot be
+        except ProtocolError as error:  # the requested draw is impossible
             return JobResult(error=error.code)
         except Exception as error:
             return _failure(job, error)
 
     def _decode(self, job: Job, tensors: list[Tensor]) -> StepInput:
-        """The session has checked their shapes: whatever the codec, no payload makes more than they say."""
+        """Decode a job to the runner's input. The session has checked its shapes, so no payload can become larger than
+        they say.
+
+        Raises LocalError if the cache could not be opened, ProtocolError if a token id is not in the vocabulary.
+        """
         if job.session not in self.runner:
-            raise LocalError("its cache could not be opened")
+            raise LocalError("the session's cache could not be opened")
         x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         x = x[:, job.skip : job.skip + job.count]
         if x.is_floating_point():
@@ -365,7 +378,8 @@ class Worker:
         return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=truncate_to)
 
     def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
-        """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
+        """Launch the encoding of `y`: hidden_BTH, or at the last hop logits_BKV (hidden_BTH if the client holds the
+        head)."""
         then, wanted = job.then, job.wanted
         if isinstance(then, ForwardHidden):
             pieces = list(then.codecs.pieces(job.start, job.end))
@@ -391,7 +405,8 @@ class Worker:
 
 
 def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutputs) -> tuple[list[TensorInfo], Finish]:
-    """Each in its codec: what it is, and what to make of it on the host."""
+    """Launch the encoding of tensors, each in its codec. Returns their descriptions and the function that completes
+    them."""
     encoded = [encode_in_place(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
     places = [(info, outputs.add(payload_M)) for info, payload_M in encoded]
 
@@ -402,12 +417,12 @@ def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutp
 
 
 def _told(result: JobResult) -> Finish:
-    """Of what is known already."""
+    """Return the function for a result that is already known."""
     return lambda _fetched: result
 
 
 def _failure(job: Job, error: Exception) -> JobResult:
-    """What a session hears of an error of this node's own. Raises one that all must hear of."""
+    """Log an error of this node and return the session's result. Raises the error if it is a fault of the device."""
     if is_device_fault(error):
         raise error
     log.error("session %d failed at position %d", job.session, job.start, exc_info=error)

@@ -1,1 +1,1 @@
-"""What a swarm is and who is in it: manifest, invite, signed announcements, the live directory. No torch."""
+"""Swarm and peers as data: manifest, invite, signed announcements, the live directory. No torch."""

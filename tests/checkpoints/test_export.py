@@ -123,7 +123,7 @@ async def test_what_is_there_is_not_overwritten(world: World) -> None:
     out = world.folder / "out"
     out.mkdir()
     (out / "mine").write_text("precious")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists; name a folder"):
         await world.export(out)
     (out / "mine").unlink()
     world.keep(0, 1)

@@ -119,7 +119,7 @@ def test_a_language_model_learns_and_is_written(school: Path) -> None:
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
     again = train(school, "text", *arguments, "--json")
     assert [json.loads(line)["loss"] for line in again.stdout.splitlines()] == curve, "the same each time"
-    assert_clear(train(school, "text", *arguments, "--out", "trained"), 2, "there already", "--force")
+    assert_clear(train(school, "text", *arguments, "--out", "trained"), 2, "exists", "--force")
 
 
 def test_a_module_learns_and_load_state_dict_reads_it(school: Path, monkeypatch: pytest.MonkeyPatch) -> None:

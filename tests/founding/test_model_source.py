@@ -72,7 +72,7 @@ def test_a_vocabulary_must_have_all_bytes_where_these_are_tokens(config: Path, t
 def test_what_is_there_is_not_overwritten(config: Path, tmp_path: Path) -> None:
     out = from_config(config, tmp_path / "out", seed=1).folder
     before = weights(out)
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="exists; name a folder"):
         from_config(config, out, seed=2)
     assert weights(out) == before
     from_config(config, out, seed=2, force=True)

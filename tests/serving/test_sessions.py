@@ -294,7 +294,7 @@ async def test_a_bug_in_a_hop_is_told_to_the_client_and_another_hop_goes_on() ->
 async def test_a_bug_in_the_client_ends_its_session_with_a_sentence() -> None:
     swarm = await ToySwarm.start(*THREE, *THREE)
     stream = swarm.ring(PROMPT, 30)
-    with pytest.raises(SwarmnodeError, match="bug of this client"):
+    with pytest.raises(SwarmnodeError, match="bug in this client"):
         async for _ in stream:
             if len(stream.result.ids) == 4:
                 swarm.router.suspected = None  # type: ignore[assignment]  # the router fails of what nobody expected

@@ -1,8 +1,8 @@
-"""Blame: whose fault it is that a hop of a session failed.
+"""Blame: whether the peer or the request is at fault if a hop of a session failed.
 
-Who is silent or gone failed by itself. Who answers with an error may be right: the request itself may be what cannot be
-computed. So the peer is only left out; where another one then does the same work it was that peer, and where another one
-fails in the same way it was the request, and no peer is suspected for it.
+A peer that is silent or gone failed itself. A peer that answers with an error may be right: perhaps the request cannot
+be computed. So that peer is only left out of this session. If another peer then does the same work, the first peer was
+at fault. If another peer fails in the same way, the request was at fault and no peer is suspected.
 """
 
 from __future__ import annotations
@@ -27,29 +27,34 @@ MILD = frozenset(
     }
 )
 ARGUABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST})
-LEAVING_S = 30.0  # who leaves does not come back soon
+LEAVING_S = 30.0  # a leaving peer does not come back soon
 
 
 class Verdict(Enum):
-    """What to do about a fault."""
+    """Consequence of a fault."""
 
-    PEER = auto()  # the peer failed: nobody should count on it
-    ELSEWHERE = auto()  # it may be the peer or not: take another one for this session
-    REQUEST = auto()  # it is the request: no other peer would help
+    PEER = auto()  # the peer failed: suspect it in all sessions
+    ELSEWHERE = auto()  # it may be the peer or the request: use another peer in this session
+    REQUEST = auto()  # the request is at fault: no other peer would help
 
 
 class Blame:
-    """Of one session. Peers that failed are left out for a time that grows, and that their success forgives."""
+    """Faults of one session. Failed peers are left out for a time that grows with each failure, until they succeed."""
 
     def __init__(self, clock: Callable[[], float], *, avoid_s: float) -> None:
         self._backoff = Backoff(clock, first_s=avoid_s)
-        self._accused: dict[PeerId, tuple[ErrorCode, HopSpec]] = {}  # since the last progress
+        self._accused: dict[PeerId, tuple[ErrorCode, HopSpec]] = {}  # arguable faults since the last progress
 
     def __repr__(self) -> str:
         return f"<Blame of {len(self._accused)} peers, {self._backoff!r}>"
 
     def judge(self, hop: HopSpec, code: ErrorCode, *, retry_s: float = 0.0) -> Verdict:
-        """A hop failed with this code. `retry_s`: when it asked to be tried again."""
+        """Record that `hop` failed with `code` and return the verdict. `retry_s`: seconds after which the peer asked to
+        be tried again.
+
+        The verdict is REQUEST if, since the last progress, a hop with some of the same units failed with the same
+        arguable code.
+        """
         self._backoff.failed(hop.peer, at_least_s=LEAVING_S if code == ErrorCode.DRAINING else retry_s)
         if code not in MILD | ARGUABLE:
             return Verdict.PEER
@@ -61,12 +66,16 @@ class Blame:
         return Verdict.ELSEWHERE
 
     def leave_out(self, route: Sequence[HopSpec]) -> None:
-        """One of them stands still, and none says which: others are taken for a while, where there are any."""
+        """Leave out all peers of `route` for a while: one of them is stuck, and it is unknown which."""
         for hop in route:
             self._backoff.failed(hop.peer)
 
     def progress(self, route: Sequence[HopSpec]) -> list[tuple[PeerId, ErrorCode]]:
-        """An output came over this route: who could not bring it forth, and said an error instead."""
+        """Forgive the peers of `route`, over which an output came, and clear the list of accused peers.
+
+        Returns the accused peers that are not in `route`, each with its error code: they failed at work that other
+        peers could do.
+        """
         here = {hop.peer for hop in route}
         for peer in here:
             self._backoff.succeeded(peer)
@@ -75,12 +84,12 @@ class Blame:
 
     @property
     def avoided(self) -> frozenset[PeerId]:
-        """Who is left out now."""
+        """Peers left out at this moment."""
         return self._backoff.resting
 
     @property
     def pardon_s(self) -> float | None:
-        """Seconds until the next of them may be asked again; None where nobody is left out."""
+        """Seconds until the next of the avoided peers may be used again; None if no peer is avoided."""
         return min((self._backoff.pause_s(peer) for peer in self.avoided), default=None)
 
 

@@ -1,7 +1,7 @@
 """A swarm as a transformers model: `generate` with all its features runs here, the layers run in the swarm.
 
-The client drives every step, so any logits processor, stopping criterion, streamer or beam search works. Token ids stay
-here too where the client holds embedding and head itself.
+The client drives every step, so any logits processor, stopping criterion, streamer or beam search works. If the client
+holds embedding and head itself, token ids do not leave it either.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Ends:
-    """The embedding and the head, each a span of one unit. They keep no cache, only positions."""
+    """Embedding and head on the client, each a span of one unit. They keep no cache, only positions."""
 
     def __init__(self, embedding: StageRunner, head: StageRunner) -> None:
         self._embedding = embedding
         self._head = head
-        self.hidden_size = embedding.span.hidden_size  # of the states that come in between
+        self.hidden_size = embedding.span.hidden_size  # of the states between embedding and head
 
     def __repr__(self) -> str:
         return f"<Ends {self._embedding!r} {self._head!r}>"
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Ends:
-        """Load unit 0 and the last unit. Raises CheckpointError."""
+        """Load unit 0 and the last unit. Raises CheckpointError if the checkpoint cannot be read."""
         units = checkpoint.units
         nothing = RunnerConfig(cache_bytes=0)
         head = load_span(checkpoint, units - 1, units)
@@ -54,7 +54,8 @@ class Ends:
         return cls(StageRunner(load_span(checkpoint, 0, 1), nothing), StageRunner(head, nothing))
 
     def open(self, session: Hashable, rows: int, max_length: int, padding: Sequence[int]) -> None:
-        """Begin a session of so many rows."""
+        """Begin a session of `rows` rows with at most `max_length` positions; `padding` is the left padding of each
+        row."""
         for runner in (self._embedding, self._head):
             runner.open(session, rows=rows, max_length=max_length, padding=padding)
 
@@ -69,44 +70,45 @@ class Ends:
             runner.truncate(session, length)
 
     def embed(self, session: Hashable, ids_BT: Tensor, reorder: tuple[int, ...]) -> Tensor:
-        """hidden_BTH of the next token ids."""
+        """Return hidden_BTH of the next token ids."""
         return self._embedding.run([StepInput(session, ids_BT, want=WANT_NOTHING, reorder=reorder)])[0].output
 
     def logits(self, session: Hashable, hidden_BTH: Tensor) -> Tensor:
-        """logits_BTV (float32) of hidden states that came out of the last layer."""
+        """Return logits_BTV (float32) of the hidden states that the last layer returned."""
         work = StepInput(session, hidden_BTH.to(self._head.span.dtype), want=WANT_ALL)
         return self._head.run([work])[0].output.to(torch.float32)
 
 
 class RemoteCache(Cache):
-    """Stands for the cache that the hops hold: it knows its length and the reordering that the next input carries."""
+    """Stand-in for the cache that the hops hold: it knows its length and the reordering that the next input carries."""
 
     def __init__(self, owner: RemoteCausalLM, session: ClientSession) -> None:
         super().__init__(layers=[])
         self._owner = owner
         self.session = session
         self.reorder: tuple[int, ...] = ()
-        self._cropped: int | None = None  # where the next input begins, if that is before the last one's end
+        self._cropped: int | None = None  # where the next input begins, if before the end of the last one
 
     def __repr__(self) -> str:
         return f"<RemoteCache {self.session!r}>"
 
     @property
     def length(self) -> int:
-        """Positions that the next input follows."""
+        """Number of positions before the next input."""
         return self.session.length if self._cropped is None else self._cropped
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
     def crop(self, max_length: int) -> None:
-        """Forget the positions from `max_length` on, or as many as it is below zero: rejected drafts of assisted generation."""
+        """Forget the positions from `max_length` on; if it is negative, the last `-max_length` positions (rejected
+        drafts)."""
         kept = max_length if max_length >= 0 else self.length + max_length
         if kept < self.length:
             self._cropped = max(0, kept)
 
     def begin(self) -> int:
-        """Where an input that is sent now begins."""
+        """Return the position at which an input that is sent now begins, and clear a pending crop."""
         length, self._cropped = self.length, None
         return length
 
@@ -118,7 +120,7 @@ class RemoteCache(Cache):
         return False
 
     def check(self, rows: int, count: int) -> None:
-        """Raises UsageError where the session has not so many rows, or no room for so many positions more."""
+        """Raise UsageError if the input's `rows` differ from the session's, or `count` more positions do not fit."""
         spec, length = self.session.spec, self.length
         if rows != spec.rows:
             raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}")
@@ -128,10 +130,11 @@ class RemoteCache(Cache):
             )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Permute the rows before the next input (beam search). Raises UsageError for what names no row of each."""
+        """Permute the rows before the next input (beam search). Raises UsageError if `beam_idx` does not name one row
+        for each row."""
         order, rows = beam_idx.tolist(), self.session.spec.rows
         if len(order) != rows or not all(0 <= row < rows for row in order):
-            raise UsageError(f"a reordering names one of the {rows} rows for each of them, not {order}")
+            raise UsageError(f"a reordering must name {rows} rows below {rows}, not {order}")
         self.reorder = tuple(self.reorder[row] for row in order) if self.reorder else tuple(order)
 
     def close(self) -> None:
@@ -140,10 +143,21 @@ class RemoteCache(Cache):
 
 
 class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """A causal LM whose layers live in a swarm. Use it as any transformers model: `model.generate(ids, num_beams=4)`.
+    """A causal LM whose layers run in a swarm. Use it as any transformers model: `model.generate(ids, num_beams=4)`.
 
-    `run` executes a coroutine on the client's loop from the calling thread. `folder` holds the checkpoint's configurations; weights
-    are not needed. Not for training: outputs carry no graph.
+    It cannot be trained: outputs carry no graph.
+
+    Args:
+        config: The model's transformers configuration.
+        open_session: Makes a session of the client from its specification, without starting it.
+        run: Executes a coroutine on the client's loop from the calling thread and returns its result.
+        folder: Folder of the checkpoint's configurations; weights are not needed. Without it, generation defaults come
+            from `config`.
+        ends: Embedding and head, if they run on this client.
+        prompt_chunk_tokens: Positions in one message of a prompt.
+        limits: Token ids, positions, codecs and adapters that the model has.
+        compress: Codec of the states between machines; "auto" leaves the choice to the hops.
+        adapter: Name of the swarm's adapter; "" is the model alone.
     """
 
     config_class = PretrainedConfig
@@ -181,12 +195,12 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
     @property
     def device(self) -> torch.device:
-        """Where ids go in and hidden states come out: the swarm is reached from the CPU."""
+        """Device of ids and outputs: always the CPU."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what comes out."""
+        """Dtype of the outputs: always float32."""
         return torch.float32
 
     # -- transformers' side
@@ -206,14 +220,18 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         model_kwargs[CACHE_ARGUMENT] = self.new_cache(rows, self._limits.room(max_cache_length), padding)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' generate. The session in the swarm is freed at the end, unless you passed the cache yourself."""
+        """Generate as transformers does. The session in the swarm is freed at the end, unless you passed the cache
+        yourself.
+
+        Raises UsageError if the input ids are not ids of this model.
+        """
         given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(given, torch.Tensor):
-            self._check_ids(given)  # before a session is opened for them
+            self._check_ids(given)  # before a session is opened
         kept = kwargs.get("cache", kwargs.get("past_key_values"))
         self._opened: list[RemoteCache] = []
         try:
-            generation = cast(Any, super())  # some releases ask there for a protocol of more than it uses
+            generation = cast(Any, super())  # some releases declare a protocol there that asks for more than it uses
             return generation.generate(*args, **kwargs)
         finally:
             for cache in self._opened:
@@ -223,7 +241,10 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
     @staticmethod
     def _padding(attention_mask_BT: torch.Tensor | None, rows: int) -> tuple[int, ...]:
-        """Left padding per row. Raises UsageError on holes or right padding."""
+        """Return the left padding of each row, or () if no position is masked.
+
+        Raises UsageError if the mask has holes, right padding, a row without a token, or does not fit `rows`.
+        """
         if attention_mask_BT is None or bool(attention_mask_BT.all()):
             return ()
         if attention_mask_BT.dim() != 2 or rows % len(attention_mask_BT):
@@ -237,8 +258,12 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         return tuple(padding_B.repeat_interleave(rows // len(padding_B)).tolist())
 
     def new_cache(self, rows: int, max_length: int, padding: tuple[int, ...] = ()) -> RemoteCache:
-        """Open a session in the swarm for `rows` sequences of at most `max_length` positions. Raises UsageError where the model
-        has not as many."""
+        """Open a session in the swarm for `rows` sequences of at most `max_length` positions; `padding` is the left
+        padding of each row.
+
+        Raises UsageError if the model does not allow `rows` or `max_length`, and the error of `ClientSession.start` if
+        it does not open.
+        """
         self._limits.check_session(rows, max_length)
         width = (self._ends.hidden_size if self._ends else self._limits.vocabulary) or MAX_WIDTH
         spec = SessionSpec(
@@ -262,7 +287,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         return cache
 
     def free(self, session: ClientSession) -> None:
-        """End a session of this model."""
+        """End a session of this model and free its caches."""
         if self._ends is not None:
             self._ends.close(session.id)
         self.run(session.close())
@@ -275,10 +300,14 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         logits_to_keep: int = 0,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        past_key_values: Cache | None = None,  # what transformers called the cache before 5.24
+        past_key_values: Cache | None = None,  # the cache's name in transformers before 5.24
         **_unused: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits_BTV of `input_ids` (BT), only of the last position where `logits_to_keep` is 1."""
+        """Return logits_BTV of `input_ids` (BT), only of the last position if `logits_to_keep` is 1.
+
+        Without a cache a session is opened for this call, and kept only if `use_cache`. Raises UsageError if the ids,
+        the mask or the cache do not fit the model.
+        """
         if input_ids is None:
             raise UsageError("a model in a swarm takes input_ids, not inputs_embeds")
         self._check_ids(input_ids)
@@ -312,7 +341,8 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         return self._ends.logits(cache.session.id, y_BTX) if self._ends else y_BTX.float()
 
     async def _exchange(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> list[Received]:
-        """Send the input in chunks and gather the wanted outputs, one chunk after the other where all are wanted."""
+        """Send the input in chunks and gather the wanted outputs. If all are wanted, each chunk waits for the output of
+        the one before."""
         session, size = cache.session, min(self._prompt_chunk_tokens, MAX_WANTED_POSITIONS)
         reorder, cache.reorder = cache.reorder, ()
         begin = cache.begin()
@@ -344,7 +374,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
 
 def _generation_config(folder: Path | None) -> GenerationConfig | None:
-    """Read a checkpoint's generation config; None if it has none."""
+    """Read a checkpoint's generation configuration; None if it has none or `folder` is None."""
     try:
         return None if folder is None else GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:

@@ -1,8 +1,9 @@
-"""The client's side of a session: it names the route, feeds the first hop, hears the last one, and mends what breaks.
+"""The client's side of a session: it chooses the route, feeds the first hop, receives from the last hop, and reroutes
+after faults.
 
-The client alone names routes, so there is one order of epochs and a client's wishes about whom to trust hold after a
-fault as before it. Whoever notices a fault tells the client; the hops keep journals, so mending costs one pass over what
-the new peer lacks.
+Only the client chooses routes. So epochs have one order, and the client's choice of trusted peers holds after a fault
+as before it. Every peer that notices a fault reports it to the client. Hops keep journals, so a reroute costs one pass
+over the positions that the new peer lacks.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ TOLD = (*FINAL, ErrorCode.NOT_FOUND)
 
 
 class ToldCodecs:
-    """Of one session, by the unit that the states enter."""
+    """Codecs that the hops of one session chose and reported, by the unit that the states enter."""
 
     def __init__(self, first: Codec, told: Iterable[LinkCodec] = ()) -> None:
         self._first = first
@@ -84,13 +85,16 @@ class ToldCodecs:
 
     @property
     def told(self) -> tuple[LinkCodec, ...]:
-        """All of it, for OPEN."""
+        """All reported choices, for OPEN."""
         schedules = self._schedules.items()
         return tuple(LinkCodec(unit, start, codec) for unit, one in schedules for start, codec in one.changes)
 
     def hear(self, told: LinkCodec, route: Sequence[HopSpec], max_length: int) -> None:
-        """A hop has chosen. What none of the route can have chosen is left out, and what no OPEN has room for: else nobody would
-        take over from it."""
+        """Note a hop's choice of a codec.
+
+        A choice is ignored if no hop of `route` can have made it, or if an OPEN has no room for it: no other peer could
+        take over from that hop.
+        """
         is_between = told.unit in {hop.end for hop in route[:-1]} and told.codec in SERVING_CODECS
         if is_between and told.start < max_length and len(self.told) < MAX_LINK_CODECS:
             self._note(told)
@@ -101,14 +105,15 @@ class ToldCodecs:
             schedule.change(told.start, Codec(told.codec))
 
     def truncate(self, to: int) -> None:
-        """The positions from `to` on are to come again."""
+        """Forget the choices for positions from `to` on, which will be sent again."""
         for schedule in self._schedules.values():
             schedule.truncate(to)
 
 
 @dataclass
 class SessionStats:
-    """What a session went through, for whoever watches."""
+    """Disturbances of one session: reroutes, the longest wait for an output, and the faults as (peer, name of the error
+    code)."""
 
     reroutes: int = 0
     longest_stall_s: float = 0.0
@@ -117,7 +122,7 @@ class SessionStats:
 
 @dataclass(eq=False)
 class ClientSession:
-    """One session of a client. Use: `await start()`, `send(...)`, `await receive()`, `await close()`."""
+    """Session of a client. Use: `await start()`, `send(...)`, `await receive()`, `await close()`."""
 
     switchboard: Switchboard
     router: Router
@@ -143,15 +148,19 @@ class ClientSession:
         self._served = ServedWork()
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
-        self._wanted = 1  # positions that it is of
-        self._drawn: list[int] = []  # tokens, in RING mode
+        self._wanted = 1  # number of positions that it covers
+        self._drawn: list[int] = []  # drawn tokens, in RING mode
         self.known = 0  # outputs for positions below this one came over earlier routes
-        self._truncate: Truncate | None = None  # what this text does not have in common with the one before it
-        self._branch: Branch | None = None  # for the first OPEN: whoever takes over is sent all
-        self.had = 0  # positions that the first hop had when it was opened, or opened for another text
+        self._truncate: Truncate | None = (
+            None  # before the first input of another text: cuts what the texts do not share
+        )
+        self._branch: Branch | None = (
+            None  # only for the first OPEN: a peer that takes over later is sent all positions
+        )
+        self.had = 0  # positions that the first hop already had when `start` opened it
         self._mending: asyncio.Task[None] | None = None
-        self._complete = False  # whether the last output has come: nothing is mended any more
-        self._tainted = False  # whether some hop may hold what no honest one made
+        self._complete = False  # whether the last output has come: then no fault is mended any more
+        self._tainted = False  # whether a hop may hold positions that no honest peer made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
         self._codecs = ToldCodecs(self.spec.codec, self.spec.codecs)
@@ -166,16 +175,20 @@ class ClientSession:
 
     @property
     def settled(self) -> SessionSpec:
-        """How it was computed, for whoever computes it again."""
+        """Specification with the codecs that the hops actually used, for computing the session again."""
         return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told)
 
     @property
     def length(self) -> int:
-        """Positions sent, or drawn by the swarm and heard of."""
+        """Number of positions that were sent, or drawn by the swarm and fed in there."""
         return self._first.end
 
     async def start(self) -> None:
-        """Open along the best route. Raises NoRoute, Busy, NetworkDown after the configured patience."""
+        """Open the session along the best route.
+
+        Raises NoRoute or Busy if no route could be opened within the configured patience, and PeerRefused if peers
+        refuse the request itself.
+        """
         epoch, branch = self.epoch, self._branch
         await self._bind()
         self.had = self._first.had if self.epoch == epoch + 1 else 0
@@ -184,13 +197,18 @@ class ClientSession:
         self._mending = self._tasks.spawn(self._mend(), "mend")
 
     async def keep(self) -> None:
-        """The last output has come: the hops keep what they have while they have room, for `go_on`."""
+        """Stop rerouting and ask the hops to keep their caches while they have room, for `go_on`. Call after the last
+        output."""
         if self._mending is not None:
             await cancel_and_wait(self._mending)
         self._first.tell(KeepCache())
 
     def go_on(self, spec: SessionSpec, begin: int) -> None:
-        """Before `start`: another text, which begins as the last one does, up to a position. It is sent what comes after that."""
+        """Continue this kept session with another text, whose positions below `begin` are the same. Call before
+        `start`.
+
+        Only the positions from `begin` on are to be sent.
+        """
         assert spec.sampling is not None
         self._truncate = None
         if begin < self.length:
@@ -203,19 +221,25 @@ class ClientSession:
 
     @property
     def truncations(self) -> int:
-        """How often another text took the place of this session's."""
+        """Number of times that positions were taken back, as when another text took the place of this session's text."""
         return self._first.truncations
 
     def begin_as(self, source: ClientSession, truncations: int, entries: Sequence[Entry]) -> None:
-        """Before `start`: the inputs in these entries are those of a source, too, as it was after so many truncations. Hops that
-        have them there need not compute them."""
+        """Begin with positions that the session `source` had after `truncations` truncations. Call before `start`.
+
+        `entries` are the inputs for these positions. Hops that still hold them for `source` need not compute them
+        again.
+        """
         for entry in entries:
             self._first.record(entry)
         self._branch = Branch(branch_proof(source.id, truncations, self.id, self.length), self.length)
         self._codecs = ToldCodecs(self.spec.codec, (one for one in source._codecs.told if one.start < self.length))
 
     def send(self, entry: Entry, *, expect: int | None = None) -> None:
-        """Send an input; positions from its first one on are taken back. `expect`: of the output that it will bring, if any."""
+        """Send an input. If earlier inputs cover its positions, these and all later positions are taken back first.
+
+        `expect` is the position of the output that this input leads to; None if it leads to none.
+        """
         if entry.start < self.length:
             entry = replace(entry, truncate=self._first.truncation(entry.start))
             self._codecs.truncate(entry.start)
@@ -228,7 +252,7 @@ class ClientSession:
         self._first.send(entry)
 
     async def receive(self) -> Received:
-        """The next output. Raises what ended the session where it cannot go on."""
+        """Wait for the next output and return it. Raises the SwarmnodeError that ended the session."""
         item = await self._received.get()
         if isinstance(item, SwarmnodeError):
             self._received.put_nowait(item)
@@ -236,11 +260,11 @@ class ClientSession:
         return item
 
     async def stay(self) -> None:
-        """All outputs have come: from now on no route is mended, and the hops keep what they have until `close`."""
+        """Stop rerouting, after the last output. The hops keep their caches until `close`."""
         await self._tasks.close()
 
     async def close(self) -> None:
-        """End the session in order; the hops free its cache."""
+        """Close the session, so that the hops free its caches, and report the served work to `on_over`."""
         await self._tasks.close()
         self._first.unbind()
         if self._last is not None:
@@ -270,11 +294,11 @@ class ClientSession:
 
     def _hear(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:
-            return  # a replay brought again what we have
+            return  # already received: a replay brings it again
         if not self.spec.allows(output, payload, self._wanted):
             last = self.route[-1].peer
-            error = PeerLost(f"peer {last} sends what was not asked for", peer=last)
-            self._tainted = True  # in a ring it went to the first hop, too
+            error = PeerLost(f"peer {last} sent an output that does not fit the request", peer=last)
+            self._tainted = True  # in a ring the token went to the first hop, too
             self._fault(self.epoch, len(self.route) - 1, error)
             return
         now_s = self.clock()
@@ -290,17 +314,15 @@ class ClientSession:
             self._drawn.append(output.ids[0])
             self._complete = output.final
             if not output.final:
-                # The ring feeds it to the first hop; we only keep it, for a first hop that comes later.
+                # The ring feeds it to the first hop; the client only keeps it, for a peer that takes over as first hop.
                 self._first.record(ids_entry(position, [output.ids], Want.NOTHING))
         self._received.put_nowait(Received(position, output, payload))
 
     # -- faults
 
     def _crashed(self, error: BaseException) -> None:
-        """Nobody mends the session any more: whoever waits for an output is told."""
-        self._received.put_nowait(
-            SwarmnodeError(f"the session ended by a bug of this client: {error!r}; its log says where")
-        )
+        """End `receive` with an error: without the mending task no fault would be handled."""
+        self._received.put_nowait(SwarmnodeError(f"a bug in this client ended the session: {error!r}; see its log"))
 
     def _fault(self, epoch: int, index: int, error: PeerError) -> None:
         if epoch == self.epoch:
@@ -326,12 +348,13 @@ class ClientSession:
                 await self._bind(error)
             except SwarmnodeError as failure:
                 if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):
-                    continue  # nobody can take over, and the leaving hop still serves
+                    continue  # no peer can take over, and the leaving hop still serves
                 self._received.put_nowait(failure)
                 return
 
     def _judge(self, hop: HopSpec, error: PeerError) -> None:
-        """Leave out whose fault it is. Raises the error where it is the request's own."""
+        """Exclude the peer of `hop` for a while, and take a new session id if needed. Raises PeerRefused if the request
+        itself fails."""
         code = ErrorCode(error.code)
         if code == ErrorCode.STALE or self._tainted:
             self._start_over()
@@ -345,16 +368,20 @@ class ClientSession:
             raise PeerRefused(text, code=code, peer=hop.peer)
 
     def _start_over(self) -> None:
-        """As another session: a peer of one of its routes has taken this one over, by an epoch newer than ours; or the hops hold
-        what we did not send."""
+        """Take a new session id.
+
+        Needed if a peer of an earlier route has moved this session to a newer epoch, or if hops hold positions that the
+        client did not send.
+        """
         self._tainted = False
         self.id = secrets.token_bytes(SESSION_ID_BYTES)
         self.trace_id = trace_id(self.id)
 
     async def _bind(self, error: SwarmnodeError | None = None) -> None:
-        """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts.
+        """Open the next epoch along the best route, trying others while peers fail, as long as the patience lasts.
 
-        `error` is why a new epoch is needed.
+        `error` is the reason for a new epoch. Raises NoRoute or Busy if no route could be opened, PeerRefused if the
+        request itself fails.
         """
         deadline_s = self.clock() + self.config.patience_s
         while True:
@@ -376,22 +403,23 @@ class ClientSession:
                 hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
                 self._judge(hop, failure)
             if self.clock() >= deadline_s:
-                raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; at last {error}")
+                raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; the last error: {error}")
 
     async def _open_unless_faulty(self) -> None:
-        """Open an epoch. A hop may hear sooner than we that another one is gone: then there is nothing to wait for."""
+        """Open an epoch, but stop at the first reported fault: a hop may notice earlier than this client that another
+        hop is gone."""
         opening = self._tasks.spawn(self._open(), "open", awaited=True)
         faulty = self._tasks.spawn(self._next_fault(), "hear of faults", awaited=True)
         try:
             await asyncio.wait([opening, faulty], return_when=asyncio.FIRST_COMPLETED)
-            if faulty.done():  # though it may be open by now: who mends hears of no fault twice
+            if faulty.done():  # though the epoch may be open by now: `_mend` does not hear of this fault again
                 raise faulty.result()
             opening.result()
         finally:
             await cancel_and_wait(opening, faulty)
 
     async def _next_fault(self) -> PeerError:
-        """Of the epoch in force, by a hop of its route."""
+        """Wait for a fault of the current epoch and return its error."""
         while True:
             epoch, _, error = await self._faults.get()
             if epoch == self.epoch:
@@ -399,7 +427,7 @@ class ClientSession:
 
     @staticmethod
     def _why(error: SwarmnodeError | None, no_route: NoRoute) -> SwarmnodeError:
-        """What to tell the user when no route is left: that peers are full says more than that none is there."""
+        """Return the error to show if no route is left: that peers are full or refuse says more than `no_route`."""
         if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
             retry_s = error.retry_s or 1.0
             return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)
@@ -411,7 +439,7 @@ class ClientSession:
             await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
 
     async def _open(self) -> None:
-        if self._complete:  # it came while a route was looked for
+        if self._complete:  # the last output came while a route was looked for
             return
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec

@@ -1,4 +1,4 @@
-"""The live router: routes found over the directory's view and the round trips that this peer measured."""
+"""The live router: finds routes with the directory's view and the round trips that this peer measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from swarmnode.swarm.records.announcement import Announcement, State
 
 
 class DirectoryRouter(Router):
-    """Routes for the sessions of one client. `span` is the part of the model that the swarm computes, `trust` says by whom."""
+    """Router for the sessions of one client. `span` is the part of the model that the swarm computes; only peers in
+    `trust` take part."""
 
     def __init__(self, host: Host, units: int, span: Span, *, ring: bool, trust: Trust = EVERYBODY) -> None:
         self.observed_latency = host.observed_latency
@@ -46,7 +47,8 @@ class DirectoryRouter(Router):
         try:
             return self._route(self._host.directory.peers(), avoid, keep, size)
         except NoRoute as error:
-            # Better one who failed us a while ago than nobody: who was only asleep is back before it says so.
+            # A peer that failed a while ago is better than no peer: a machine that was asleep is back before it
+            # announces itself.
             suspects = self._host.directory.suspects()
             if not suspects:
                 raise
@@ -79,7 +81,7 @@ class DirectoryRouter(Router):
         return tuple(route.hops)
 
     def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
-        """Write down what was decided, on what this peer knew of the others."""
+        """Log the routing decision with what this peer knew of the other peers."""
         peers, own = {peer.peer: peer for peer in view.peers}, self._host.directory.network.peer_id
         ready = sum(peer.state is State.READY and peer.span.units > 0 for peer in view.peers)
         left_out = avoid & peers.keys()
@@ -97,7 +99,8 @@ class DirectoryRouter(Router):
         self._host.decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 
     def _newcomers_left_out(self, view: View, avoid: frozenset[PeerId]) -> frozenset[PeerId]:
-        """Of most sessions."""
+        """Return newcomers to leave out of a session: none in a share of sessions, else those that established peers
+        can replace."""
         if self._dice.random() < routing.SHARE:
             return frozenset()
         trust = {peer.peer: self._host.standing.trust(peer.peer) for peer in view.peers}

@@ -1,4 +1,5 @@
-"""Generation with the ring: options, result, and the stream of tokens, while the swarm turns by itself."""
+"""Generation in RING mode: options, result, and the stream of tokens. The swarm draws tokens without waiting for the
+client."""
 
 from __future__ import annotations
 
@@ -32,13 +33,29 @@ from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to draw tokens. `temperature` 0 is greedy; `seed` None draws one; generation stops at any of `stop_ids`.
+    """Options of one generation.
 
-    `frequency_penalty` and `presence_penalty` count generated tokens, `repetition_penalty` the prompt's, too. `logit_bias` is added
-    to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others. The
-    text follows the `grammar`; it is whole unless it ends for want of new tokens. `compress`: as what states go from peer to peer;
-    "auto" leaves it to them, who compress where a link is what one waits for. `adapter`: the swarm's adapter of this name changes
-    the model; "" is the model alone.
+    Args:
+        max_new_tokens: Largest number of tokens to draw.
+        temperature: Temperature of the draw; 0 is greedy.
+        top_p: Draw only among the most likely tokens that together have this probability; 1 is off.
+        top_k: Draw only among this many most likely tokens; 0 is off.
+        seed: Seed of the draws; None chooses one at random.
+        stop_ids: Token ids after which generation stops.
+        compress: Codec of the states between peers. "auto" lets the peers compress on links that slow the generation
+            down.
+        min_p: Draw only among tokens with at least this share of the most likely token's probability; 0 is off.
+        frequency_penalty: Penalty for each time that a token was generated.
+        presence_penalty: Penalty for tokens that were generated at all.
+        repetition_penalty: Penalty for tokens of the prompt and of the generated text; 1 is off.
+        logit_bias: Values added to the logits of these token ids.
+        logprobs: Return the log probability of each token and of this many of the most likely tokens; None returns
+            none.
+        grammar: Grammar that the text follows. The text is complete unless `max_new_tokens` ends it.
+        adapter: Name of the swarm's adapter to use; "" is the model alone.
+
+    Raises:
+        UsageError: A value is outside its range.
     """
 
     max_new_tokens: int = 64
@@ -97,7 +114,7 @@ class GenerateOptions:
                 raise UsageError(rule)
 
     def sampling(self, prompt_length: int) -> Sampling:
-        """The parameters as they travel."""
+        """Return the sampling parameters as they are sent. Draws a seed if `seed` is None."""
         return Sampling(
             prompt_length=prompt_length,
             max_new_tokens=self.max_new_tokens,
@@ -118,15 +135,16 @@ class GenerateOptions:
     def spec(
         self, prompt: Sequence[int], *, vocabulary: int | None = None, allowed: Collection[int] = SERVING_CODECS
     ) -> SessionSpec:
-        """Return the session that generates behind a prompt. `allowed`: the codecs of the swarm."""
+        """Return the session that generates after `prompt`. `vocabulary`: number of token ids; `allowed`: codecs of the
+        swarm."""
         return SessionSpec(
             Mode.RING,
-            max_length=len(prompt) + self.max_new_tokens - 1,  # the last one is told and not fed
+            max_length=len(prompt) + self.max_new_tokens - 1,  # the last token is drawn and not fed
             sampling=self.sampling(len(prompt)),
             codec=codec_named(self.compress),
             adapts=self.compress == AUTO,
             allowed=frozenset(allowed),
-            prompt_tokens=len(prompt) - 1,  # its last one makes the first new token
+            prompt_tokens=len(prompt) - 1,  # the prompt's last token leads to the first new token
             prompt=tuple(prompt),
             width=vocabulary or MAX_WIDTH,
             adapter=self.adapter,
@@ -135,10 +153,11 @@ class GenerateOptions:
 
 @dataclass
 class Generation(SessionStats):
-    """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
+    """Result of a generation, and its course. Times are seconds since the call; `longest_stall_s` is the longest wait
+    for a token.
 
-    `trace` is what `swarmnode trace` takes. `logprobs`, where they were asked for: for each token its own first, then the most
-    likely ones'.
+    `trace` is the id for `swarmnode trace`. `logprobs`, if requested, has for each token its own entry first, then
+    those of the most likely tokens.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -148,26 +167,29 @@ class Generation(SessionStats):
     route: tuple[HopSpec, ...] = ()
     trace: str = ""
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
-    cached_tokens: int = 0  # of the prompt, that the first hop had from an earlier text
-    whole: bool = False  # it ended by itself, not for want of new tokens
+    cached_tokens: int = 0  # positions of the prompt that the first hop had from an earlier text
+    whole: bool = False  # whether the text ended by itself, not at `max_new_tokens`
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed: tokens after the first one, over the time after it."""
+        """Decode speed: tokens after the first one, over the time after it. With one token, its rate over the whole
+        time; 0 without tokens."""
         if len(self.ids) < 2:
             return 0.0 if not self.ids else 1.0 / max(self.seconds, 1e-9)
         return (len(self.ids) - 1) / max(self.seconds - self.first_token_s, 1e-9)
 
 
 Audit = Callable[[ClientSession, Sequence[int]], bool]
-"""(a session that is over, its tokens) -> whether it is closed by who was called, once it has been audited"""
+"""Function of (a session that is over, its token ids) that returns whether it audits the session, and then closes it."""
 
 
 @dataclass(eq=False)
 class RingStream:
     """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile.
 
-    `session` is a new one for the `spec` of `options`. `beginnings` are those of other texts; this `owner`'s may be used."""
+    `session` is a new session with the specification of `options`. `beginnings` holds earlier texts; only those of
+    `owner` are used.
+    """
 
     session: ClientSession
     options: GenerateOptions
@@ -178,9 +200,9 @@ class RingStream:
 
     def __post_init__(self) -> None:
         self._beginnings = Beginnings() if self.beginnings is None else self.beginnings
-        self._is_kept = self.beginnings is not None and self.options.grammar is None  # once it is whole
+        self._is_kept = self.beginnings is not None and self.options.grammar is None  # if the text is complete
         self._under_way: SharedText | None = None
-        self._began_elsewhere = False  # so that its hops may not have what an audit asks for
+        self._began_elsewhere = False  # then its hops may lack what an audit asks for
         self._spec = self.session.spec
         self.prompt = list(self._spec.prompt)
         self.result = Generation(trace=self.session.trace_id.hex())
@@ -213,7 +235,7 @@ class RingStream:
             if self._under_way is not None:
                 self._beginnings.leave(self._under_way)
             if is_audited:
-                pass  # whoever audits closes it
+                pass  # the auditor closes it
             elif ending == "done" and final and self._is_kept:
                 await self._beginnings.keep(self.owner, self.session, self.text[:-1])
             else:
@@ -221,11 +243,11 @@ class RingStream:
 
     @property
     def text(self) -> list[int]:
-        """The prompt and what has been generated."""
+        """Token ids of the prompt and of the generated text."""
         return self.prompt + self.result.ids
 
     async def _begin(self) -> int:
-        """Open the session, or go on with one: how many positions of the prompt need not be sent."""
+        """Open the session, or continue a kept one. Returns the number of the prompt's positions that need not be sent."""
         found = await self._beginnings.find(self.owner, self.prompt, self._spec, self.session.config.progress_s)
         if found.goes_on is not None:
             self.session = found.goes_on
@@ -240,7 +262,8 @@ class RingStream:
         return found.length
 
     def _entries(self, begin: int, end: int) -> list[Entry]:
-        """The prompt's positions in chunks, so that later hops work on the first one while earlier hops work on the next."""
+        """Return the prompt's positions in chunks, so that later hops work on one chunk while earlier hops work on the
+        next."""
         size = self.session.config.prompt_chunk_tokens
         starts = range(begin, end, size)
         return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]

@@ -1,4 +1,4 @@
-"""What a model can be asked for: its token ids and positions. Checked at the client, before anything is sent."""
+"""Limits of a model: its token ids and positions. The client checks requests against them before it sends anything."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from swarmnode.errors import ContextTooLong, ProtocolError, UsageError
 from swarmnode.serving.client.generation import GenerateOptions
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
-MAX_TOKEN_CHARS = 128  # the longest tokens are rows of so many spaces
+MAX_TOKEN_CHARS = 128  # the longest tokens are rows of spaces, up to this many
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """`vocabulary`: how many token ids it knows. `positions`: how many a sequence may have. None: no limit is known. `codecs`: as
-    what its states may travel. `adapters`: the names of those that it has."""
+    """Limits of one model. `vocabulary`: number of token ids; `positions`: longest sequence; None: not known.
+
+    `codecs`: codecs allowed for its states. `adapters`: names of the swarm's adapters.
+    """
 
     vocabulary: int | None = None
     positions: int | None = None
@@ -28,7 +30,8 @@ class ModelLimits:
     adapters: tuple[str, ...] = ()
 
     def ids(self, prompt: Iterable[object]) -> list[int]:
-        """The prompt's token ids. Raises UsageError where there is none, or one that the model does not know."""
+        """Return the prompt as a list of token ids. Raises UsageError if it is empty or has an id that the model does
+        not have."""
         ids = [_whole(token) for token in prompt]
         if not ids:
             raise UsageError("the prompt has no tokens")
@@ -36,7 +39,7 @@ class ModelLimits:
         return ids
 
     def check_ids(self, lowest: int, highest: int) -> None:
-        """Raises UsageError where a token id between these two is none of the model's."""
+        """Raise UsageError if a token id from `lowest` to `highest` is not one of the model's."""
         if lowest < 0:
             raise UsageError(f"token id {lowest} is negative: token ids count from 0")
         if self.vocabulary is not None and highest >= self.vocabulary:
@@ -45,15 +48,15 @@ class ModelLimits:
             raise UsageError(f"token id {highest} is not in any model's vocabulary")
 
     def check_text(self, chars: int) -> None:
-        """Raise ContextTooLong where a prompt of so many characters is too long however it is cut into tokens, which would take
-        seconds."""
+        """Raise ContextTooLong if a prompt of `chars` characters is too long in any tokenization, without tokenizing it
+        for seconds."""
         if self.positions is not None and chars > self.positions * MAX_TOKEN_CHARS:
             raise ContextTooLong(
                 f"the prompt has {chars:,} characters, the model has {self.positions:,} positions: shorten it"
             )
 
     def check_generation(self, prompt_length: int, new_tokens: int) -> None:
-        """Raises UsageError where a prompt and so many new tokens do not fit; the last new one takes no position."""
+        """Raise ContextTooLong if the prompt and `new_tokens` do not fit. The last new token needs no position."""
         positions = self._bound
         if prompt_length > positions:
             raise ContextTooLong(
@@ -66,12 +69,16 @@ class ModelLimits:
             )
 
     def most_new_tokens(self, prompt_length: int) -> int:
-        """How many fit behind a prompt; the last one takes no position. None fit where it is below 1."""
+        """Return the largest number of new tokens after a prompt of `prompt_length` tokens; below 1 if none fit. The
+        last needs no position."""
         return self._bound - prompt_length + 1
 
     async def check_options(self, options: GenerateOptions) -> None:
-        """Raises UsageError where a bias is for a token that the model does not have, the grammar is none, the swarm does not allow
-        to compress so, or has no such adapter."""
+        """Raise UsageError if the model or the swarm cannot fulfil `options`.
+
+        That is: the swarm does not allow this compression or lacks the adapter, a bias is for an unknown token, or the
+        grammar is invalid.
+        """
         check_compression(options.compress, self.codecs)
         self.check_adapter(options.adapter)
         if options.logit_bias:
@@ -80,16 +87,16 @@ class ModelLimits:
             await asyncio.to_thread(_check_grammar, options.grammar)
 
     def check_adapter(self, name: str, *, hold_ends: bool = False) -> None:
-        """Raises UsageError where the swarm has no adapter of this name, or its user wants to `hold_ends`, of which nobody but the
-        peers knows what it changes; "" is the model alone."""
+        """Raise UsageError if the swarm has no adapter `name`, or the user wants to `hold_ends` with one. "" is the
+        model alone."""
         if name and hold_ends:
-            raise UsageError("hold_ends and an adapter do not go together: what it changes of the ends is not here")
+            raise UsageError("hold_ends does not work with an adapter: its changes to embedding and head are not here")
         if name and name not in self.adapters:
             known = f"it has {', '.join(self.adapters)}" if self.adapters else "it has none"
             raise UsageError(f"the swarm has no adapter {name[:MAX_ADAPTER_CHARS]!r}: {known}")
 
     def check_session(self, rows: int, length: int) -> None:
-        """Raises UsageError where no session can have so many rows and positions."""
+        """Raise UsageError if no session can have `rows` rows of `length` positions."""
         if not 1 <= rows <= MAX_ROWS:
             raise UsageError(
                 f"{rows} sequences together are not possible: between 1 and {MAX_ROWS} are (batch x beams)"
@@ -100,7 +107,7 @@ class ModelLimits:
             )
 
     def room(self, length: int) -> int:
-        """So many positions, and one to spare where the model has it."""
+        """Return `length` and one more position to spare, if the model has it."""
         return length + 1 if length < self._bound else length
 
     @property
@@ -109,7 +116,7 @@ class ModelLimits:
 
 
 def _check_grammar(grammar: Grammar) -> None:
-    """Imports what only few texts need."""
+    """Raise UsageError if the grammar is invalid. The import is here because few texts have a grammar."""
     from swarmnode.compute.serving.grammar import check_grammar
 
     try:
@@ -120,6 +127,6 @@ def _check_grammar(grammar: Grammar) -> None:
 
 def _whole(token: object) -> int:
     try:
-        return operator.index(token)  # type: ignore[arg-type]  # what it does not take is what is looked for
+        return operator.index(token)  # type: ignore[arg-type] # TypeError is the answer for other types
     except TypeError:
         raise UsageError(f"a prompt is a text, or token ids: {token!r} is neither") from None

@@ -1,10 +1,12 @@
-"""Beginnings: what of a prompt need not be computed, because an earlier one, or one that is computed just now, begins alike.
+"""Beginnings: positions of a prompt that need no computing, because an earlier or a running text begins in the same
+way.
 
-A prompt goes on with the session of a text that is whole, whose caches the hops keep, or begins as one that others still need: its
-hops copy the positions (`codec/messages.py`). Where they are only being computed it waits for that, as prompts that are queued
-together do in SGLang's scheduler (arXiv 2312.07104): computed beside one another both would take longer. So of many prompts that
-begin alike and come at once one computes the beginning. Where that one fails or is given up the next of them takes its part; nobody
-waits longer than a given time, and who waits holds nothing.
+A prompt continues the session of a finished text, whose caches the hops keep. Or it begins with the positions of a
+session that is still in use: its hops copy them (`codec/messages.py`). If those positions are only being computed, the
+prompt waits for them, as SGLang's scheduler lets queued prompts wait (arXiv 2312.07104): computed side by side, both
+would take longer. So of many prompts that begin alike and come at once, one computes the beginning. If that one fails
+or is given up, the next one takes its part. No prompt waits longer than a given time, and a waiting prompt holds
+nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.session_spec import SessionSpec
 
 MOST_KEPT = 64  # sessions of one client
-LEAST_POSITIONS = 16  # in common: below, a new session costs no more
-LEAST_SHARED = 256  # positions: fewer are computed in less time than waiting costs, and then everybody may be audited
+LEAST_POSITIONS = 16  # in common: with fewer, a new session costs no more
+LEAST_SHARED = 256  # positions: fewer are computed in less time than a wait takes, and such sessions can be audited
 BLOCK = 256
 
 
 class SharedText:
-    """The ids of one owner whose positions the hops of a session have, or will have once they are `computed`.
+    """Text of one owner whose positions the hops of a session hold, or will hold once they are `computed`.
 
-    `kept` once the text is whole: its session serves nobody until another text goes on with it. `settled` as soon as the positions
-    are computed, or will never be.
+    `kept` says that the text is finished: its session is idle until another text continues it. `settled` is set as soon
+    as the positions are computed, or never will be.
     """
 
     def __init__(self, owner: str, ids: Sequence[int], session: ClientSession, *, kept: bool = False) -> None:
@@ -47,7 +49,11 @@ class SharedText:
 
 
 class Beginning(NamedTuple):
-    """With which session a prompt goes on, or as which it begins after so many `truncations`; and how many positions."""
+    """Start of a prompt: the first `length` positions come from a kept session to continue, or from `source` to copy.
+
+    `goes_on` is the session to continue. `source` is the session to copy from, as after `truncations` truncations. Both
+    are None if the prompt has to be computed from the start.
+    """
 
     length: int = 0
     goes_on: ClientSession | None = None
@@ -67,15 +73,18 @@ class _Alike(NamedTuple):
 
     @property
     def worth(self) -> int:
-        """In positions: what is still to be waited for is worth less."""
+        """Value in positions; less if the text is still being computed, which means waiting."""
         return self.length - (0 if self.text.computed else LEAST_SHARED)
 
 
 class Beginnings:
-    """Of one client. What one owner has is never of use to another: how soon a text begins would tell what others have said."""
+    """Texts of one client that others may begin with. A text serves only its own owner.
+
+    Otherwise the time to the first token would reveal what another owner has said.
+    """
 
     def __init__(self) -> None:
-        self._texts: list[SharedText] = []  # of those that are kept the one that was used last at the end
+        self._texts: list[SharedText] = []  # kept texts are in the order of their use, the latest last
         self._closed = False
 
     def __repr__(self) -> str:
@@ -86,13 +95,18 @@ class Beginnings:
         return [text for text in self._texts if text.kept]
 
     async def find(self, owner: str, prompt: Sequence[int], spec: SessionSpec, patience_s: float) -> Beginning:
-        """Find where a prompt may begin; wait at most `patience_s` seconds for what is being computed. Who goes on without one
-        calls `enter` before anything else, so that others may wait for it."""
+        """Find the longest useful beginning for `prompt`. Waits at most `patience_s` seconds for positions that are
+        being computed.
+
+        Returns an empty Beginning if there is none. Call `enter` before the next await then, so that other prompts can
+        wait for this one.
+        """
         loop = asyncio.get_running_loop()
         deadline_s, waits = loop.time() + patience_s, True
         while True:
             alike = self._alike(owner, prompt, spec)
-            # Of a session of which the prompt has a small part its own text may go on with it.
+            # A session is continued only by a prompt that shares half of it: otherwise the session's own text may still
+            # continue it.
             fitting = [one for one in alike if one.text.kept and one.is_half and not spec.follows_grammar]
             whole = max(fitting, key=lambda one: one.length, default=None)
             able = [one for one in alike if one.text.computed or (waits and one.is_half)]
@@ -109,8 +123,8 @@ class Beginnings:
                 waits = False
 
     def _alike(self, owner: str, prompt: Sequence[int], spec: SessionSpec) -> list[_Alike]:
-        """The owner's texts that are computed as `spec` is and begin as a prompt does."""
-        prompt = prompt[:-1]  # the last one's logits are needed
+        """Return the owner's texts that begin as `prompt` does and are computed with the codec and adapter of `spec`."""
+        prompt = prompt[:-1]  # the logits of the last position are needed
         own = (one for one in self._texts if one.owner == owner and one.session.spec.is_computed_as(spec))
         common = (_Alike(_common_length(one.ids, prompt), one) for one in own)
         return [one for one in common if one.length >= LEAST_POSITIONS]
@@ -120,19 +134,19 @@ class Beginnings:
         return Beginning(whole.length, goes_on=whole.text.session)
 
     def enter(self, owner: str, prompt: Sequence[int], session: ClientSession) -> SharedText:
-        """Let others begin as a session does that is about to compute a prompt, until `leave`."""
+        """Register a prompt that `session` is about to compute, so that others can begin with it. Undo with `leave`."""
         text = SharedText(owner, prompt, session)
         self._texts.append(text)
         return text
 
     def leave(self, text: SharedText) -> None:
-        """Forget a prompt whose session is over, or about to be. Whoever waits for it looks for another one."""
+        """Forget a prompt whose session is over or about to end. Prompts that wait for it look for another text."""
         self._texts.remove(text)
         text.settled.set()
 
     async def keep(self, owner: str, session: ClientSession, ids: Sequence[int]) -> None:
-        """Keep a session whose text is whole, for others that begin alike. Of too many, the one that was used the longest ago is
-        closed."""
+        """Keep a session whose text is finished, for others that begin alike. If too many are kept, the least recently
+        used is closed."""
         if self._closed:
             await session.close()
             return
@@ -142,7 +156,7 @@ class Beginnings:
             await self._close_oldest()
 
     async def close(self) -> None:
-        """End all sessions that are kept, and keep no more."""
+        """Close all kept sessions, and keep no more."""
         self._closed = True
         while self._kept:
             await self._close_oldest()
@@ -154,7 +168,7 @@ class Beginnings:
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids two texts begin with alike."""
+    """Return the number of ids at the start that two texts have in common."""
     end = min(len(one), len(other))
     start = next((at for at in range(0, end, BLOCK) if one[at : at + BLOCK] != other[at : at + BLOCK]), end)
     return next((at for at in range(start, min(end, start + BLOCK)) if one[at] != other[at]), min(end, start + BLOCK))

@@ -1,4 +1,4 @@
-"""Router: whom a session goes to. `directory_router.py` has the live one."""
+"""Router: the choice of peers for a session. `directory_router.py` has the live router."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ Route = tuple[HopSpec, ...]
 
 
 class Router(Protocol):
-    """The neighbour of a client's session that knows the swarm. The live one reads the directory. Used on the loop.
+    """Source of routes for a client's session; the live router reads the directory. Used on the event loop.
 
     Attributes:
-        observed_latency: How fast the peers of the routes turned out to be, as sessions note it.
+        observed_latency: Measured speeds of the peers on routes, as sessions note them.
     """
 
     observed_latency: ObservedLatency
 
     @abstractmethod
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
-        """Return the best route now. Does not wait.
+        """Return the best route at this moment, without waiting.
 
         Args:
-            avoid: Peers that must not be on it.
-            keep: Hops of an earlier route, preferred if others are not much better: their peers have caches.
+            avoid: Peers that must not be in the route.
+            keep: Hops of an earlier route, preferred unless others are much better: their peers have caches.
             size: Positions of the session.
 
         Returns:
             Hops whose units follow one another without a gap, over all units of the router.
 
         Raises:
-            NoRoute: Some units have no holder but those to avoid.
+            NoRoute: Some units have no holder outside `avoid`.
         """
 
     @abstractmethod
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """Leave a peer that failed out of all routes until it announces itself again.
+        """Leave a failed peer out of routes until it announces itself again, unless there is no route without it.
 
         Args:
             peer: The peer.

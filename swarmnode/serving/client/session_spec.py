@@ -1,5 +1,5 @@
-"""Session spec: what a client asks of a session over all its epochs, which outputs fit it, and the work that its hops are
-credited for."""
+"""Session spec: the client's parameters of a session over all its epochs, the check of outputs, and the credit of its
+hops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_WIDTH = 1 << 20  # wider than any vocabulary
 
 
 class ServedWork:
-    """Of one session over all its routes, by the ids that it had."""
+    """Work that hops did for one session, over all its routes and session ids."""
 
     def __init__(self) -> None:
         self._tokens: dict[tuple[bytes, HopSpec], int] = {}
@@ -35,23 +35,24 @@ class ServedWork:
         return f"<ServedWork {dict(self.by_peer_and_session())}>"
 
     def given(self, session: bytes, route: Route, tokens: int) -> None:
-        """A session began with so many tokens of another one, which these hops are not credited for once more."""
+        """Record that `session` began with `tokens` tokens copied from another session. These hops get no second credit
+        for them."""
         self._given = {(session, hop): tokens for hop in route}
 
     def heard(self, session: bytes, route: Route, tokens: int) -> None:
-        """An output came for which the hops of this route have computed so many tokens, of all rows."""
+        """Record that an output shows that the hops of `route` have computed `tokens` tokens, counted over all rows."""
         for hop in route:
             self._tokens[session, hop] = max(0, tokens - self._given.get((session, hop), 0))
 
     def by_peer_and_session(self) -> Iterator[tuple[tuple[PeerId, bytes], int]]:
-        """Who did how much under which id, in units times tokens."""
+        """Yield ((peer, session id), units times tokens) for all work."""
         totals = Counter[tuple[PeerId, bytes]]()
         for (session, hop), tokens in self._tokens.items():
             totals[hop.peer, session] += (hop.end - hop.start) * tokens
         yield from totals.items()
 
     def taken(self) -> ServedWork:
-        """All of it, which is not here any more: nobody is credited twice."""
+        """Return all work and clear it here, so that no peer is credited twice."""
         other = ServedWork()
         other._tokens, self._tokens = self._tokens, {}
         return other
@@ -59,7 +60,7 @@ class ServedWork:
 
 @dataclass(frozen=True)
 class Received:
-    """An output of the last hop: `position` is that of the token it is for (the one after the last input it covers)."""
+    """An output of the last hop. `position` is one after the last input position that the output covers."""
 
     position: int
     output: Output
@@ -67,7 +68,7 @@ class Received:
 
 
 def ids_entry(start: int, ids_BT: Sequence[Sequence[int]], want: Want, reorder: tuple[int, ...] = ()) -> Entry:
-    """Token ids as an entry of the journal: int64, little-endian, row-major."""
+    """Encode token ids as an entry of the journal: int64, little-endian, row-major."""
     flat = array.array("q", [token for row in ids_BT for token in row])
     if sys.byteorder == "big":
         flat.byteswap()
@@ -77,10 +78,23 @@ def ids_entry(start: int, ids_BT: Sequence[Sequence[int]], want: Want, reorder: 
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """`width`: logits or hidden states that come out are no wider, token ids below it. `prompt_tokens` of `max_length`
-    positions come at once, where that is known. `prompt` is what goes before the drawn tokens. States between hops travel as
-    `codec`, but for what `codecs` says; where it `adapts`, as the hops choose among what the swarm has `allowed`. They go
-    through the model as its `adapter` of this name changes it."""
+    """Specification of a session.
+
+    Attributes:
+        mode: RING (the swarm draws tokens) or DRIVEN (the client draws).
+        max_length: Number of positions, which the hops reserve in their caches.
+        rows: Sequences computed side by side.
+        sampling: Parameters of the draw, in RING mode.
+        padding: Left padding of each row; empty if there is none.
+        codec: Codec of the states between hops, unless `codecs` names another one for a unit and position.
+        adapts: Whether hops choose codecs themselves, among `allowed`.
+        codecs: Codecs already chosen, by unit and position.
+        allowed: Codecs that the swarm allows.
+        prompt_tokens: Positions that come at once, 0 if not known.
+        prompt: Token ids before the drawn tokens.
+        width: Upper bound of token ids and of the width of outputs (logits or hidden states).
+        adapter: Name of the swarm's adapter that changes the model; "" is the model alone.
+    """
 
     mode: Mode
     max_length: int
@@ -98,37 +112,41 @@ class SessionSpec:
 
     @property
     def size(self) -> SessionSize:
-        """What routing knows of it."""
+        """Size of the session for routing: positions of the prompt and positions after it, over all rows."""
         return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
 
     @property
     def follows_grammar(self) -> bool:
-        """Whether tokens are drawn by a grammar. Its matcher is made for a new session."""
+        """Whether tokens follow a grammar, whose matcher is made for a new session only."""
         return self.sampling is not None and self.sampling.grammar is not None
 
     def is_computed_as(self, other: SessionSpec) -> bool:
-        """Whether what the hops hold of another session is what they would hold of this one."""
+        """Return whether caches of this session are valid for `other`: they have the same codecs and adapter."""
         return (self.codec, self.adapts, self.adapter) == (other.codec, other.adapts, other.adapter)
 
     def codec_into(self, unit: int, end: int) -> Codec:
-        """The coarsest codec in which the positions below `end` entered a unit."""
+        """Return the coarsest codec used for positions below `end` when they entered `unit`."""
         schedule = CodecSchedule(self.codec, ((one.start, Codec(one.codec)) for one in self.codecs if one.unit == unit))
         return schedule.coarsest(end)
 
     def coarsest(self, unit: int, end: int) -> Codec:
-        """The coarsest codec that the positions below `end` had met when they entered a unit, on whatever route."""
+        """Return the coarsest codec that positions below `end` had passed through when they entered `unit`, on any
+        route."""
         met = {one.unit for one in self.codecs if one.unit <= unit}
         return coarsest([self.codec, *(self.codec_into(one, end) for one in met)])
 
     def text(self, drawn: Sequence[int]) -> bytes:
-        """What goes with an OPEN where so many tokens have been drawn already."""
+        """Encode the text that goes with an OPEN after `drawn` tokens; empty if neither a penalty nor a grammar needs
+        it."""
         if self.sampling is None or not self.sampling.counts_tokens:
             return b""
         return pack_text([*(self.prompt if self.sampling.counts_prompt else ()), *drawn])
 
     def allows(self, output: Output, payload: Buffer, positions: int) -> bool:
-        """Whether an output of so many positions can be this session's. Another one's descriptor might fill our memory, and its ids
-        be refused by every hop that they are sent to."""
+        """Return whether an output for `positions` positions fits this session.
+
+        An output that does not could fill the client's memory, or carry ids that every hop refuses.
+        """
         if self.mode == Mode.RING:
             return len(output.ids) == self.rows and max(output.ids) < self.width and self._has_logprobs(output, payload)
         if output.tensor is None:
@@ -137,7 +155,7 @@ class SessionSpec:
         return rows == self.rows and count == positions and 0 < width <= self.width
 
     def _has_logprobs(self, output: Output, payload: Buffer) -> bool:
-        """Whether the payload tells the logarithms that are wanted, and none else."""
+        """Return whether the payload has the log probabilities that were requested, and nothing else."""
         wanted = None if self.sampling is None else self.sampling.logprobs
         if wanted is None:
             return len(payload) == 0

@@ -1,5 +1,8 @@
-"""Opening of a session at one hop: the units, shape and memory that OPEN fixes, the checks of OPEN and INPUT, and ATTACH that
-comes before OPEN."""
+"""Opening of a session at one hop.
+
+OPEN fixes its units, shape and memory. The module also checks OPEN and INPUT, and keeps each ATTACH that comes before
+its OPEN.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.net.links.switchboard import Channel
 
 WIDEST_BYTES = 4  # per element, whatever the codec
-SESSION_BYTES = 16 * 1024  # of Python's objects around a session
-GRAMMAR_BYTES = 16 << 20  # of what a grammar's lexer may come to keep (`compute/serving/grammar.py`)
+SESSION_BYTES = 16 * 1024  # memory of the Python objects of a session
+GRAMMAR_BYTES = 16 << 20  # memory that a grammar's lexer may come to hold (`compute/serving/grammar.py`)
 
 
 class EarlyAttaches:
-    """By session, within bounds. A peer with too many of them loses its own."""
+    """ATTACH messages by session, kept until the session opens. Their number is limited; a peer with too many loses its
+    own."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -32,11 +36,14 @@ class EarlyAttaches:
         return f"<EarlyAttaches to {len(self._waiting)} sessions>"
 
     def take(self, session: bytes) -> list[tuple[Channel, Attach]]:
-        """Those to a session that is open now."""
+        """Remove and return the messages for a session that is open now."""
         return self._waiting.pop(session, [])
 
     def keep(self, channel: Channel, body: Attach) -> None:
-        """Until its session is open."""
+        """Keep an ATTACH until its session opens.
+
+        Above a limit the oldest message of the peer, the session or the server is refused with NO_SESSION.
+        """
         own = [early for attaches in self._waiting.values() for early, _ in attaches if early.peer == channel.peer]
         if len(own) >= self._config.max_early_per_peer:
             own[0].on_lost(PeerLost("too many subscriptions wait", peer=channel.peer))
@@ -59,19 +66,22 @@ class EarlyAttaches:
 
 
 def is_last(opened: Open) -> bool:
-    """Whether the receiver of an OPEN is the last hop of the route."""
+    """Return whether the receiver of an OPEN is the last hop of the route."""
     return opened.index + 1 == len(opened.route)
 
 
 def units_of(opened: Open) -> tuple[int, int]:
-    """The units [start, end) that the receiver of an OPEN computes."""
+    """Return the units [start, end) that the receiver of an OPEN computes."""
     hop = opened.route[opened.index]
     return hop.start, hop.end
 
 
 def journal_bytes(opened: Open, hidden_size: int) -> int:
-    """The most that a session comes to keep here for sending it again (at its last hop outputs, else what the next hop got), and
-    of inputs that came in and wait."""
+    """Return the largest number of bytes of host memory that a session may take here.
+
+    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs,
+    and its objects.
+    """
     sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
     states_bytes = opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
@@ -80,7 +90,8 @@ def journal_bytes(opened: Open, hidden_size: int) -> int:
 
 
 def _drawing_bytes(sampling: Sampling | None) -> int:
-    """For each position: its token, as it came and as it is counted, and the logarithms that are told of it."""
+    """Return the bytes per position for drawing: the token, as received and as counted by penalties, and its log
+    probabilities."""
     if sampling is None:
         return 0
     logprobs = 0 if sampling.logprobs is None else 1 + sampling.logprobs
@@ -88,12 +99,16 @@ def _drawing_bytes(sampling: Sampling | None) -> int:
 
 
 def draws_by_grammar(opened: Open) -> bool:
-    """Whether the receiver draws the tokens, by a grammar."""
+    """Return whether the receiver draws the tokens, and by a grammar."""
     return is_last(opened) and opened.sampling is not None and opened.sampling.grammar is not None
 
 
 def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:
-    """Whether the route names us at our place, its sender just before, and hangs together."""
+    """Return whether an OPEN is valid for the peer `own`, coming from `sender`.
+
+    The route must have no gap, name `own` at the receiver's place and `sender` just before it. RING mode needs sampling
+    and one row.
+    """
     route, index = opened.route, opened.index
     joined = all(left.end == right.start for left, right in itertools.pairwise(route))
     return (
@@ -106,18 +121,21 @@ def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:
-    """What must stay the same over a session's epochs for its cache to be of use."""
+    """Return the properties that cannot change over a session's epochs without making its cache useless."""
     return (units_of(opened), opened.mode, opened.rows, opened.padding, opened.adapter)
 
 
 def text_of(opened: Open) -> tuple[object, ...]:
-    """What stays the same over a session's epochs while it is one text."""
+    """Return the properties that stay the same over a session's epochs while it has one text."""
     return (opened.max_length, opened.sampling)
 
 
 def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_size: int) -> ErrorCode | None:
-    """Whether an input from position `start` on fits a session that has `accepted` positions: the right rows and width, no gap,
-    inside what was reserved. None where it does."""
+    """Check an input from position `start` on in a session that has accepted `accepted` positions.
+
+    Returns None if it fits; MALFORMED if its shape or dtype is wrong or it leaves a gap; TOO_LARGE if it exceeds the
+    reserved positions or requests too many outputs.
+    """
     shape = body.tensor.shape
     ids = units_of(opened)[0] == 0
     fits = (
@@ -136,7 +154,11 @@ def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_siz
 
 
 def check_sampling(opened: Open, payload: Buffer, vocabulary: int) -> ErrorCode | None:
-    """Whether a session can be drawn for: the text so far is as long as it must be, and all token ids are the model's."""
+    """Check the sampling parameters of an OPEN, whose payload is the text before the next draw.
+
+    Returns None if they are valid; MALFORMED if the text has the wrong length; INVALID_REQUEST if a token id is not in
+    the vocabulary.
+    """
     sampling = opened.sampling
     length = 0 if sampling is None else sampling.text_length(opened.known)
     if len(payload) != length * ID_BYTES:

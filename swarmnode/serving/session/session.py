@@ -1,12 +1,12 @@
-"""A session as one hop of its route sees it: positions come in from upstream, are run, and go on to the next hop.
+"""A session at one hop of its route: positions come in from upstream, are computed, and go on to the next hop.
 
 States:
 
-    bound      an upstream channel of the epoch in force brings inputs
-    orphaned   upstream is gone; the cache is kept for a while, for a newer epoch to bind it again
+    bound      an upstream channel of the current epoch brings inputs
+    orphaned   upstream is gone; the cache is kept for a while, until a newer epoch binds it again
     freed      ended in order, given up, or orphaned for too long
 
-At the last hop results go to the subscribers; at the first hop in RING mode they come back as the next input.
+At the last hop results go to the subscribers. At the first hop in RING mode they come back as the next input.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StageSession:
-    """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
+    """A session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later OPEN."""
 
     host: SessionHost
     pipeline: SessionPipeline
-    opened: Open  # the OPEN in force
-    key: int  # names the cache: a session that had to start over has another
+    opened: Open  # the OPEN of the current epoch
+    key: int  # names the cache; a session that starts over gets a new key
     grammar: InitVar[GrammarMatcher | None] = None
 
     def __post_init__(self, grammar: GrammarMatcher | None) -> None:
@@ -71,19 +71,19 @@ class StageSession:
         self.cursor = InputCursor(self.opened.known)
         self._codecs = LinkCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
         self._sampler = self._new_sampler(grammar)
-        self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
+        self.moved_s = asyncio.get_running_loop().time()  # time of the last OPEN or input
         self._upstream: Channel | None = None
         self._downstream = Hop(self.host.switchboard, self._from_downstream, self._downstream_failed)
         self._output_stream = OutputStream()
         self.transcript = Transcript(self._downstream, self._output_stream, keeps=self.opened.rows == 1)
-        self._extended: Open | None = None  # for which the rest of the route is bound
+        self._extended: Open | None = None  # the OPEN that the rest of the route is bound to
         self._ring = Ring(self.host.switchboard, self._from_ring, self._in_force)
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
         self.computed = 0  # positions whose outputs were sent on; more may be on their way through the device
-        self.kept = False  # for another text: it makes room for whoever needs some
+        self.kept = False  # idle, kept for another text; freed if memory is needed
         self._timing = self._new_timing()
         self.trace = SessionTrace(*units_of(self.opened))
 
@@ -94,12 +94,12 @@ class StageSession:
 
     @property
     def id(self) -> bytes:
-        """The 16 bytes by which all hops and the client know the session."""
+        """Session id: 16 bytes that all hops and the client know."""
         return self.opened.session
 
     @property
     def epoch(self) -> int:
-        """Which of the client's routes it is on; grows with each."""
+        """Number of the client's present route; grows with each."""
         return self.opened.epoch
 
     def _new_timing(self) -> Timing:
@@ -115,13 +115,16 @@ class StageSession:
         return self.opened.index == 0 and self.opened.mode == Mode.RING
 
     def is_source_of(self, opened: Open) -> bool:
-        """Whether this is the session that one with a branch begins as, and has the text that its client means."""
+        """Return whether the branch of `opened` names this session, with its present text."""
         branch, own = opened.branch, (self.id, self.cursor.truncations)
         return branch is not None and branch.proof == branch_proof(*own, opened.session, branch.length)
 
     def begin_as(self, source: StageSession, length: int) -> int:
-        """Begin, before anything else, with so many positions of another session, which were computed here. Returns how many: of
-        what was sent on only whole pieces can be sent again. Nothing is stated of a text that was computed in parts."""
+        """Begin with the first `length` positions of `source`, which were computed here. Called before any input.
+
+        Returns the number of positions taken; fewer than `length` if an entry that was sent on can only be sent again
+        whole. The transcript ends, because a text computed in two sessions is not audited.
+        """
         length = length if is_last(self.opened) else self._downstream.begin_as(source._downstream, length)
         self.computed, _ = length, self.cursor.advance(length)
         self.transcript.end()
@@ -130,7 +133,8 @@ class StageSession:
     # -- a new epoch
 
     def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
-        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with the OPEN."""
+        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with
+        the OPEN."""
         former, self.opened = self.opened, opened
         if opened.sampling != former.sampling:  # another text
             self._sampler = self._new_sampler()
@@ -162,10 +166,10 @@ class StageSession:
                 fail = partial(self._fault, len(opened.route) - 1)
                 self._tasks.spawn(self._ring.bind(opened, lambda: self.cursor.accepted, fail), "close the ring")
         elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
-            self._feed(accepted, held)  # it came while an older epoch led elsewhere
+            self._feed(accepted, held)  # it came while an older epoch was bound to another peer
 
     def _in_force(self, opened: Open) -> bool:
-        """Whether the session goes on, and by this OPEN: END may come in the same moment."""
+        """Return whether the session is alive and still at this OPEN: END may arrive at the same moment."""
         return opened is self.opened and not self._freed
 
     async def _extend(self, opened: Open, text: Buffer) -> None:
@@ -196,13 +200,13 @@ class StageSession:
         elif isinstance(body, KeepCache):
             self.kept = True
             self._downstream.tell(body)
-            if self.host.draining:  # who leaves keeps nothing
+            if self.host.draining:  # a leaving node keeps no session
                 self.free()
         else:
             self._refuse(ErrorCode.MALFORMED)
 
     def _refuse(self, code: ErrorCode) -> None:
-        """What came from upstream cannot be: the session ends."""
+        """Refuse an invalid message from upstream: the session ends."""
         if self._upstream is not None:
             self._upstream.close(Error(code))
             self.free()
@@ -251,7 +255,7 @@ class StageSession:
             self._send_fault(len(self.opened.route) - 1, code)
 
     def _feed(self, position: int, output: Output) -> None:
-        """A token that the last hop drew is the next input, unless nothing follows it."""
+        """Take a token that the last hop drew as the next input, unless the text ends with it."""
         if position < self.opened.max_length and not output.final:
             self.cursor.hold(position, output.ids[0])
         self._feed_what_waits()
@@ -261,13 +265,13 @@ class StageSession:
             self._submit(self.cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
 
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
-        """A step that was computed alone leaves at once; all that is not needed for that comes afterwards, in another turn of the
-        loop: the next hop waits."""
+        """Send on the result of a job. A step computed alone leaves at once; all other work is left to a later turn of
+        the loop."""
         if self._freed:
             return
         self.computed, alone = job.end, run.jobs == 1
         if result.error is not None:
-            self._note_computed(job, run)  # while the session is there
+            self._note_computed(job, run)  # while the session still exists
             # A bad input is the fault of the hop that sent it.
             index = self.opened.index
             self._send_fault(max(0, index - 1) if result.bad_input else index, result.error)
@@ -280,7 +284,7 @@ class StageSession:
                 self._timing.sent(job.end)
         elif result.tensors:
             ((info, payload),) = result.tensors
-            self._output_stream.forget()  # the client drives: it has the earlier ones
+            self._output_stream.forget()  # in DRIVEN mode the client has the earlier outputs
             self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
@@ -288,7 +292,7 @@ class StageSession:
         asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
-        """What came of a job was sent."""
+        """Note that the result of a job was sent."""
         (began_s, ended_s, jobs), came_s = run, job.submitted_s
         self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
         if not self._freed:
@@ -297,26 +301,26 @@ class StageSession:
                 self._tell_ran(job.end)
 
     def _note_computed(self, job: Job, run: Pass) -> None:
-        """Count the work done for the client, and let the pipeline know that its devices move."""
+        """Count the work done for the client, and tell the pipeline that its devices make progress."""
         start, end = units_of(self.opened)
         self.host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
         self.pipeline.computed(job, run)
 
     def _tell_ran(self, end: int) -> None:
-        """Let those who sent us the step know that it has left."""
+        """Tell the hops that sent a step that its result has left."""
         ran = self._timing.step()
         for channel in (self._upstream, self._ring.channel):
             if ran is not None and channel is not None and channel.open:
                 channel.send(ran, seq=end)
 
     def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool) -> None:
-        self._timing.sent(position + 1)  # in a ring this is the first hop's next step
+        self._timing.sent(position + 1)  # in a ring this leads to the first hop's next step
         self._output_stream.publish(position, output, payload, at_once=at_once)
         if is_last(self.opened) and self._feeds_itself:
             self._feed(position, output)
 
     def attach(self, channel: Channel, start: int) -> None:
-        """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
+        """Send the outputs from position `start` on to a channel, present and future ones."""
         channel.on_frame = lambda frame, body: self._from_subscriber(channel, frame, body)
         channel.on_lost = lambda _error: self._output_stream.detach(channel)
         self._output_stream.attach(channel, start)
@@ -336,7 +340,7 @@ class StageSession:
             self._tell_client(body)
 
     def _downstream_failed(self, error: PeerError) -> None:
-        if self._extended is self.opened:  # else it is of an older epoch, and its loss is why there is a newer one
+        if self._extended is self.opened:  # else the loss is of an older epoch, and the reason for the present one
             self._fault(self.opened.index + 1, error)
 
     def _fault(self, index: int, error: PeerError | NetworkDown) -> None:
@@ -349,21 +353,23 @@ class StageSession:
         self._tell_client(Fault(self.epoch, index, code, retry_s))
 
     def _tell_client(self, body: Fault | LinkCodec) -> None:
-        """By the hops before this one."""
+        """Send a message to the client, through the hops before this one."""
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(body)
 
     def _crashed(self, _error: BaseException) -> None:
-        """A task of ours died of what nobody expected (it is logged): the client is to go elsewhere, not to wait."""
+        """End the session after an unexpected, logged crash of a task: the client shall use another peer instead of
+        waiting."""
         self.give_up(ErrorCode.INTERNAL)
 
     def give_up(self, code: ErrorCode, *, retry_s: float = 0.0) -> None:
-        """End it here, and let the client take another peer at once, or come again. What may still come of it is void."""
+        """End the session here and report `code` to the client, so that it can use another peer at once, or try again."""
         self._send_fault(self.opened.index, code, retry_s)
         self.free()
 
     def drain(self) -> None:
-        """Tell the client that this hop is leaving; the session goes on here until it has moved. One left has none to tell."""
+        """Tell the client that this node leaves. The session goes on here until it has moved. An orphaned session is
+        freed."""
         if self.orphaned:
             self.free()
         else:
@@ -375,11 +381,11 @@ class StageSession:
 
     @property
     def orphaned(self) -> bool:
-        """Whether its upstream is gone, so that it is freed soon."""
+        """Whether its upstream is gone, so that it will be freed soon."""
         return self._orphaned is not None
 
     def free(self) -> None:
-        """Give back everything, here and downstream. Safe to call twice."""
+        """Free everything here and downstream. Safe to call twice."""
         if self._freed:
             return
         self._freed = True
@@ -394,6 +400,6 @@ class StageSession:
         self.host.freed(self.id)
 
     async def close(self) -> None:
-        """Free, and wait for the tasks of this session."""
+        """Free the session, and wait for its tasks."""
         self.free()
         await self._tasks.close()

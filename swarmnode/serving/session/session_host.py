@@ -1,4 +1,4 @@
-"""The neighbours of a session at one hop: the server that holds it, and what computes its positions."""
+"""Neighbours of a session at one hop: the server that holds it, and the devices that compute its positions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from swarmnode.serving.link_codecs import CodecRules
 
 
 class SessionPipeline(Protocol):
-    """The devices that compute a session's positions, one after another. `Pipeline` is the live one. Used on the loop.
+    """The devices that compute a session's positions, one after another. `Pipeline` is the live one. Used on the event
+    loop.
 
     The session has room here from before its first `submit` until the host's `freed`.
 
     Attributes:
-        clock: Seconds; the clock on which jobs are submitted and passes are told.
-        pass_cost: How long passes of the last device take, whose outputs are sent on.
+        clock: Seconds; the clock of job submissions and of passes.
+        pass_cost: Duration of passes on the last device, whose outputs are sent on.
         hidden_size: Width of the hidden states that come in and go out.
     """
 
@@ -33,29 +34,29 @@ class SessionPipeline(Protocol):
         """Queue a job behind the session's earlier ones. Returns at once.
 
         Args:
-            job: The next positions of the session. They come back by its `done`, on the loop and in their order, joined or cut to
-                other jobs, also if nothing comes of them. After `freed` what still waits does not come back.
+            job: The next positions of the session. They come back through its `done`, on the loop and in their order,
+                joined or cut to other jobs, also if they fail. After `freed`, waiting positions do not come back.
         """
 
     def computed(self, job: Job, run: Pass) -> None:
-        """Note that a job came back, so that a device that stands still is told from one that works.
+        """Note that a job came back, which shows that the device works.
 
         Args:
-            job: The job as `done` got it.
+            job: The job as `done` received it.
             run: The pass that it was part of.
         """
 
 
 class SessionHost(Protocol):
-    """The server that holds a session. `StageServer` is the live one. Used on the loop.
+    """Server that holds a session. `StageServer` is the live one. Used on the event loop.
 
     Attributes:
         switchboard: Links to the other hops of a route.
         peer: This machine's peer.
         config: Times and limits of the server.
-        codec_rules: The codecs that the swarm allows, and what is known of the links.
-        meter: Counts the faults that sessions tell their clients.
-        draining: Whether this node leaves: nothing is kept for another text then.
+        codec_rules: Codecs that the swarm allows, and bandwidths of the links.
+        meter: Counter of the faults that sessions report to their clients.
+        draining: Whether this node leaves: no session is kept for another text then.
     """
 
     switchboard: Switchboard
@@ -66,8 +67,8 @@ class SessionHost(Protocol):
     draining: bool
 
     def freed(self, session: bytes) -> None:
-        """Let go of a session that is over, and of its memory. Called once for each.
+        """Drop a session that is over, and its memory. Called once for each session.
 
         Args:
-            session: The id by which the hops and the client know it.
+            session: Session id, as the hops and the client know it.
         """

@@ -1,9 +1,10 @@
-"""What sessions are promised of cache and journal memory, and who gives way to whom when there is no more.
+"""Memory promised to sessions for caches and journals, and the choice of sessions to end if there is no more.
 
-Memory goes to whoever asks for as long as there is some. Then it is shared max-min fairly (Bertsekas and Gallager, Data
-Networks, 1992, section 6.5): first between groups of peers, since one machine may be many peers, then between the peers of a
-group. A session gives way only to somebody who has less than its peer has, also with what is asked for; so it is never taken
-from two in turn. One that computes gives way only to somebody who has less than half.
+Every asker gets memory while there is some. Then memory is shared max-min fairly (Bertsekas and Gallager, Data
+Networks, 1992, section 6.5): first between groups of peers, since one machine may be many peers, then between the peers
+of a group. A session is ended only for a peer that would hold less than the session's peer, counting the request. So
+two peers never take from each other in turn. A session that is computing is ended only for a peer that would hold less
+than half.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 
-BUSY_WEIGHT = 2  # how many times as much a peer must have for a session of it to be cut off in the middle of its work
+BUSY_WEIGHT = 2  # a peer must hold this many times as much for its busy session to be ended
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What one session of a peer may take: of the cache on each device that it is computed on, and of the host for its journal."""
+    """Memory that one session of a peer may take: cache on each device that computes it, and host memory for its
+    journal."""
 
     claimant: Claimant
     cache_bytes: tuple[int, ...]  # by device
@@ -30,12 +32,13 @@ class Promise:
 
     @property
     def total_bytes(self) -> int:
-        """Of both kinds."""
+        """Bytes of cache and journal together."""
         return sum(self.cache_bytes) + self.journal.size_bytes
 
 
 class SessionMemory:
-    """The promises to sessions that are computed together, by session key. `budgets` are of their devices, `ledger` the host's."""
+    """Promises to sessions that are computed together, by session key. `budgets` are those of their devices, `ledger`
+    is the host's."""
 
     def __init__(self, budgets: Sequence[CacheBudget], ledger: MemoryLedger) -> None:
         self._budgets = budgets
@@ -52,7 +55,10 @@ class SessionMemory:
         return key in self._promises
 
     def take(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
-        """Return whether there is room for a session, new or already here, to have so much. If not, what it had stays promised."""
+        """Promise memory to a session, new or already here, and return whether there was room.
+
+        If there was not, the earlier promise stays. A promise never shrinks.
+        """
         had = self._promises.get(key)
         promise = had or Promise(claimant, (0,) * len(cache_bytes), self._ledger.count(Account.JOURNALS))
         had_journal_bytes = promise.journal.size_bytes
@@ -73,17 +79,17 @@ class SessionMemory:
         return True
 
     def cache_bytes(self, key: int) -> tuple[int, ...]:
-        """What a session is promised of the cache, by device."""
+        """Return the bytes of cache promised to a session, by device."""
         return self._promises[key].cache_bytes
 
     def release(self, key: int) -> None:
-        """A session is over."""
+        """Take back the promise to a session that is over."""
         self._promises.pop(key).journal.release()
         self._claim()
 
     def _claim(self) -> None:
-        """Of each device what all sessions are promised there. Raises OutOfCache where one of them has no room; to claim less again
-        never fails."""
+        """Claim on each device the sum of all promises. Raises OutOfCache if a device has no room; claiming less never
+        fails."""
         promised = [promise.cache_bytes for promise in self._promises.values()]
         for device, budget in enumerate(self._budgets):
             budget.claim(Claim.PROMISED, sum(cache_bytes[device] for cache_bytes in promised))
@@ -91,16 +97,17 @@ class SessionMemory:
     def who_gives_way(
         self, asker: Claimant, cache_bytes: tuple[int, ...], journal_bytes: int, idle: Sequence[int]
     ) -> list[int]:
-        """The sessions to be ended so that somebody may have one of this size; none where that is not to be had.
+        """Return the keys of sessions to end so that `asker` can have a session of this size; empty if that is
+        impossible.
 
-        `idle` are the sessions that do nothing now, the one that has done nothing for the longest first.
+        `idle` holds the keys of the sessions that do nothing now, the longest idle first.
         """
         asked_bytes = sum(cache_bytes) + journal_bytes
         lacking = [
             asked - free for asked, free in zip(self._taken(cache_bytes, journal_bytes), self._free, strict=True)
         ]
         held = _Shares(self._promises.values())
-        busy = [key for key in reversed(self._promises) if key not in idle]  # who came last goes first
+        busy = [key for key in reversed(self._promises) if key not in idle]  # the latest session goes first
         ended: list[int] = []
         for keys, weight in ((list(idle), 1), (busy, BUSY_WEIGHT)):
             while max(lacking) > 0 and (helpful := [key for key in keys if self._helps(key, lacking)]):
@@ -118,7 +125,8 @@ class SessionMemory:
         return ended if max(lacking) <= 0 else []
 
     def _taken(self, cache_bytes: tuple[int, ...], journal_bytes: int) -> tuple[int, ...]:
-        """What a session takes of each device's cache, and of the host, in whose memory some of these may be."""
+        """Return the bytes that a session takes of each device's cache and of the host, whose memory may hold some of
+        the caches."""
         near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.is_in(self._ledger))
         return *cache_bytes, journal_bytes + sum(near)
 
@@ -127,14 +135,14 @@ class SessionMemory:
         return *(budget.free_bytes for budget in self._budgets), self._ledger.free_bytes
 
     def _helps(self, key: int, lacking: Sequence[float]) -> bool:
-        """Whether a session has something of what is lacking."""
+        """Return whether ending a session frees memory that is lacking."""
         promise = self._promises[key]
         freed = self._taken(promise.cache_bytes, promise.journal.size_bytes)
         return any(size > 0 and lack > 0 for size, lack in zip(freed, lacking, strict=True))
 
 
 class _Shares:
-    """What peers and groups of peers hold."""
+    """Memory held by each peer and each group of peers."""
 
     def __init__(self, promises: Iterable[Promise]) -> None:
         self._by_peer: Counter[PeerId] = Counter()
@@ -148,7 +156,10 @@ class _Shares:
         self._by_group[promise.claimant.group] -= promise.total_bytes
 
     def excess_bytes(self, holder: Claimant, asker: Claimant, weight: int, asked_bytes: int) -> int:
-        """How much more a peer holds than `weight` times what the asker would; of two groups, how much more the groups."""
+        """Return by how many bytes the holder exceeds `weight` times the asker's future share.
+
+        Within one group the peers are compared, otherwise their groups.
+        """
         if holder.group == asker.group:
             return self._by_peer[holder.peer] - weight * (self._by_peer[asker.peer] + asked_bytes)
         return self._by_group[holder.group] - weight * (self._by_group[asker.group] + asked_bytes)

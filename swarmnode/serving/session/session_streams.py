@@ -1,5 +1,5 @@
-"""Streams of a session at one hop: the cursor over its inputs, the stream of its outputs, and the ring between the two ends of a
-route."""
+"""Streams of a session at one hop: the cursor over its inputs, the stream of its outputs, and the ring from the last
+hop to the first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 @dataclass(eq=False)
 class Ring:
-    """Channel of a session from its first hop to the last one, in each epoch another. `on_frame` hears all frames of it; `in_force`
-    tells whether the session goes on by an OPEN."""
+    """Channel of a session from its first hop to its last one, a new one for each epoch.
+
+    `on_frame` gets all its frames. `in_force` returns whether the session still goes on with an OPEN.
+    """
 
     switchboard: Switchboard
     on_frame: Callable[[Frame, Body], None]
@@ -42,8 +44,10 @@ class Ring:
     async def bind(
         self, opened: Open, start: Callable[[], int], on_fault: Callable[[PeerError | NetworkDown], None]
     ) -> None:
-        """Subscribe to the outputs of an epoch, from where the session is by then, unless the epoch is over. `on_fault` hears that
-        the last hop is not to be had, or lost."""
+        """Subscribe at the last hop to the outputs of an epoch, from position `start()` on, unless the epoch is over.
+
+        `on_fault` gets the error if the last hop cannot be reached or is lost.
+        """
         if not self.in_force(opened):
             return
         try:
@@ -59,20 +63,21 @@ class Ring:
 
 
 class InputCursor:
-    """Positions below `accepted` are run or wait to be run; the client has the outputs for those below `known`."""
+    """Cursor over inputs: positions below `accepted` are computed or queued; the client has the outputs for positions
+    below `known`."""
 
     def __init__(self, known: int) -> None:
         self.accepted = 0
         self.known = known
-        self.truncations = 0  # the number of the last that was heard; 0 where none was
-        self._truncate: Truncate | None = None  # that the next input follows
-        self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
+        self.truncations = 0  # number of the last truncation that was received; 0 before the first
+        self._truncate: Truncate | None = None  # to be applied before the next input
+        self._ahead: dict[int, int] = {}  # tokens by position that came before their predecessors
 
     def __repr__(self) -> str:
         return f"<InputCursor at {self.accepted}, {len(self._ahead)} tokens ahead, outputs known to {self.known}>"
 
     def truncate(self, body: Truncate) -> bool:
-        """Go on from an earlier position, with the next input. False where that was done before the session moved here."""
+        """Go back to an earlier position before the next input. Returns False if this truncation was applied already."""
         if body.number <= self.truncations:
             return False
         to = body.to if self._truncate is None else min(body.to, self._truncate.to)
@@ -82,25 +87,25 @@ class InputCursor:
         return True
 
     def advance(self, end: int) -> tuple[int, Truncate | None]:
-        """Accept the positions below `end`: the first of them, and what is cut off before it."""
+        """Accept the positions below `end`. Returns the first of them, and the truncation to apply before it or None."""
         start, self.accepted = self.accepted, end
         truncate, self._truncate = self._truncate, None
         return start, truncate
 
     def hold(self, position: int, token: int) -> None:
-        """A token is the input at a position, unless one is here already. After a fault it may come before the replay of what
-        precedes it."""
+        """Keep a token as the input at `position`, unless that is accepted already. After a fault it may come before
+        its predecessors."""
         if position >= self.accepted:
             self._ahead[position] = token
 
     def next_token(self) -> tuple[TensorInfo, bytes] | None:
-        """The token that follows what is accepted, as an input; None where it has not come."""
+        """Return the token at the next position as an input; None if it has not come yet."""
         token = self._ahead.pop(self.accepted, None)
         return None if token is None else (ONE_ID, struct.pack("<q", token))
 
 
 class OutputStream:
-    """Outputs by position, kept for subscribers that come later."""
+    """Outputs by position, kept for later subscribers."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
@@ -110,12 +115,13 @@ class OutputStream:
         return f"<OutputStream of {len(self._outputs)} outputs to {len(self._subscribers)} subscribers>"
 
     def held(self, position: int) -> Output | None:
-        """The output at a position, if there is one."""
+        """Return the output at a position; None if there is none."""
         output, _ = self._outputs.get(position, (None, ()))
         return output
 
     def drawn(self) -> tuple[int, tuple[int, ...]]:
-        """The tokens of one row that were told last, none left out, and the position of the first one."""
+        """Return the position of the first, and the ids, of the latest consecutive drawn tokens of one row; no ids if
+        none were drawn."""
         position, ids = max(self._outputs, default=0), list[int]()
         while (output := self.held(position)) is not None and output.ids:
             ids.append(output.ids[0])
@@ -123,7 +129,8 @@ class OutputStream:
         return position + 1, tuple(reversed(ids))
 
     def publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool = False) -> None:
-        """Send an output to all subscribers, `at_once` where nothing goes with it. One whose link is cut is none any more."""
+        """Send an output to all subscribers, `at_once` if no other message follows. A subscriber whose link is cut is
+        dropped."""
         self._outputs[position] = (output, payload)
         for channel in list(self._subscribers):
             try:
@@ -132,18 +139,18 @@ class OutputStream:
                 self._subscribers.remove(channel)
 
     def forget(self) -> None:
-        """Nobody will ask again for what there was so far."""
+        """Forget all outputs: no subscriber will ask for them again."""
         self._outputs.clear()
 
     def attach(self, channel: Channel, start: int) -> None:
-        """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
+        """Send the outputs from position `start` on to a channel, present and future ones."""
         self._subscribers.append(channel)
         for position, (output, payload) in sorted(self._outputs.items()):
             if position >= start:
                 channel.send(output, seq=position, payload=payload)
 
     def detach(self, channel: Channel) -> None:
-        """It wants no more. Safe to call twice."""
+        """End a subscription. Safe to call twice."""
         if channel in self._subscribers:
             self._subscribers.remove(channel)
 

@@ -1,7 +1,8 @@
-"""What a hop took in and sent on in one session, kept while it lasts, so that it can be made to stand by it.
+"""Transcript: the inputs and outputs of one hop in one session, kept while it lasts, so that the hop can be held to
+them in an audit.
 
-What was sent is in the journal anyway, and what the last hop drew is with its outputs. What came in is kept as it came, in the room
-that the session has reserved for inputs that wait: no step costs more for it.
+Outputs are in the journal anyway, and drawn tokens are among the last hop's outputs. Inputs are kept as they came, in
+the memory that the session has reserved for waiting inputs. So the transcript costs no step any time.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from swarmnode.swarm.records.statement import Edge
 
 @dataclass(frozen=True)
 class Conveyed:
-    """What went over one edge of a session: every entry, and from which position on it came from the present neighbour."""
+    """All entries sent over one edge of a session, and the first position (`base`) sent by the present neighbour."""
 
     entries: Sequence[Entry]
     base: int
 
     @property
     def length(self) -> int:
-        """Positions that went over it, from 0 on."""
+        """Number of positions sent over the edge, from position 0 on."""
         return self.entries[-1].end if self.entries else 0
 
     @property
     def is_ids(self) -> bool:
-        """Whether token ids went over it."""
+        """Whether token ids went over the edge."""
         return bool(self.entries) and self.entries[0].body.tensor.dtype in ID_DTYPES
 
     @property
     def codec(self) -> Codec:
-        """The coarsest in which any of it travelled."""
+        """Coarsest codec of all entries."""
         return coarsest(Codec(entry.body.tensor.codec) for entry in self.entries)
 
     def edge(self) -> Edge:
-        """As a statement has it."""
+        """Return the edge as it appears in a statement."""
         if not self.entries:
             return Edge()
         if self.is_ids:
@@ -57,7 +58,7 @@ class Conveyed:
         return Edge(digest, self.base, self.length)
 
     def hidden(self, first: int, count: int) -> Tensor:
-        """hidden_TH of positions [first, first + count), as the receiver decodes them."""
+        """Return hidden_TH of positions [first, first + count), as the receiver decodes them."""
         return self._tensor(first, first + count)
 
     def _tensor(self, first: int, end: int) -> Tensor:
@@ -72,7 +73,7 @@ class Conveyed:
 
 
 class Transcript:
-    """Of one session at one hop. Only sessions of one row are kept."""
+    """Transcript of one session at one hop. Only sessions of one row are kept."""
 
     def __init__(self, downstream: Hop, output_stream: OutputStream, *, keeps: bool) -> None:
         self._downstream = downstream
@@ -85,38 +86,38 @@ class Transcript:
         return f"<Transcript of {len(self._received)} inputs>"
 
     def rebound(self, position: int) -> None:
-        """From this position on inputs come from another neighbour, or from the same one in another epoch."""
+        """Note that inputs from `position` on come from another neighbour, or from the same one in another epoch."""
         self._base = position
 
     def take(self, start: int, parts: Sequence[tuple[TensorInfo, Buffer]]) -> None:
-        """An input came in whose first position is `start`."""
+        """Keep an input whose first position is `start`."""
         if self._keeps:
             for info, payload in parts:
                 self._received.append(Entry(start, info.shape[1], Input(info), (payload,)))
 
     def end(self) -> None:
-        """Positions are taken back: what went over the edges is not one text any more. Nothing is kept or stated from here on."""
+        """Keep and state nothing from now on: positions were taken back, so the edges no longer carried one text."""
         self._keeps, self._received = False, []
 
     @property
     def received(self) -> Conveyed:
-        """What came in so far."""
+        """Inputs received until now; empty if nothing is kept."""
         return Conveyed(tuple(self._received), self._base)
 
     @property
     def sent(self) -> Conveyed:
-        """What was sent on so far; nothing at the last hop."""
+        """Entries sent on until now; empty at the last hop, or if nothing is kept."""
         return Conveyed(tuple(self._downstream.journal) if self._keeps else (), self._downstream.had)
 
     @property
     def told(self) -> Edge:
-        """Of the tokens that the last hop has told; empty at the others."""
+        """Edge of the tokens that the last hop sent out; empty at other hops, or if nothing is kept."""
         base, ids = self._output_stream.drawn() if self._keeps else (0, ())
         return Edge(ids_digest(torch.tensor(ids)), base, base + len(ids)) if ids else Edge()
 
 
 def ids_digest(ids_T: Tensor) -> bytes:
-    """Of token ids as int64, little-endian."""
+    """Return the SHA-256 of token ids as int64, little-endian."""
     return hashlib.sha256(ids_T.to(torch.int64).numpy().astype("<i8").tobytes()).digest()
 
 

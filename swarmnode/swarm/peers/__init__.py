@@ -1,1 +1,1 @@
-"""The directory: who is in the swarm now, and how that is found out."""
+"""Directory: the peers that are in the swarm now, and how this peer learns of them."""

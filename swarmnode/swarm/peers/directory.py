@@ -1,6 +1,6 @@
-"""A peer's live picture of its swarm: it publishes its own announcement and reads everybody's.
+"""Directory: a peer's live picture of its swarm. It publishes the peer's own announcement and reads all others.
 
-The only async file of this room; what is decided here is decided by `PeerTable` and `ShardSampling`.
+This is the only async file of this room; `PeerTable` and `ShardSampling` make its decisions.
 """
 
 from __future__ import annotations
@@ -43,49 +43,51 @@ T = TypeVar("T")
 
 URGENT_FIELDS = ("state", "span", "seeds", "addresses")
 GET, STORE = "get", "store"
-KEY_BYTES = 6000  # of a read, for each key: asking some five peers, from neighbour to neighbour, where it lies
+KEY_BYTES = 6000  # of a read, per key: it asks some five peers, from neighbour to neighbour
 RECORD_BYTES = 100  # of a record besides its value: subkey, expiry, framing
 
 
 @dataclass(frozen=True)
 class DirectoryConfig:
-    """Both slow down as the swarm grows, so that a peer's traffic stays bounded. In seconds and bytes."""
+    """Periods, limits and factors of reading and publishing. Both slow down as the swarm grows, to bound a peer's
+    traffic."""
 
     read_s: float = 1.0
     max_read_s: float = 5.0
-    calm_growth: float = 1.3  # reads that find the same peers in the same places and run follow one another more slowly
-    read_bytes_per_s: float = 12_000.0  # a read that brought more delays the next one
-    least_read_bytes_per_s: float = 600.0  # what is left of it in the largest swarms, of which a sample is known
+    calm_growth: float = 1.3  # factor on the period after each read that finds the same peers, states, spans and runs
+    read_bytes_per_s: float = 12_000.0  # budget; a large read delays the next one
+    least_read_bytes_per_s: float = 600.0  # budget in the largest swarms
     publish_s: float = 5.0
     max_publish_s: float = 150.0
-    life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s, in the largest swarms 8 min
-    fresh_factor: float = 1.5  # publishing periods, of which one and a store pass between two refreshes
+    life_factor: float = 3.2  # an announcement survives three lost refreshes: 16 s, in the largest swarms 8 min
+    fresh_factor: float = 1.5  # publishing periods; one and a store pass between two refreshes
     crowd: int = 40  # peers beyond which reading slows down (publishing: from twice as many)
-    retry_s: float = 1.0  # after a store that nobody took
+    retry_s: float = 1.0  # after a failed store
     dht_timeout_s: float = 10.0
     save_s: float = 30.0
 
     def read_period_s(self, peers: float) -> float:
-        """Seconds between two reads in a swarm of so many peers."""
+        """Return the seconds between two reads in a swarm of `peers` peers."""
         return min(self.max_read_s, self.read_s * max(1.0, peers / self.crowd))
 
     def publish_period_s(self, peers: float) -> float:
-        """Seconds between two refreshes of the own announcement."""
+        """Return the seconds between two refreshes of the own announcement in a swarm of `peers` peers."""
         return min(self.max_publish_s, self.publish_s * max(1.0, peers / (2 * self.crowd)))
 
     def fresh_s(self, peers: float) -> float:
-        """For so many seconds is an announcement good at least whose peer has refreshed it when it was due."""
+        """Return the least remaining validity, in seconds, of an announcement that its peer refreshes on time."""
         return (self.life_factor - self.fresh_factor) * self.publish_period_s(peers)
 
     def rest_s(self, keys: int, values_bytes: Sequence[int], peers: float) -> float:
-        """Seconds that a read of so many keys, which brought values of these sizes, is to be paid with."""
+        """Return the seconds to wait after a read of `keys` keys that brought values of these sizes, to stay within the
+        budget."""
         read_bytes = KEY_BYTES * keys + sum(values_bytes) + RECORD_BYTES * len(values_bytes)
         share_bytes_per_s = self.read_bytes_per_s * min(1.0, LARGE / max(1.0, peers))
         return read_bytes / max(share_bytes_per_s, self.least_read_bytes_per_s)
 
 
 class DhtMeter:
-    """Times operations where they are asked for, so that what waits for p2pd counts."""
+    """Durations and failures of DHT operations, measured at the caller, so that time spent waiting for p2pd counts."""
 
     def __init__(self) -> None:
         self._seconds = {operation: Histogram() for operation in (GET, STORE)}
@@ -96,7 +98,7 @@ class DhtMeter:
 
     @contextmanager
     def timing(self, operation: str) -> Iterator[None]:
-        """Around one operation. One that was cancelled has not failed."""
+        """Measure one operation as a context. A cancelled operation does not count as failed."""
         try:
             with self._seconds[operation].timing():
                 yield
@@ -105,17 +107,17 @@ class DhtMeter:
             raise
 
     def readings(self) -> Readings:
-        """All of it."""
+        """Yield durations and failures of both operations."""
         for operation, seconds in self._seconds.items():
             yield Reading(table.DHT_SECONDS, seconds, (operation,))
             yield Reading(table.DHT_FAILURES, self._failures[operation], (operation,))
 
 
 class Directory:
-    """Who is in the swarm now. `start` before use, `close` at the end (which says goodbye).
+    """The live peers of a swarm. Call `start` before use and `close` at the end, which publishes a goodbye.
 
-    A peer that only looks (a client) never calls `announce` and needs no `sign`. `vouch` says whose announcements count in
-    a private swarm. `now` is unix time in seconds.
+    A client never calls `announce` and needs no `sign`. In a private swarm `vouch` decides whose announcements count.
+    `now` returns unix time in seconds.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Directory:
         self.revision = 0
         self.dht_meter = DhtMeter()
         self._read = announcement_reader(swarm_id, verify, vouch)
-        self._certificate = certificate  # that goes with our announcements
+        self._certificate = certificate  # sent with the own announcements
         self._sign = sign
         self._now = now
         self._sleep = sleep
@@ -150,15 +152,15 @@ class Directory:
         self._sequence = 0
         self._expires_at = 0.0
         self._sampling = ShardSampling(network.peer_id)
-        self._stored: frozenset[Shard] = frozenset()  # where our announcement was put last, and with which span
+        self._stored: frozenset[Shard] = frozenset()  # where the own announcement was stored last
         self._stood = (0, 0)
-        self._rest_s = 0.0  # that the last read asks for
+        self._rest_s = 0.0  # pause required by the last read
         self._next_save_at = 0.0
         self._speak = asyncio.Event()
         self._look = asyncio.Event()
         self._calm = 1.0  # factor on the time between reads
         self._seen: frozenset[tuple[PeerId, int, tuple[int, int], tuple[int, int, int]]] = frozenset()
-        self._moved = asyncio.Event()  # set and exchanged at every change
+        self._moved = asyncio.Event()  # set and replaced at every change
         self._closed = False
         self._tasks = Tasks("directory", on_crash=on_crash)
 
@@ -169,13 +171,14 @@ class Directory:
     async def start(self) -> None:
         """Read the swarm once, then keep reading and publishing until `close`."""
         await self.refresh()
-        if self.crowd > shards.PEERS_PER_SHARD:  # the sample alone was seen
+        if self.crowd > shards.PEERS_PER_SHARD:  # only the sample was read
             await self.refresh()
         self._tasks.spawn(self._read_forever(), "reads")
         self._tasks.spawn(self._publish_forever(), "publishes")
 
     async def close(self) -> None:
-        """Stop, and say goodbye, so that nobody counts on us any longer. Safe to call twice."""
+        """Stop, and publish a goodbye if this peer has announced itself, so that no peer counts on it. Safe to call
+        twice."""
         self._closed = True  # ends a loop whose wait_for lost the cancellation, as it may before Python 3.12
         await self._tasks.close()
         if self._own is not None and self._own.life is not State.OFFLINE:
@@ -184,37 +187,39 @@ class Directory:
         await self._save()
 
     def peers(self) -> Mapping[PeerId, Announcement]:
-        """The live peers by id, ourselves included once we announced; a snapshot."""
+        """Return a snapshot of the live peers by id, including this peer once it has announced itself."""
         return self._peer_table.live
 
     def suspects(self) -> Mapping[PeerId, Announcement]:
-        """By id, what those announced whom `suspect` dropped and who have not come back: they may live or not."""
+        """Return the latest announcements of suspected peers that have not come back, by id. These peers may be alive
+        or not."""
         return self._peer_table.suspects(self._now())
 
     def why_suspected(self, peer: PeerId) -> str:
-        """What `suspect` was told of a peer; empty where nothing was."""
+        """Return the reason given to `suspect` for a peer; empty if it is not suspected."""
         return self._peer_table.why_suspected(peer)
 
     def hurry(self) -> None:
-        """Somebody waits for a change: read now."""
+        """Read at once, because a caller waits for a change."""
         self._calm = 1.0
         self._look.set()
 
     @property
     def crowd(self) -> float:
-        """About how many peers the swarm has. In a large one `peers` is a sample of them."""
+        """Approximate number of peers in the swarm. In a large swarm `peers` is a sample of them."""
         return max(self._sampling.peers, float(len(self._peer_table.live)))
 
     @property
     def own(self) -> Announcement | None:
-        """What this peer says of itself, whether or not it has gone out yet."""
+        """Announcement of this peer, published or not; None before the first `announce`."""
         return self._own
 
     def announce(self, *sections: Section) -> None:
-        """Say these sections anew, and the rest as before. Raises ValueError where a field is out of its bounds.
+        """Change these sections of the own announcement. Other fields stay as they are.
 
-        Entries for which a record has no room are left out.
-        A new state, span, seeds or addresses go out at once, anything else with the next refresh.
+        Entries that do not fit into a record are left out. A new state, span, seeds or addresses are published at once,
+        other fields with the next refresh. Raises ValueError if a field is out of its bounds or the directory has no
+        key.
         """
         if self._sign is None:
             raise ValueError("a directory without a key cannot announce")
@@ -229,7 +234,7 @@ class Directory:
             self._speak.set()
 
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """Drop a peer that failed from the view at once; it comes back by its own next announcement and a probation."""
+        """Drop a failed peer from the view at once. It comes back with its own next announcement, after a probation."""
         if peer == self.network.peer_id:
             return
         logger.info("peer %s suspected: %s", peer, reason)
@@ -238,23 +243,23 @@ class Directory:
         self._look.set()
 
     def expel(self, peers: Iterable[PeerId]) -> None:
-        """Drop peers that do not belong to the swarm any more, until they are vouched for again."""
+        """Drop peers that no longer belong to the swarm, until a valid announcement of theirs arrives."""
         for peer in peers:
             self._peer_table.forget(peer)
         self._update()
 
     async def changed(self, since: int) -> int:
-        """Wait until `revision` is not `since` any more; returns it."""
+        """Wait until `revision` differs from `since`, and return it."""
         while self.revision == since:
             await self._moved.wait()
         return self.revision
 
     async def refresh(self) -> None:
-        """Read all announcements now. A network that is down leaves the view as it is, until the records expire."""
+        """Read the announcements now. If the DHT does not answer, the view stays as it is until its records expire."""
         await self._look_at(self._sampling.next_look((0, 0) if self._own is None else self._own.span))
 
     async def look_for(self, unit: int) -> None:
-        """Read the announcements of all that hold a unit, in a large swarm too, where they may be many."""
+        """Read the announcements of all holders of a unit, even in a large swarm with many of them."""
         for place in (shards.WIDE, *shards.places_of((unit, unit + 1))):
             await self._look_at(self._sampling.whole(place))
 
@@ -276,7 +281,7 @@ class Directory:
         await self._remember()
 
     def _enough(self, keys: Mapping[Shard, bytes]) -> Enough | None:
-        """What ends a read of these keys before all keepers were asked; None: nothing."""
+        """Return the condition that ends a read of these keys early; None if all keepers must be asked."""
         now = self._now()
         others = {peer: known for peer, known in self._peer_table.live.items() if peer != self.network.peer_id}
         fresh_until = now + self.config.fresh_s(self.crowd)
@@ -290,11 +295,14 @@ class Directory:
 
     @property
     def _reads_seldom(self) -> bool:
-        """Whether nothing has moved for so long that reading has slowed down as far as it does."""
+        """Whether nothing has changed for so long that reads have their longest period."""
         return self._calm > 1.0 and self.config.read_period_s(self.crowd) * self._calm >= self.config.max_read_s
 
     async def _population(self) -> float:
-        """Peers of the table: a stranger's many identities near the sample's end do not make it larger."""
+        """Return the estimated number of peers in the DHT, or the last known one if it does not answer.
+
+        It is independent of the sample: a stranger's many identities near the sample's end do not raise it.
+        """
         try:
             return await self._on_dht(GET, self.network.dht.population())
         except (SwarmnodeError, asyncio.TimeoutError) as error:
@@ -302,7 +310,7 @@ class Directory:
             return self._sampling.population
 
     def _observe(self, values: Sequence[bytes]) -> list[Announcement]:
-        """Take in records, passing over what is no announcement of this swarm. Returns those of peers that are there."""
+        """Take in records; invalid ones are ignored. Returns the announcements that are neither expired nor a goodbye."""
         there = []
         for value in values:
             try:
@@ -312,7 +320,7 @@ class Directory:
                 continue
             if announcement.peer != self.network.peer_id:
                 self._peer_table.observe(announcement)
-            elif announcement.sequence > self._sequence:  # of an earlier run whose clock was ahead
+            elif announcement.sequence > self._sequence:  # from an earlier run whose clock was ahead
                 self._sequence, self._expires_at = announcement.sequence, announcement.expires_at
                 self._speak.set()
             if announcement.life is not State.OFFLINE and announcement.expires_at > self._now():
@@ -320,14 +328,14 @@ class Directory:
         return there
 
     def _update(self) -> None:
-        """Let everybody who waits know where the view changed."""
+        """Recompute the live peers, and wake all waiters if they changed."""
         if self._peer_table.update(self._now()):
             self.revision += 1
             self._moved.set()
             self._moved = asyncio.Event()
 
     async def _read_forever(self) -> None:
-        """Often while something moves, ever more slowly while nothing does, at once after a peer failed."""
+        """Read often while peers change, ever more slowly while they do not, and at once after a failure."""
         while not self._closed:
             await self._pause(self._look, self._look_again_s())
             self._look.clear()
@@ -339,8 +347,11 @@ class Directory:
             self._seen = seen
 
     def _look_again_s(self) -> float:
-        """Seconds to the next read; not longer than until somebody's announcement ends, so that nobody stays as a ghost. Of a
-        large swarm a sample is known, in which somebody's always ends."""
+        """Return the seconds to the next read: at most until the next announcement expires, so that no dead peer stays
+        in the view.
+
+        In a large swarm expiry does not count: some announcement of the sample is always about to expire.
+        """
         period_s = min(self.config.read_period_s(self.crowd) * self._calm, self.config.max_read_s)
         if not self._sampling.large:
             ends = [peer.expires_at - self._now() for peer in self._peer_table.live.values() if peer is not self._own]
@@ -354,14 +365,14 @@ class Directory:
             await self._pause(self._speak, self._publish_period_s() if stored else self.config.retry_s)
 
     async def _pause(self, urgent: asyncio.Event, delay_s: float) -> None:
-        """Wait until something is urgent, at most `delay_s`."""
+        """Wait until `urgent` is set, at most `delay_s` seconds."""
         await until_first(self._sleep(delay_s), urgent.wait())
 
     def _publish_period_s(self) -> float:
         return self.config.publish_period_s(self.crowd)
 
     def _stamp(self, announcement: Announcement) -> Announcement:
-        """The announcement as of now. Its expiry always grows: a DHT keeps the value that expires last."""
+        """Return the announcement with new times. Its expiry grows, within `MAX_LIFE_S`: a DHT keeps the latest expiry."""
         now = self._now()
         wanted = max(self._expires_at + 0.001, now + self._publish_period_s() * self.config.life_factor)
         expires_at = min(wanted, now + MAX_LIFE_S)
@@ -369,18 +380,18 @@ class Directory:
         return msgspec.structs.replace(announcement, sequence=sequence, issued_at=now, expires_at=expires_at)
 
     async def _publish(self) -> bool:
-        """Sign and store the own announcement; whether another peer took it."""
+        """Sign and store the own announcement. Returns whether all of its shards were stored."""
         assert self._own is not None and self._sign is not None
         self._own = own = self._stamp(self._own)
         self._sequence, self._expires_at = own.sequence, own.expires_at
         self._peer_table.observe(own)
         self._update()
-        if self._sampling.large:  # who reads this knows few of the peers that we measured, but all coordinates
+        if self._sampling.large:  # readers know few of the measured peers, but all coordinates
             own = msgspec.structs.replace(own, rtt_us={})
         own = msgspec.structs.replace(own, left=self._stood if self._stood != own.span else (0, 0))
         record = sign_announcement(own, self._sign, self._certificate)
         belongs = frozenset(self._sampling.own_shards(own.peer, own.span))
-        stores = [self._store(shard, record, own) for shard in sorted(belongs | self._stored)]  # where it was: it moved
+        stores = [self._store(shard, record, own) for shard in sorted(belongs | self._stored)]  # and its former places
         self._stored, self._stood = belongs, own.span
         return all(await asyncio.gather(*stores))
 
@@ -389,11 +400,11 @@ class Directory:
         try:
             return await self._on_dht(STORE, self.network.dht.store(key, subkey, record, expires_at=own.expires_at))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
-            logger.warning("cannot publish the own announcement: %s", error or "no answer")
+            logger.warning("cannot publish this peer's announcement: %s", error or "no answer")
             return False
 
     async def _on_dht(self, operation: str, work: Awaitable[T]) -> T:
-        """Its result. Raises TimeoutError where it takes too long."""
+        """Wait for a DHT operation and return its result. Raises TimeoutError after `dht_timeout_s`."""
         with self.dht_meter.timing(operation):
             return await asyncio.wait_for(work, self.config.dht_timeout_s)
 

@@ -1,7 +1,8 @@
-"""Notices: what members keep alive for one another in the table, so that the owner may be offline.
+"""Notices: records that members keep alive in the DHT, so that the owner may be offline.
 
-Two kinds, both signed by others than their carriers: the owner's newest revocation list, and the certificates of those who
-used an invite that only so many may use. Whoever finds one missing, or about to end, stores it again.
+There are two kinds, each signed by another peer than its carriers: the owner's newest revocation list, and the
+certificates of members that used a limited invite. A member that finds a notice missing or about to expire stores it
+again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from swarmnode.swarm.records.certificate import Member
 from swarmnode.swarm.records.membership import Membership
 
 LIFE_S = 120.0
-RENEW_S = 60.0  # a notice that would end sooner is stored again
+RENEW_S = 60.0  # a notice that would expire sooner is stored again
 REVOCATIONS = b"revocations"
 USE = b"use:"
 
 
 class Notice(NamedTuple):
-    """Where in the table it lies, and what it says."""
+    """Place of a notice in the DHT, and its value."""
 
     key: bytes
     subkey: bytes
@@ -29,12 +30,12 @@ class Notice(NamedTuple):
 
 
 def notice_keys(swarm: bytes) -> tuple[bytes, bytes]:
-    """The keys under which a swarm's notices lie: revocations, uses."""
+    """Return the DHT keys of a swarm's notices: revocations, uses."""
     return swarm + b":revocations", swarm + b":uses"
 
 
 def own_notices(membership: Membership) -> Iterator[Notice]:
-    """What this peer knows."""
+    """Yield all notices that this peer knows."""
     revocations_key, uses_key = notice_keys(membership.swarm)
     if membership.revocations_bytes:
         yield Notice(revocations_key, REVOCATIONS, membership.revocations_bytes)
@@ -43,7 +44,8 @@ def own_notices(membership: Membership) -> Iterator[Notice]:
 
 
 def take_in(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]], now: float) -> bool:
-    """Learn from what the table gave; whether a newer revocation list was in it."""
+    """Learn from the notices found in the DHT; invalid ones are ignored. Returns whether a newer revocation list was
+    among them."""
     news = False
     for records in found.values():
         for subkey, record in records.items():
@@ -53,12 +55,12 @@ def take_in(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]
                 elif subkey.startswith(USE):
                     membership.note_use(record.value, now)
             except ProtocolError:
-                continue  # whoever stored it is not our concern: the table's validator refuses it in time
+                continue  # the DHT's own validation refuses it in time
     return news
 
 
 def due(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]], now: float) -> list[Notice]:
-    """The notices that the table lacks, or holds in an older form, or will not hold much longer."""
+    """Return the notices that the DHT lacks, holds in an older form, or will drop soon."""
     return [notice for notice in own_notices(membership) if not _is_kept(notice, found, now)]
 
 
@@ -66,9 +68,9 @@ def _is_kept(notice: Notice, found: Mapping[bytes, Mapping[bytes, Record]], now:
     record = found.get(notice.key, {}).get(notice.subkey)
     if record is None or record.expires_at <= now + RENEW_S:
         return False
-    return notice.subkey != REVOCATIONS or record.value == notice.value  # any certificate of a user says that it is one
+    return notice.subkey != REVOCATIONS or record.value == notice.value  # any certificate of a member proves its use
 
 
 def use_subkey(member: Member) -> bytes:
-    """Return where in the table the certificate of a member by a limited invite lies."""
+    """Return the DHT subkey of the certificate of a member that used a limited invite."""
     return USE + member.invite + b":" + member.peer.encode()

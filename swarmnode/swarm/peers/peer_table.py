@@ -1,9 +1,9 @@
-"""Who is here, decided purely: announcements and suspicions in, the live peers out.
+"""Peer table: announcements and suspicions in, live peers out. It reads no clock.
 
-A peer is live while its newest announcement has not expired and is no goodbye. A suspected peer is gone at once, and
-comes back by what it says itself: at once when it was started anew, otherwise by an announcement issued after the
-suspicion, and after a probation that doubles with every further suspicion. Who says that it pauses is forgiven: that it
-let go of what it held is no fault.
+A peer is live while its newest announcement has not expired and is no goodbye. A suspected peer is dropped at once. It
+comes back by its own announcement: at once after a restart, otherwise by one issued after the suspicion, and after a
+probation that doubles with every further suspicion. A peer that announces a pause is forgiven: letting go of its units
+is no fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PEERS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Why and when a peer was dropped; `sequence` and `started_at` are of the announcement that it had then."""
+    """Reason and time of dropping a peer; `sequence` and `started_at` are those of its announcement at that time."""
 
     reason: str
     at: float
@@ -33,11 +33,11 @@ class Suspicion:
 
     @property
     def until(self) -> float:
-        """The end of the probation."""
+        """End of the probation."""
         return self.at + min(MAX_PROBATION_S, PROBATION_S * 2.0 ** min(self.strikes - 1, 10))
 
     def lifted_by(self, announcement: Announcement, now: float) -> bool:
-        """Whether the announcement brings the peer back."""
+        """Return whether `announcement` brings the peer back."""
         if announcement.started_at > self.started_at:
             return True
         issued_after = announcement.sequence > self.sequence and announcement.issued_at > self.at
@@ -45,7 +45,7 @@ class Suspicion:
 
 
 class PeerTable:
-    """The newest announcement of every peer, and the suspicions. Times are unix seconds, given by the caller."""
+    """Newest announcement of every peer, and the suspicions. Times are unix seconds, given by the caller."""
 
     def __init__(self) -> None:
         self._newest: dict[PeerId, Announcement] = {}
@@ -57,11 +57,11 @@ class PeerTable:
 
     @property
     def live(self) -> Mapping[PeerId, Announcement]:
-        """The live peers as of the last `update`; a snapshot that later updates do not touch."""
+        """Live peers as of the last `update`; a snapshot that later updates do not change."""
         return MappingProxyType(self._live)
 
     def suspects(self, now: float) -> Mapping[PeerId, Announcement]:
-        """Who would be live but for a suspicion."""
+        """Return the announcements of peers that would be live without a suspicion."""
         return {
             peer: known
             for peer in self._suspicions
@@ -72,16 +72,16 @@ class PeerTable:
         }
 
     def why_suspected(self, peer: PeerId) -> str:
-        """Why a peer was dropped; empty where it was not."""
+        """Return the reason for dropping a peer; empty if it is not suspected."""
         suspicion = self._suspicions.get(peer)
         return "" if suspicion is None else suspicion.reason
 
     def newest(self, peer: PeerId) -> Announcement | None:
-        """The newest announcement of a peer, live or not."""
+        """Return the newest announcement of a peer, live or not; None if it has none."""
         return self._newest.get(peer)
 
     def observe(self, announcement: Announcement) -> None:
-        """Take in an announcement; one that is not newer than the known one (a replay) is ignored."""
+        """Take in an announcement. One that is not newer than the known one (a replay) is ignored."""
         known = self._newest.get(announcement.peer)
         if known is None and len(self._newest) >= MAX_PEERS:
             return
@@ -91,11 +91,11 @@ class PeerTable:
                 self._suspicions.pop(announcement.peer, None)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what a peer said of itself."""
+        """Drop the announcement of a peer."""
         self._newest.pop(peer, None)
 
     def suspect(self, peer: PeerId, reason: str, now: float) -> None:
-        """Drop a peer that failed. Suspicions of a peer that is not known, or that pauses, do nothing."""
+        """Drop a failed peer. Nothing happens if the peer is unknown or paused."""
         known = self._newest.get(peer)
         if known is None or known.life is State.PAUSED:
             return
@@ -104,7 +104,7 @@ class PeerTable:
         self._suspicions[peer] = Suspicion(reason, now, known.sequence, known.started_at, strikes)
 
     def update(self, now: float) -> bool:
-        """Work out who is live now. Returns whether anything differs from before."""
+        """Recompute the live peers. Returns whether any of their announcements changed."""
         self._newest = {peer: known for peer, known in self._newest.items() if known.expires_at > now}
         self._suspicions = {
             peer: suspicion for peer, suspicion in self._suspicions.items() if now < suspicion.until + FORGIVEN_AFTER_S

@@ -1,6 +1,7 @@
-"""Validation of the table's records: announcements, reports and notices, each under its key, in time, and from its author.
+"""Validation of records in the DHT: announcements, reports and notices, each under its key, not too long-lived, by its
+author.
 
-Also the keys and subkeys of reports, by which few of one author can lie there.
+The module also defines keys and subkeys of reports, which limit the reports of one author.
 """
 
 from __future__ import annotations
@@ -28,36 +29,36 @@ from swarmnode.swarm.records.signed import Verify
 from swarmnode.swarm.records.statement import Statement
 
 LIFE_S = 3600.0  # of a report
-SLOTS = 4  # reports of one author; another one of the same accused replaces the first
+SLOTS = 4  # reports of one author; a second one about the same accused replaces the first
 REPORT = b"report:"
 
 Now = Callable[[], float]
-"""Unix time in seconds"""
+"""Function that returns unix time in seconds."""
 
 
 def report_key(swarm: bytes) -> bytes:
-    """Where all of a swarm's lie."""
+    """Return the DHT key of all reports of a swarm."""
     return swarm + b":reports"
 
 
 def report_subkey(author: PeerId, accused: PeerId) -> bytes:
-    """Where one author's of one accused lies."""
+    """Return the DHT subkey of an author's report about `accused`."""
     return b"%b%d:%b" % (REPORT, peer_digest(accused)[0] % SLOTS, author.encode())
 
 
 def reports_in(records: Iterable[Record], swarm: bytes, verify: Verify) -> Iterator[tuple[Report, Statement]]:
-    """Those that hold."""
+    """Yield the valid reports among `records`, each with its statement."""
     for record in records:
         try:
             yield open_report(record.value, swarm, verify)
         except ProtocolError:
-            continue  # whoever stored it is not our concern: the table's validator refuses it
+            continue  # the DHT's own validation refuses it
 
 
 def record_validator(
     swarm: bytes, verify: Verify, now: Now, *, membership: Membership | None = None
 ) -> RecordValidator:
-    """Return the validator of a swarm's table; `membership` is that of a swarm with an owner."""
+    """Return the validator of a swarm's records. `membership` is that of a swarm with an owner."""
     reports = {REPORT: report_rule(swarm, verify, now)}
     if membership is None:
         return by_subkey({**reports, b"": announcement_rule(swarm, verify, now)})
@@ -70,7 +71,8 @@ def _vouch(membership: Membership, now: Now, announcement: Announcement, certifi
 
 
 def by_subkey(rules: Mapping[bytes, RecordValidator]) -> RecordValidator:
-    """Return a validator that asks the rule of the first prefix with which the subkey begins. A rule may raise ProtocolError."""
+    """Return a validator that asks the first rule whose prefix matches the subkey. A ProtocolError of a rule means
+    invalid."""
 
     def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
         rule = next(rule for prefix, rule in rules.items() if subkey.startswith(prefix))
@@ -83,8 +85,11 @@ def by_subkey(rules: Mapping[bytes, RecordValidator]) -> RecordValidator:
 
 
 def announcement_rule(swarm: bytes, verify: Verify, now: Now, vouch: Vouch | None = None) -> RecordValidator:
-    """Return the rule of announcements: each under its peer's id, and soon over. A record that holds is still refused under a key
-    that is not one of its peer's, of which there are a hundred at most: else one record would fill the table."""
+    """Return the rule of announcements: under its peer's id, with a bounded life, under a key of its peer.
+
+    A valid record is refused under any other key: else one record could fill the DHT. A peer has at most about a
+    hundred keys.
+    """
     read = announcement_reader(swarm, verify, vouch)
 
     def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
@@ -113,7 +118,7 @@ def report_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
 
 
 def notice_rules(membership: Membership, now: Now) -> dict[bytes, RecordValidator]:
-    """Return the rules of notices, from which the membership learns: the owner's newest revocation list, and uses of invites."""
+    """Return the rules of notices. They also teach `membership` newer revocation lists and uses of invites."""
     revocations_key, uses_key = map(key_digest, notice_keys(membership.swarm))
 
     def is_list(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:

@@ -1,17 +1,19 @@
-"""Shards: the DHT keys under which a swarm's announcements lie, and the sampling of them by which its size is known.
+"""Shards: the DHT keys of a swarm's announcements, and the sampling that estimates the swarm's size.
 
-A store rewrites a key's whole dictionary, so a key should hold at most some 100 peers. Announcements lie at places, and
-every place is cut into 2^L shards by the first bits of the peers' digests, at the level L that its number of peers asks for.
+A store rewrites a key's whole dictionary, so a key should hold about 100 peers at most. Announcements lie at places.
+Every place is split into 2^L shards by the first bits of the peers' digests; the level L depends on the number of peers
+at the place.
 
-A small swarm has one place, ALL, where everybody reads everything. In a large one nobody can: a place is then a range of 8
-units, and a peer stands at every range that its span touches. A span over more than 4 ranges, and a peer that holds
-nothing, stands at WIDE. So who wants the holders of a unit reads two places, however large the swarm is.
+A small swarm has one place, ALL, where every peer reads everything. In a large swarm that is too much: a place is then
+a range of 8 units, and a peer is stored at every range that its span touches. A span over more than 4 ranges, and a
+peer without units, are stored at WIDE. So a reader finds all holders of a unit at two places, however large the swarm
+is.
 
-The SAMPLE, which is ALL at level 0, is one key that always has some 64 peers: those of the smallest digests, in a small swarm
-all. A newcomer reads it and knows how large the swarm is, from how dense the digests lie.
+The SAMPLE, which is ALL at level 0, is one key that always has about 64 peers: those with the smallest digests, in a
+small swarm all. A newcomer reads it and derives the size of the swarm from the density of the digests.
 
-Everybody works out sizes from what it has read, so near a threshold two peers may differ: readers then read two levels,
-and writers write to both.
+Every peer estimates sizes from its own reads, so near a threshold two peers may differ. Therefore readers then read two
+levels, and writers write to both.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ from swarmnode.swarm.records.announcement import Announcement, peer_digest
 PEERS_PER_SHARD = 64
 MAX_LEVEL = 10  # 1,024 shards: 65,536 peers at one place
 RANGE_UNITS = 8
-MAX_RANGES = 4  # of one peer: more stores than this cost too much
-LARGE = 256  # peers from which on a swarm is large
+MAX_RANGES = 4  # of one peer: more stores cost too much
+LARGE = 256  # peers in the smallest swarm that counts as large
 UNCERTAINTY = 1.5  # two peers' estimates of the same number may differ by this factor
-WHOLE = 96  # peers up to which a place is read whole, at all levels that its peers may be at
+WHOLE = 96  # up to this many peers a place is read whole, at all levels that its peers may use
 WHOLE_LEVELS = 3
 NEWEST = 0.5  # weight of a newer size
 SAMPLE_EVERY = 8  # reads
-THOROUGH_EVERY = 16  # reads of a large swarm: what one keeper holds back, another gives
-CALM_THOROUGH_EVERY = 4  # of a small one in which nothing moves: who is new is seen by then at the latest
-GROWTH = 2.0  # between two looks at the sample, once the size was known
+THOROUGH_EVERY = 16  # reads of a large swarm: data that one keeper withholds comes from another
+CALM_THOROUGH_EVERY = 4  # reads of a small, calm swarm: newcomers are seen by then at the latest
+GROWTH = 2.0  # between two reads of the sample, once the size was known
 
 ALL, WIDE = "all", "wide"
 
 Place = str
-"""ALL, WIDE, or the number of a range of units"""
+"""ALL, WIDE, or the number of a range of units."""
 
 
 class Shard(NamedTuple):
-    """One key: a part of a place."""
+    """DHT key of one part of a place."""
 
     place: Place
     level: int
     number: int
 
     def key(self, swarm_id: bytes) -> bytes:
-        """As the DHT has it."""
+        """Return the key in the DHT."""
         if self.place == ALL:
             return b"%b:peers:%d:%d" % (swarm_id, self.level, self.number)
         return b"%b:units:%b:%d:%d" % (swarm_id, self.place.encode(), self.level, self.number)
@@ -64,7 +66,7 @@ SAMPLE = Shard(ALL, 0, 0)
 
 @lru_cache(maxsize=4096)
 def homes(swarm_id: bytes, peer: PeerId, places: tuple[Place, ...]) -> frozenset[bytes]:
-    """The digests of all keys under which a peer of these places may lie, however large it takes the swarm for."""
+    """Return the digests of all keys that a peer at these places may use, for any estimate of the swarm's size."""
     shards = [
         Shard(place, level, _number(peer, level)) for place in (ALL, WIDE, *places) for level in range(MAX_LEVEL + 1)
     ]
@@ -72,7 +74,8 @@ def homes(swarm_id: bytes, peer: PeerId, places: tuple[Place, ...]) -> frozenset
 
 
 def level_for(peers: float) -> int:
-    """The level of a place with so many peers."""
+    """Return the level of a place with `peers` peers: shards then hold at most 64 on average, unless the level is the
+    highest."""
     level = 0
     while level < MAX_LEVEL and peers > PEERS_PER_SHARD << level:
         level += 1
@@ -80,12 +83,12 @@ def level_for(peers: float) -> int:
 
 
 def places(units: int) -> list[Place]:
-    """All places of a large swarm whose model has so many units."""
+    """Return all places of a large swarm whose model has `units` units."""
     return [WIDE, *(str(number) for number in range(-(-units // RANGE_UNITS)))]
 
 
 def places_of(span: tuple[int, int]) -> list[Place]:
-    """Where a peer with this span stands in a large swarm."""
+    """Return the places of a peer with this span in a large swarm."""
     if span[0] >= span[1]:
         return [WIDE]
     first, last = span[0] // RANGE_UNITS, (span[1] - 1) // RANGE_UNITS
@@ -93,7 +96,7 @@ def places_of(span: tuple[int, int]) -> list[Place]:
 
 
 def own_shard(place: Place, peer: PeerId, peers: float) -> Shard:
-    """Where `peer` is at a place of about `peers` peers."""
+    """Return the shard of `peer` at a place of about `peers` peers."""
     level = level_for(peers)
     return Shard(place, level, _number(peer, level))
 
@@ -103,25 +106,26 @@ def _number(peer: PeerId, level: int) -> int:
 
 
 def all_shards(place: Place, peers: float) -> list[Shard]:
-    """Every shard at which a place of about `peers` peers may be found."""
+    """Return all shards that may hold the peers of a place with about `peers` peers."""
     levels = range(level_for(peers / UNCERTAINTY), level_for(peers * UNCERTAINTY) + 1)
     return [Shard(place, level, number) for level in levels for number in range(1 << level)]
 
 
 def is_in_sample(peer: PeerId, peers: float) -> bool:
-    """Whether this is one of the some 64 of about `peers` peers whom newcomers meet first."""
+    """Return whether `peer` is among the about 64 peers of the sample in a swarm of about `peers` peers."""
     return digest_share(peer) * peers <= PEERS_PER_SHARD
 
 
 def digest_share(peer: PeerId) -> float:
-    """The share of all peers whose digests are smaller."""
+    """Return the share of all digests that are smaller than the peer's."""
     return int.from_bytes(peer_digest(peer), "big") / (1 << 64)
 
 
 def peers_from_sample(found: Collection[PeerId]) -> float:
-    """How many peers a swarm has whose sample shows these: twice as many digests reach twice as far.
+    """Estimate the number of peers in a swarm whose sample holds these peers: the denser their digests, the more peers.
 
-    The median one counts. The largest ones stand there by other peers' estimates, not by ours.
+    The median digest decides: the largest ones are there by other peers' estimates. A sample of fewer than 32 peers
+    counts as the swarm.
     """
     if len(found) < PEERS_PER_SHARD // 2:
         return len(found)
@@ -131,21 +135,21 @@ def peers_from_sample(found: Collection[PeerId]) -> float:
 
 
 EnoughAt = Callable[[Shard, Mapping[bytes, Record]], bool]
-"""(shard, what has been found there) -> whether no more of its keepers need be asked"""
+"""Function of (shard, records found there) that returns whether no more of its keepers need to be asked."""
 
 
 class ShardSampling:
-    """What is known of the swarm's size and places. `units` is how many the model has, as far as that was seen."""
+    """Estimates of a swarm's size and of its places. `units` is the number of units of the model, as far as seen."""
 
     def __init__(self, peer: PeerId, units: int = 0) -> None:
         self.units = units
         self.peers = 0.0
-        self.population = 0.0  # peers of the table, where somebody has looked
+        self.population = 0.0  # peers of the DHT; 0 if never asked
         self._sizes: dict[Place, float] = {}  # of places that were read
         self._visits: Counter[Place] = Counter()
-        self._misses: Counter[Place] = Counter()  # reads in a row that found nobody
-        self._spans: list[tuple[int, int]] = []  # of the peers in the sample, which is a fair one
-        self._found: dict[Shard, frozenset[PeerId]] = {}  # who stood there when it was last read
+        self._misses: Counter[Place] = Counter()  # consecutive reads without a peer
+        self._spans: list[tuple[int, int]] = []  # of the peers in the sample, which is unbiased
+        self._found: dict[Shard, frozenset[PeerId]] = {}  # peers at each shard's last read
         self._random = random.Random(peer)
         self._reads = 0
 
@@ -154,12 +158,15 @@ class ShardSampling:
 
     @property
     def large(self) -> bool:
-        """Whether there are too many to read everything."""
+        """Whether the swarm is too large to read everything."""
         return self.peers >= LARGE
 
     def enough(self, living: Collection[PeerId], fresh_until: float, *, calm: bool) -> EnoughAt | None:
-        """What ends the next read before all keepers were asked: in a large swarm the first answer, in a small one that is calm
-        a fresh record, which is good until then at least, of each of the living who stood there the last time. None: nothing."""
+        """Return the condition that ends the next read before all keepers are asked; None if all must be asked.
+
+        In a large swarm the first answer is enough. In a small and calm swarm a read ends once each shard has, for
+        every living peer of its last read, a record that is valid until `fresh_until` at least.
+        """
         if self._reads % (THOROUGH_EVERY if self.large else CALM_THOROUGH_EVERY) == 0:
             return None
         if self.large:
@@ -177,7 +184,7 @@ class ShardSampling:
         return are_fresh
 
     def is_in_doubt(self, found: Mapping[Shard, Sequence[Announcement]]) -> bool:
-        """Whether a read makes the swarm look so large that the table is to be asked how large it is."""
+        """Return whether a read makes the swarm look so large that the DHT should be asked for its size."""
         if SAMPLE not in found:
             return False
         claimed = peers_from_sample([peer.peer for peer in found[SAMPLE]])
@@ -190,7 +197,7 @@ class ShardSampling:
     # -- reading
 
     def next_look(self, span: tuple[int, int]) -> list[Shard]:
-        """What to read now. `span` is our own."""
+        """Return the shards to read now. `span` is this peer's own."""
         self._reads += 1
         if not self.large:
             return list(dict.fromkeys([SAMPLE, *all_shards(ALL, self.peers)]))
@@ -201,14 +208,14 @@ class ShardSampling:
         return self._some_of(self._next_of(others if others and self._reads % 2 else own))
 
     def whole(self, place: Place) -> list[Shard]:
-        """Everything at a place, for whoever must know all holders of a unit; there may be many."""
+        """Return all shards of a place, for a caller that must know all holders of a unit. There may be many."""
         if not self.large:
             return self.next_look((0, 0))
         size = self.size(place)
         return _small(place) if size <= WHOLE else all_shards(place, size)
 
     def _next_of(self, places: Sequence[Place]) -> Place:
-        """In turn, drawn among those whose turn it is; where nobody was found, another visit can wait."""
+        """Return the place to visit next, drawn among the least visited ones. Visits without a peer count more."""
         turns = {place: self._visits[place] + 2 * self._misses[place] for place in places}
         least = min(turns.values())
         place = self._random.choice([place for place, visits in turns.items() if visits == least])
@@ -216,7 +223,11 @@ class ShardSampling:
         return place
 
     def _some_of(self, place: Place) -> list[Shard]:
-        """A small place whole; of another one shard, or where its level is only guessed, one of each level that it may have."""
+        """Return the shards to read at a place.
+
+        A small place is read whole. Of another place one shard is read, or one at each possible level if its level is
+        only guessed.
+        """
         size, misses = self.size(place), self._misses[place]
         if size <= WHOLE and not misses:
             return _small(place)
@@ -225,14 +236,14 @@ class ShardSampling:
         return [Shard(place, level, self._random.randrange(1 << level)) for level in levels]
 
     def size(self, place: Place) -> float:
-        """Peers at a place: as it was read, else as the peers in the sample are spread."""
+        """Return the number of peers at a place: as read, else estimated from the spans in the sample."""
         if place in self._sizes:
             return self._sizes[place]
         here = sum(place in places_of(span) for span in self._spans)
         return self.peers * here / max(1, len(self._spans))
 
     def saw(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
-        """Take in what a read brought."""
+        """Learn from the records that a read brought."""
         everybody = {peer.peer: peer for records in found.values() for peer in records}
         self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
         self._found.update({shard: frozenset(peer.peer for peer in records) for shard, records in found.items()})
@@ -244,9 +255,9 @@ class ShardSampling:
     def _look_at_sample(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
         counted = self._count_all(found)
         claimed = peers_from_sample([peer.peer for peer in found[SAMPLE]])
-        if self.is_in_doubt(found):  # identities can be tried out until they make the sample dense
+        if self.is_in_doubt(found):  # a stranger can try out identities until they make the sample dense
             claimed = min(claimed, self.population * UNCERTAINTY)
-        if self.peers >= PEERS_PER_SHARD:  # one look alone does not blow it up
+        if self.peers >= PEERS_PER_SHARD:  # a single read must not raise the estimate much
             claimed = min(claimed, self.peers * GROWTH)
         self.peers = max(counted, claimed)
         self._spans = [peer.span for peer in found[SAMPLE]]
@@ -254,7 +265,8 @@ class ShardSampling:
             self._sizes.clear()
 
     def _count(self, found: Mapping[Shard, Sequence[Announcement]], place: Place) -> None:
-        """Peers that estimate differently stand at different levels: each level's count is of another part of the place."""
+        """Update the size of a place. Peers that estimate differently use different levels, so the counts of all levels
+        add up."""
         by_level: dict[int, list[int]] = {}
         for shard, records in found.items():
             by_level.setdefault(shard.level, []).append(len(records))
@@ -270,7 +282,7 @@ class ShardSampling:
     # -- writing
 
     def own_shards(self, peer: PeerId, span: tuple[int, int]) -> list[Shard]:
-        """Where our announcement belongs; near the threshold in the small and in the large swarm's places."""
+        """Return the shards of the own announcement; near the threshold those of a small and of a large swarm."""
         own = [SAMPLE] if is_in_sample(peer, self.peers) else []
         if self.peers < LARGE * UNCERTAINTY:
             own.append(own_shard(ALL, peer, self.peers))
@@ -280,5 +292,5 @@ class ShardSampling:
 
 
 def _small(place: Place) -> list[Shard]:
-    """All shards of the levels at which the peers of a small place may be."""
+    """Return all shards of the levels that peers of a small place may use."""
     return [Shard(place, level, number) for level in range(WHOLE_LEVELS) for number in range(1 << level)]

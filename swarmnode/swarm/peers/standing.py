@@ -1,9 +1,8 @@
 """Trust in peers that the user names, and the standing of all peers in this peer's audits.
 
-A standing is kept over restarts and forgotten in days.
-
-Who passed many audits is trusted more: asked first, and audited less. Who was found to compute falsely is shunned. Where two
-contradict one another and nobody can tell who is right, both are in doubt; doubts with several others add up to a finding.
+A standing survives restarts and fades within days. A peer that passed many audits is trusted more: it is asked first
+and audited less. A peer that computed falsely is shunned. If two peers contradict each other and the client cannot tell
+which is right, both are in doubt; doubts with several different peers add up to a finding.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 log = logging.getLogger(__name__)
 
-HALF_LIFE_S = 3 * 86_400.0  # of what was passed
+HALF_LIFE_S = 3 * 86_400.0  # half-life of passed positions, audited positions and near misses
 SHUN_S = 7 * 86_400.0
 DOUBT_S = 3 * 86_400.0
-DOUBTS = 3  # with as many different others
-NEAR_MISSES = 3  # texts, at least
-NEAR_MISS_RATE = 1e-4  # texts of honest peers that come near, a position
-CHANCE = 1e-7  # of so many by accident
+DOUBTS = 3  # with this many different others
+NEAR_MISSES = 3  # texts at least
+NEAR_MISS_RATE = 1e-4  # near misses of honest peers per position
+CHANCE = 1e-7  # probability of an honest peer's near misses below which they are too many
 HALF_TRUST = 2_000.0  # audited positions
 NEWCOMER_WEIGHT = 0.25
 MAX_PEERS = 1_024
@@ -46,9 +45,9 @@ IpNetwork = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
 
 @dataclass(frozen=True)
 class Trust:
-    """Peers that are trusted for any one of these reasons. An empty one trusts everybody."""
+    """Condition on peers: a peer is trusted if any one of these matches. An empty condition trusts every peer."""
 
-    peers: tuple[str, ...] = ()  # ids, or their ends
+    peers: tuple[str, ...] = ()  # peer ids, or their ends
     groups: tuple[str, ...] = ()
     networks: tuple[IpNetwork, ...] = ()
 
@@ -57,7 +56,7 @@ class Trust:
         return f"<Trust in {', '.join(words) or 'everybody'}>"
 
     def covers(self, announcement: Announcement, group: str = "") -> bool:
-        """Whether the peer that announces this may compute; `group` is what its certificate says."""
+        """Return whether the peer of this announcement may compute. `group` is the group in its certificate."""
         return (
             self == EVERYBODY
             or any(announcement.peer.endswith(peer) for peer in self.peers)
@@ -70,7 +69,7 @@ EVERYBODY = Trust()
 
 
 def parse_trust(words: Iterable[str]) -> Trust:
-    """What `--trust` was given. Raises UsageError."""
+    """Parse the values of `--trust`. Raises UsageError if one is not a peer, group or network."""
     peers, groups, networks = [], [], []
     for word in words:
         if word.startswith(GROUP):
@@ -81,7 +80,7 @@ def parse_trust(words: Iterable[str]) -> Trust:
             peers.append(word)
         else:
             raise UsageError(
-                f"{word!r} names nobody to trust; give a peer's id or at least its last {MIN_END_CHARS} characters, "
+                f"{word!r} is not a peer, group or network; give a peer's id or at least its last {MIN_END_CHARS} characters, "
                 "group:NAME or net:203.0.113.0/24"
             )
     return Trust(tuple(peers), tuple(groups), tuple(networks))
@@ -100,8 +99,10 @@ def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
 
 
 class PeerStanding(msgspec.Struct):
-    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when. `near_misses`: texts that lay a little too
-    far off, of `audited` positions since it was first known, both as of `at`."""
+    """A peer's audit record: `passed` audited positions as of unix time `at`, and `doubts` (the other side, and when).
+
+    `near_misses` counts texts that deviated a little too much, in `audited` positions; both as of `at`.
+    """
 
     passed: float = 0.0
     at: float = 0.0
@@ -112,7 +113,7 @@ class PeerStanding(msgspec.Struct):
 
 
 class Standing:
-    """Of all peers that were audited. A missing or damaged file is an empty one. `now` is unix time in seconds."""
+    """Standing of all audited peers. A missing or damaged file counts as empty. `now` returns unix time in seconds."""
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._path = path
@@ -125,38 +126,41 @@ class Standing:
 
     @property
     def shunned(self) -> frozenset[PeerId]:
-        """Who takes no part in what this peer does."""
+        """Peers that are excluded now, because they were found to compute falsely."""
         now = self._now()
         return frozenset(peer for peer, known in self._peers.items() if known.shunned_until > now)
 
     @property
     def doubted(self) -> frozenset[PeerId]:
-        """Who contradicted somebody, and is not shunned for it."""
+        """Peers with a doubt on record. `shun` clears the doubts of a peer."""
         return frozenset(peer for peer, known in self._peers.items() if known.doubts)
 
     def trust(self, peer: PeerId) -> float:
-        """From 0, of a newcomer, towards 1."""
+        """Return the trust in a peer, from 0 for a newcomer towards 1."""
         passed = self._passed(peer)
         return passed / (passed + HALF_TRUST)
 
     def weights(self, peers: Iterable[PeerId]) -> dict[PeerId, float]:
-        """How much each peer's speed counts, beside the most trusted of them, which has 1."""
+        """Return the weight of each peer's speed, relative to the most trusted of them, which has 1."""
         weights = {peer: NEWCOMER_WEIGHT + (1 - NEWCOMER_WEIGHT) * self.trust(peer) for peer in peers}
         most = max(weights.values(), default=1.0)
         return {peer: weight / most for peer, weight in weights.items()}
 
     def pass_audit(self, peer: PeerId, positions: int) -> None:
-        """So many of its positions were found right."""
+        """Record that `positions` positions of a peer were found right."""
         known = self._aged(peer)
         known.passed += positions
         known.audited += positions
 
     def come_near(self, peer: PeerId) -> None:
-        """A text of it or of another one lay a little too far off, and nobody can tell whose: it has half of its trust left."""
+        """Halve the trust of a peer after a near miss that may be its own or another peer's."""
         self._aged(peer).passed /= 2
 
     def near_miss(self, peer: PeerId, positions: int) -> bool:
-        """A text of it, of so many positions, lay a little too far off. Whether that was one too many: then it is to be shunned."""
+        """Record a near miss in a text of `positions` positions, and halve the peer's trust.
+
+        Returns whether the peer now has more near misses than chance explains, so that it should be shunned.
+        """
         known = self._aged(peer)
         known.passed /= 2
         known.near_misses += 1
@@ -164,12 +168,13 @@ class Standing:
         return are_too_many(known.near_misses, known.audited)
 
     def forfeit(self, peer: PeerId) -> None:
-        """It did not say what it did, which may be no fault of its own: what it has passed counts no more."""
+        """Clear the passed positions of a peer that did not account for its work, which may not be its fault."""
         if peer in self._peers:
             self._known(peer).passed = 0.0
 
     def doubt(self, peer: PeerId, other: str) -> bool:
-        """It contradicts `other`, and one of the two is wrong. Whether it is shunned for it, with the doubts that there were."""
+        """Record that `peer` contradicts `other`, where one of the two is wrong. Returns whether its doubts now get it
+        shunned."""
         known, now = self._known(peer), self._now()
         known.doubts = {**{who: at for who, at in known.doubts.items() if at > now - DOUBT_S}, other: now}
         if len(known.doubts) < DOUBTS:
@@ -178,24 +183,25 @@ class Standing:
         return True
 
     def accused_in_vain(self, author: PeerId, accused: PeerId) -> None:
-        """Whom it said to compute falsely was found right, again and again: it is in doubt, and shunned where it goes on."""
+        """Doubt the author of an accusation, because the accused peer passed every audit. Repeated accusations get the
+        author shunned."""
         if self.doubt(author, f"accusation of {accused}"):
-            log.warning("peer %s accuses one honest peer after another: it is left out from now on", author)
+            log.warning("peer %s accused several honest peers: it is left out from now on", author)
 
     def shun(self, peer: PeerId) -> None:
-        """It was found to compute falsely: it begins anew, in a week."""
+        """Exclude a peer for a week, because it computed falsely. Afterwards it starts as a newcomer."""
         known = self._known(peer)
         known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
         known.near_misses = known.audited = 0.0
 
     def save(self) -> None:
-        """Write the file if something changed. If it cannot be written, that is logged."""
+        """Write the file if anything changed. A failure is logged."""
         if self._changed:
             self._changed = False
             try_to_keep(self._path, self._peers, "what audits have found is")
 
     async def keep(self) -> None:
-        """Write the file as `save` does, beside the event loop."""
+        """Write the file as `save` does, on a thread."""
         await asyncio.to_thread(self.save)
 
     def _passed(self, peer: PeerId) -> float:
@@ -203,7 +209,7 @@ class Standing:
         return 0.0 if known is None else known.passed * 0.5 ** max(0.0, (self._now() - known.at) / HALF_LIFE_S)
 
     def _aged(self, peer: PeerId) -> PeerStanding:
-        """Its entry as of now, which is about to change: what was found is half forgotten after HALF_LIFE_S."""
+        """Return the entry of a peer that is about to change, with its counts decayed by their half-life to now."""
         known, now = self._known(peer), self._now()
         left = 0.5 ** max(0.0, (now - known.at) / HALF_LIFE_S)
         known.passed, known.near_misses, known.audited = (
@@ -213,7 +219,8 @@ class Standing:
         return known
 
     def _known(self, peer: PeerId) -> PeerStanding:
-        """Its entry, which is about to change; who matters least gives way."""
+        """Return the entry of a peer that is about to change. If the table is full, the least important peer is
+        dropped."""
         self._changed = True
         if peer not in self._peers and len(self._peers) >= MAX_PEERS:
             now = self._now()
@@ -223,8 +230,10 @@ class Standing:
 
 
 def are_too_many(near_misses: float, positions: float) -> bool:
-    """Whether so many texts with a near miss, of so many positions together, are more than an honest peer would have once in ten
-    million times."""
+    """Return whether `near_misses` in `positions` audited positions are too many.
+
+    They are if there are at least `NEAR_MISSES` and an honest peer has as many with a probability below `CHANCE`.
+    """
     if near_misses < NEAR_MISSES:
         return False
     expected = NEAR_MISS_RATE * positions

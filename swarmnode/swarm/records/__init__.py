@@ -1,1 +1,1 @@
-"""What is signed: manifest, invite, membership, announcement (`protocol/records.md`). No clock, no socket."""
+"""Signed records: manifest, invite, membership, announcement (`protocol/records.md`). No clock, no socket."""

@@ -1,9 +1,9 @@
-"""The announcement: what a peer says of itself, signed with its own key (`protocol/records.md`).
+"""Announcement: a peer's description of itself, signed with its own key (`protocol/records.md`).
 
-In the DHT a record is the msgpack array [body, signature], in a private swarm [body, signature, certificate]; the signature
-is over `DOMAIN || body` by the key of the peer that the body names. The body carries the swarm's id, so a record cannot be
-moved to another swarm; its own times, so it cannot live longer than its author wanted; and a sequence number, so an older
-one cannot replace it.
+In the DHT a record is the msgpack array [body, signature], in a private swarm [body, signature, certificate]. The
+signature is over `DOMAIN || body`, by the key of the peer that the body names. The body has the swarm's id, so a record
+cannot be moved to another swarm; its own times, so it cannot live longer than its author wanted; and a sequence number,
+so an older record cannot replace it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_UNIT_TIMES = 8
 MAX_PATHS = 8
 DIGEST_BYTES = 8
 MAX_UNITS = 4096
-MAX_PARALLEL_SPEEDUP = 16.0  # the cards of the largest boxes; more is not believed
+MAX_PARALLEL_SPEEDUP = 16.0  # of the cards in the largest machines; more is not believed
 MAX_CODECS = 16
 MAX_CODEC = 255
 COORDINATE_NUMBERS = 5
@@ -56,7 +56,7 @@ Measured = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class State(IntEnum):
-    """Where a peer is in its life. A reader treats a state that it does not know as OFFLINE."""
+    """Phase of a peer's life. A reader treats an unknown state as OFFLINE."""
 
     JOINING = 0  # claims its span, may still choose another
     LOADING = 1  # will hold its span soon
@@ -67,12 +67,11 @@ class State(IntEnum):
 
 
 class Announcement(Signable, frozen=True):
-    """What a peer says of itself. Newer versions append fields; missing trailing fields take their defaults.
+    """A peer's description of itself. Newer versions append fields; missing trailing fields have their defaults.
 
     `addresses` are multiaddrs without the /p2p/ part, which is `peer`. `rtt_us` maps `peer_digest` of a few other peers
-    to the round trip measured to them, in microseconds. `coordinate` is that of `net/measuring/coordinate.py`: x, y, z
-    and height in
-    steps of 0.1 ms, then the error in percent; empty where there is none yet.
+    to the measured round trip in microseconds. `coordinate` is that of `net/measuring/coordinate.py`: x, y, z and
+    height in steps of 0.1 ms, then the error in percent; empty if there is none yet.
     """
 
     version: Annotated[int, Meta(ge=VERSION)]
@@ -81,10 +80,10 @@ class Announcement(Signable, frozen=True):
     sequence: Count  # grows with every record of this peer, over restarts too
     issued_at: float  # unix time, seconds
     expires_at: float
-    started_at: Figure  # when this run of the peer began
+    started_at: Figure  # start of this run of the peer
     state: int = State.JOINING
     span: tuple[int, int] = (0, 0)  # units [i, j) that the peer computes
-    seeds: tuple[int, int] = (0, 0)  # units [i, j) whose weights it can give to others
+    seeds: tuple[int, int] = (0, 0)  # units [i, j) whose weights it can give to other peers
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = ""
     device: Annotated[str, Meta(max_length=MAX_DEVICE_CHARS)] = ""
     decode_units_per_s: Figure = 0.0  # one position of one session through one unit
@@ -97,7 +96,7 @@ class Announcement(Signable, frozen=True):
     codecs: Annotated[tuple[int, ...], Meta(max_length=MAX_CODECS)] = (0,)
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
     rtt_us: Annotated[dict[PeerDigest, Measured], Meta(max_length=MAX_RTTS)] = field(default_factory=dict)
-    training_step: Count = 0  # of a swarm in training: the step that the peer is at
+    training_step: Count = 0  # of a swarm in training: the present step of the peer
     sends: Annotated[dict[PeerDigest, CodecNumber], Meta(max_length=MAX_RTTS)] = field(default_factory=dict)
     """Codecs of the values for other stages, by the digest of the receiving peer; without those that are NONE."""
     training_units_per_s: Figure = 0.0  # one position through one unit, forward and backward
@@ -106,13 +105,13 @@ class Announcement(Signable, frozen=True):
     unit_us: Annotated[dict[PeerDigest, Measured], Meta(max_length=MAX_UNIT_TIMES)] = field(default_factory=dict)
     """Time per unit of a few peers, by digest, measured while this peer used them."""
     number_format: Annotated[str, Meta(max_length=MAX_FORMAT_CHARS)] = ""  # of its computing: bfloat16, bfloat16-nf4
-    left: tuple[int, int] = (0, 0)  # units that it held until now, and under whose keys it says so once more
-    backup_bytes: Count = 0  # disk space that it offers for training states of others
+    left: tuple[int, int] = (0, 0)  # units held until now, whose keys get this record once more
+    backup_bytes: Count = 0  # disk space offered for training states of other peers
     parallel_speedup: Annotated[float, Meta(ge=1, le=MAX_PARALLEL_SPEEDUP)] = 1.0
-    """Decode speed of several sessions together, in multiples of that of one."""
+    """Decode speed of several sessions together, in multiples of the speed of a single session."""
     path_kbps: Annotated[dict[PeerDigest, Measured], Meta(max_length=MAX_PATHS)] = field(default_factory=dict)
-    """Rate at which large frames of this peer came in at a few peers, by digest, in kbit/s."""
-    step_load: tuple[Measured, Measured, Measured] = (0, 0, 0)  # of the run that it trains: a `StepLoad`
+    """Rate at which large frames of this peer arrived at a few peers, by digest, in kbit/s."""
+    step_load: tuple[Measured, Measured, Measured] = (0, 0, 0)  # of the run being trained: a `StepLoad`
 
     def rules(self) -> dict[str, bool]:
         texts = (self.peer, self.name, self.device, self.number_format, *self.addresses)
@@ -132,22 +131,22 @@ class Announcement(Signable, frozen=True):
 
     @property
     def life(self) -> State:
-        """The state as this version understands it."""
+        """State as this version understands it; OFFLINE if it is unknown."""
         return State(self.state) if self.state in State._value2member_map_ else State.OFFLINE
 
     @property
     def reach(self) -> Reachability:
-        """The reachability as this version understands it."""
+        """Reachability as this version understands it; UNKNOWN if it is new."""
         known = self.reachability in Reachability._value2member_map_
         return Reachability(self.reachability) if known else Reachability.UNKNOWN
 
     def holds(self, unit: int) -> bool:
-        """Whether the peer's span contains the unit."""
+        """Return whether the peer's span contains the unit."""
         return self.span[0] <= unit < self.span[1]
 
 
 Vouch = Callable[[Announcement, bytes], None]
-"""(announcement, certificate): raises ProtocolError where its author may not say so"""
+"""Function of (announcement, certificate) that raises ProtocolError if its author may not announce this."""
 
 
 class _Certified(Signed, frozen=True):
@@ -158,14 +157,14 @@ _record_decoder = msgspec.msgpack.Decoder(_Certified)
 
 
 def peer_digest(peer: PeerId) -> bytes:
-    """8 bytes that stand for a peer id where space is short, and that spread peers evenly over shards."""
+    """Return 8 bytes that stand for a peer id where space is short, and that spread peers evenly over shards."""
     return hashlib.sha256(peer.encode()).digest()[:DIGEST_BYTES]
 
 
 def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes = b"") -> bytes:
-    """The record to store, of a private swarm with its author's certificate.
+    """Sign an announcement, and return the record to store; in a private swarm it includes the author's certificate.
 
-    Raises ValueError where the announcement breaks a rule of its own, which is a bug of the caller.
+    Raises ValueError if the announcement breaks one of its rules or is too large, which is a bug of the caller.
     """
     _KIND.check(announcement)
     signed = _KIND.enveloped(announcement, sign)
@@ -176,10 +175,10 @@ def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes
 
 
 def fit(announcement: Announcement) -> Announcement:
-    """The announcement without the entries for which a record has no room: the least useful go first.
+    """Return the announcement without entries that do not fit into a record; the least useful go first.
 
-    Round trips, of which the coordinate tells the most; then how fast links are, and what they travel as; how fast others were;
-    then the last addresses. What is left then always fits, every field at its limit.
+    First go round trips, which the coordinate mostly replaces; then rates and codecs of links; then speeds of other
+    peers; then the last addresses. The rest always fits, with every field at its limit.
     """
     for name in ("rtt_us", "path_kbps", "sends", "unit_us", "addresses"):
         entries = getattr(announcement, name)
@@ -191,7 +190,7 @@ def fit(announcement: Announcement) -> Announcement:
 
 
 def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announcement:
-    """The announcement in a record of this swarm. Raises ProtocolError where it is not its peer's."""
+    """Open a record of this swarm. Raises ProtocolError if it is invalid or its peer did not sign it."""
     return _open_record(record, swarm_id, verify, MAX_RECORD_BYTES)[0]
 
 
@@ -204,7 +203,10 @@ def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int)
 
 
 def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = None) -> Callable[[bytes], Announcement]:
-    """`open_announcement` for one swarm. `vouch` is asked every time: memberships end."""
+    """Return a function that opens records of one swarm, as `open_announcement` does.
+
+    It calls `vouch` every time, because memberships end.
+    """
     max_bytes = MAX_RECORD_BYTES + (MAX_CERTIFICATE_BYTES if vouch is not None else 0)
 
     def read(record: bytes) -> Announcement:

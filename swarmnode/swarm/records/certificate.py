@@ -1,6 +1,6 @@
-"""The certificate: a grant of the owner's, and one peer's admission by it, signed with the invite's key.
+"""Certificate: a grant of the owner, and the admission of one peer by it, signed with the invite's key.
 
-It is worth something only to the peer that it names: libp2p has authenticated a peer's id before any certificate is read.
+It is valid only for the peer that it names: libp2p has authenticated a peer's id before any certificate is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarmnode.swarm.records.announcement import MAX_CERTIFICATE_BYTES
 from swarmnode.swarm.records.signed import PUBLIC_BYTES, OwnerSigned, Signable, is_signed
 
 DOMAIN = b"swarmnode admission 1\n"
-MAX_SKEW_S = 60.0  # by which an admission may lie in the future
+MAX_SKEW_S = 60.0  # an admission may lie this far in the future
 REMEMBERED = 4096
 VERSION = 1
 GRANT_DOMAIN = b"swarmnode grant 1\n"
@@ -38,35 +38,35 @@ UnixTime = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 class Role(IntEnum):
-    """What a member may do; each may do all that those before it may. An unknown one counts as CLIENT."""
+    """Role of a member; each role includes the roles before it. An unknown role counts as CLIENT."""
 
-    CLIENT = 0  # ask: generate, fetch weights
-    BOOTSTRAP = 1  # be where newcomers look: announce itself, relay, give out manifest and weights
-    VOLUNTEER = 2  # compute: hold units, serve sessions, train them
-    TRAINER = 3  # lead a training and feed it data
+    CLIENT = 0  # may ask: generate, fetch weights
+    BOOTSTRAP = 1  # may announce itself to newcomers, relay, give out manifest and weights
+    VOLUNTEER = 2  # may compute: hold units, serve sessions, train units
+    TRAINER = 3  # may lead a training and feed it data
 
 
 class Grant(Signable, frozen=True):
-    """What an invite is good for. Newer versions append fields."""
+    """Rights that an invite gives. Newer versions append fields."""
 
     version: Annotated[int, Meta(ge=VERSION)]
     swarm: SwarmId
     key: Annotated[bytes, Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]  # public key of the invite
     role: Annotated[int, Meta(ge=0, le=255)]
     issued_at: UnixTime  # in seconds
-    expires_at: UnixTime  # of every membership by it; 0 is never
-    uses: Annotated[int, Meta(ge=0, le=MAX_USES)] = 0  # how many peers may use it; 0 is any number
-    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""  # the only peer that may use it, where there is one
-    group: str = ""  # what the owner vouches for: a region, a club
+    expires_at: UnixTime  # end of every membership by it; 0 is never
+    uses: Annotated[int, Meta(ge=0, le=MAX_USES)] = 0  # number of peers that may use it; 0 is any number
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""  # the only peer that may use it; empty is any peer
+    group: str = ""  # the owner's word on its users: a region, a club
 
     @property
     def invite_id(self) -> bytes:
-        """8 bytes by which the invite is known in lists."""
+        """8 bytes that name the invite in lists."""
         return hashlib.sha256(self.key).digest()[:INVITE_ID_BYTES]
 
     @property
     def allows(self) -> Role:
-        """The role as this version understands it."""
+        """Role as this version understands it; CLIENT if it is unknown."""
         return Role(self.role) if self.role in Role._value2member_map_ else Role.CLIENT
 
     def rules(self) -> dict[str, bool]:
@@ -85,7 +85,7 @@ assert MAX_GRANT_BYTES < MAX_CERTIFICATE_BYTES <= MAX_PROOF_BYTES
 
 
 class Certificate(msgspec.Struct, array_like=True, frozen=True):
-    """`grant` as the owner signed it; `signature` of the invite's key over (swarm, peer, admitted_at)."""
+    """Grant as the owner signed it, and the signature of the invite's key over (swarm, peer, admitted_at)."""
 
     grant: bytes
     peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
@@ -95,14 +95,14 @@ class Certificate(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class Member:
-    """What a certificate says, once it has been checked. Times are unix seconds; `expires_at` 0 is never."""
+    """Content of a verified certificate. Times are unix seconds; `expires_at` 0 is never."""
 
     peer: PeerId
     role: Role
-    invite: bytes  # id of the invite that it came by
+    invite: bytes  # id of the member's invite
     admitted_at: int
     expires_at: int
-    uses: int  # how many peers may come by that invite; 0 is any number
+    uses: int  # number of peers that may use that invite; 0 is any number
     group: str
     certificate: bytes
 
@@ -110,7 +110,7 @@ class Member:
         return f"<Member {self.peer[-8:]} {self.role.name} by {self.invite.hex()}>"
 
     def expired(self, now: float) -> bool:
-        """Whether its time is over."""
+        """Return whether the membership has ended at unix time `now`."""
         return 0 < self.expires_at <= now
 
 
@@ -118,7 +118,7 @@ _decoder = msgspec.msgpack.Decoder(Certificate)
 
 
 def admit_peer(grant: bytes, invite: SigningKey, swarm: bytes, peer: PeerId, now: float) -> bytes:
-    """The certificate of a peer that holds an invite: its grant and the invite's private key."""
+    """Make the certificate of a peer that holds an invite: its grant and the invite's private key."""
     admitted_at = int(now)
     return msgspec.msgpack.encode(
         Certificate(grant, peer, admitted_at, invite.sign(_admission(swarm, peer, admitted_at)))
@@ -127,9 +127,11 @@ def admit_peer(grant: bytes, invite: SigningKey, swarm: bytes, peer: PeerId, now
 
 @lru_cache(maxsize=REMEMBERED)
 def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
-    """Who a certificate admits to a swarm, its two signatures being right. Raises ProtocolError.
+    """Return the member that a certificate admits to a swarm, if its two signatures are right.
 
-    Whether it has expired or was revoked is for the caller: this says what was signed, and so can be remembered.
+    Expiry and revocation are left to the caller: the signed content does not change, so the result is cached. Raises
+    ProtocolError if the certificate is invalid, is for another peer, or is not signed by the owner and the invite's
+    key.
     """
     if len(raw) > MAX_CERTIFICATE_BYTES:
         raise ProtocolError(f"a certificate of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
@@ -140,9 +142,9 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     grant = open_grant(certificate.grant, swarm, owner)
     peer, admitted_at = certificate.peer, certificate.admitted_at
     if grant.peer not in ("", peer):
-        raise ProtocolError("an invite that is for another peer", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("the invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
     if not is_signed(grant.key, _admission(swarm, peer, admitted_at), certificate.signature):
-        raise ProtocolError("an admission that the invite's key did not sign", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("the invite's key did not sign this admission", code=ErrorCode.REFUSED, peer=peer)
     return Member(peer, grant.allows, grant.invite_id, admitted_at, grant.expires_at, grant.uses, grant.group, raw)
 
 

@@ -1,12 +1,12 @@
-"""The invite: one line of text that holds all a newcomer needs (`protocol/invites.md`).
+"""Invite: one line of text with all that a newcomer needs (`protocol/invites.md`).
 
     swarm1 <base32, lower case, no padding, of: checksum (first 4 bytes of the SHA-256 of the rest) || msgpack array>
 
-Version 2 is of swarms that have an owner. It is another version, not only more fields, so that a reader that does not know
-of membership says so instead of being refused by everybody.
+Version 2 is for swarms with an owner. It is a new version, not just more fields: a reader that does not know membership
+then says so, instead of being refused by every peer.
 
-Base32 rather than base58 or base64: it is in the standard library, survives a change of case and line breaks, and one
-double click selects it.
+Base32, not base58 or base64: it is in the standard library, survives a change of case and line breaks, and a double
+click selects it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ID_BYTES = 32
 
 
 class Invite(msgspec.Struct, array_like=True, frozen=True):
-    """Swarm id (32 bytes), name, and the multiaddrs (with /p2p/) of peers that are expected to be there."""
+    """Swarm id (32 bytes), name, and the multiaddrs (with /p2p/) of bootstrap peers."""
 
     swarm_id: bytes
     name: str
@@ -44,10 +44,10 @@ class Invite(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OwnedInvite(Invite, frozen=True):
-    """An invite to a swarm that has an owner: its public key and its signature of the swarm (32 and 64 bytes).
+    """Invite to a swarm with an owner: the owner's public key and signature of the swarm (32 and 64 bytes).
 
-    Of a private swarm also the grant that it gives and the private key of the invite, which is a secret of who holds it;
-    without them it is an address and admits nobody.
+    For a private swarm it may also have a grant and the private key of the invite, which its holder keeps secret.
+    Without these two it is an address and admits no peer.
     """
 
     owner: bytes = b""
@@ -60,7 +60,7 @@ class OwnedInvite(Invite, frozen=True):
         return f"<OwnedInvite to {self.name} {self.swarm_id.hex()[:12]}{' with a grant' if self.grant else ''}>"
 
     def opened_grant(self) -> Grant:
-        """What the invite grants. Raises ProtocolError where it grants nothing."""
+        """Open the invite's grant. Raises ProtocolError if it has no valid grant."""
         return open_grant(self.grant, self.swarm_id, self.owner)
 
 
@@ -72,23 +72,23 @@ _decoders: dict[int, msgspec.msgpack.Decoder[Invite] | msgspec.msgpack.Decoder[O
 
 
 def sign_swarm(swarm_id: bytes, owner: SigningKey) -> bytes:
-    """The owner's signature of a swarm: of the SHA-256 of its manifest, which is its id."""
+    """Return the owner's signature of a swarm, whose id is the SHA-256 of its manifest."""
     return owner.sign(SWARM_DOMAIN + swarm_id)
 
 
 def is_owners(swarm_id: bytes, owner: bytes, signature: bytes) -> bool:
-    """Whether the owner with this public key signed the swarm."""
+    """Return whether the owner with this public key signed the swarm."""
     return is_signed(owner, SWARM_DOMAIN + swarm_id, signature)
 
 
 def looks_like_invite(text: str) -> bool:
-    """Whether the user meant an invite (perhaps a damaged one) and not the path of a file."""
+    """Return whether the user meant an invite (perhaps a damaged one), not the path of a file."""
     text = text.strip().lower()
     return text.startswith(PREFIX) and text[len(PREFIX) : len(PREFIX) + 1].isdigit() and not set(text) & set("./\\")
 
 
 def encode_invite(invite: Invite) -> str:
-    """The line of text to hand out. Raises UsageError where it would be too long to be read back."""
+    """Return the line of text to hand out. Raises UsageError if the invite is not valid."""
     body = msgspec.msgpack.encode(invite)
     _check(invite)
     data = hashlib.sha256(body).digest()[:CHECKSUM_BYTES] + body
@@ -97,7 +97,8 @@ def encode_invite(invite: Invite) -> str:
 
 
 def decode_invite(text: str) -> Invite:
-    """The invite in a line of text; case and white space do not matter. Raises UsageError with what is wrong."""
+    """Decode the invite in a line of text; case and white space do not matter. Raises UsageError if it is damaged or
+    not valid."""
     line = "".join(text.split()).lower()
     if len(line) > MAX_INVITE_CHARS:
         raise UsageError(f"this is not an invite: it has {len(line)} characters, over the bound of {MAX_INVITE_CHARS}")
@@ -148,7 +149,7 @@ def _check(invite: Invite) -> None:
 
 
 def _owners_rules(invite: OwnedInvite) -> dict[str, bool]:
-    """What makes it the owner's: checked here, before anything is fetched or loaded."""
+    """Return the rules of an invite with an owner, checked here before anything is fetched or loaded."""
     return {
         "an owner's key of 32 bytes": len(invite.owner) == PUBLIC_BYTES,
         "the owner's signature of the swarm": is_owners(invite.swarm_id, invite.owner, invite.signature),

@@ -1,7 +1,7 @@
-"""The manifest: what a swarm works on. Its SHA-256 is the swarm's id (`protocol/records.md`).
+"""Manifest: the model and rules of a swarm. Its SHA-256 is the swarm's id (`protocol/records.md`).
 
-The id is over the exact bytes that the founder wrote. A reader keeps these bytes and passes them on; it never encodes
-a manifest again, since a newer one may hold fields that this version does not know and would lose.
+The id is over the exact bytes that the founder wrote. A reader keeps these bytes and passes them on. It never encodes a
+manifest again, because a newer one may have fields that this version does not know and would lose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarmnode.swarm.storage.content import (
 )
 
 FORMAT = 1
-ADAPTERS_FORMAT = 3  # of one with adapters, so that nobody serves the model alone who does not know them; 2 is none
+ADAPTERS_FORMAT = 3  # of a manifest with adapters: readers without adapters must refuse it; 2 was never used
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -42,7 +42,7 @@ CLASSIFY = "classify"
 INFER = "infer"
 SERVE = "serve"
 TRAIN = "train"
-DEFAULT_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)  # of a manifest that names none
+DEFAULT_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)  # of a manifest without codecs
 SERVING_CODECS = (*DEFAULT_CODECS, Codec.INT4)
 TRAINING_CODECS = (*SERVING_CODECS, Codec.TOPK)
 OPEN = "open"
@@ -63,8 +63,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """A LoRA adapter by its name, and its two files: peft's `adapter_config.json` and `adapter_model.safetensors`, under names that
-    no other file of the swarm has."""
+    """A LoRA adapter: its name, and peft's `adapter_config.json` and `adapter_model.safetensors`, under names of their
+    own in the swarm."""
 
     name: str
     config: FileContent
@@ -72,22 +72,22 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> tuple[FileContent, FileContent]:
-        """Both."""
+        """Both files: config, weights."""
         return self.config, self.weights
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether an adapter may be called so: it becomes a part of files' names, and of a model's in the API."""
+    """Return whether an adapter may have this name, which becomes part of file names and of a model name in the API."""
     return len(name) <= MAX_ADAPTER_CHARS and _NAME.fullmatch(name) is not None
 
 
 def file_names(name: str) -> tuple[str, str]:
-    """What the config and the weights of an adapter are called."""
+    """Return the file names of an adapter's config and weights."""
     return f"adapter-{name}.json", f"adapter-{name}.safetensors"
 
 
 def is_valid(adapter: AdapterInfo) -> bool:
-    """Whether name and files are within their bounds."""
+    """Return whether name and files are within their bounds."""
     config, weights = adapter.files
     return (
         is_adapter_name(adapter.name)
@@ -99,24 +99,25 @@ def is_valid(adapter: AdapterInfo) -> bool:
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """The model in the few numbers that peers need before they hold its config.
+    """The numbers of a model that peers need before they have its config.
 
-    Of a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of what travels
-    between them; of a graph, `units` are its own and `hidden` is 0. `hub_id` names the checkpoint on the Hugging Face hub,
-    where it is there, at commit `revision`. `positions` bounds a sequence where the model has a table of them; 0 is no bound.
+    In a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of the states
+    between them. In a graph, `units` counts the graph's own units and `hidden` is 0. `hub_id` names the checkpoint on
+    the Hugging Face hub, at commit `revision`, if it is there. `positions` bounds a sequence if the model has a table
+    of positions; 0 is no bound.
     """
 
-    family: str  # transformers' model_type; for a graph what its founder calls it
+    family: str  # transformers' model_type; for a graph the founder's name for it
     units: int
     hidden: int
     hub_id: str | None = None
     revision: str | None = None
     positions: int = 0
-    task: str | UnsetType = UNSET  # of a graph that makes one vector of a row of token ids: EMBED or CLASSIFY
+    task: str | UnsetType = UNSET  # of a graph that turns a row of token ids into one vector: EMBED or CLASSIFY
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Everything that all peers of a swarm agree on. Unknown fields are ignored, missing ones take their defaults."""
+    """All that the peers of a swarm agree on. Unknown fields are ignored, missing fields have their defaults."""
 
     name: str
     model: ModelInfo
@@ -126,35 +127,36 @@ class Manifest(msgspec.Struct, frozen=True):
     kind: str = CAUSAL_LM
     mode: str = SERVE
     chunk_bytes: int = CHUNK_BYTES
-    codecs: tuple[int, ...] = DEFAULT_CODECS  # what a link may use
+    codecs: tuple[int, ...] = DEFAULT_CODECS  # that links may use
     membership: str = OPEN
-    owner: bytes = b""  # public key of who founded the swarm; of a private one it signs its members in
-    priority: str | UnsetType = UNSET  # whose work goes first; where nobody's does, the manifest is as one of before
-    adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # which sessions may ask for; without any, as before
+    owner: bytes = b""  # public key of the founder; in a private swarm it signs members in
+    priority: str | UnsetType = UNSET  # CREDIT: peers with credit go first; UNSET: not in the bytes
+    adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # for sessions; UNSET: not in the bytes, as before adapters
 
     def file(self, name: str) -> FileContent | None:
-        """The file of that name, or None."""
+        """Return the file of that name; None if there is none."""
         return next((file for file in self.files if file.name == name), None)
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """Of the adapters that sessions may ask for."""
+        """Names of the adapters that sessions may ask for."""
         return tuple(adapter.name for adapter in self.adapters or ())
 
     def adapter(self, name: str) -> AdapterInfo | None:
-        """The adapter of that name, or None."""
+        """Return the adapter of that name; None if there is none."""
         return next((adapter for adapter in self.adapters or () if adapter.name == name), None)
 
     @property
     def task(self) -> str:
-        """What may be asked of the swarm: GENERATE, EMBED, CLASSIFY, INFER of another graph; TRAIN where it only trains one."""
+        """Purpose of the swarm: GENERATE for a language model; for a graph TRAIN if it is trained, else EMBED, CLASSIFY
+        or INFER."""
         if self.kind != GRAPH:
             return GENERATE
         return TRAIN if self.mode == TRAIN else self.model.task or INFER
 
     @property
     def purpose(self) -> str:
-        """The same for a sentence, as in "embeds texts"."""
+        """The task as part of a sentence, as in "embeds texts"."""
         return PURPOSES[self.task]
 
     @property
@@ -173,7 +175,7 @@ _format_decoder = msgspec.msgpack.Decoder(_Format)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The canonical bytes of a new manifest: a msgpack map, keys sorted. Raises ProtocolError outside the bounds."""
+    """Encode a new manifest canonically: a msgpack map with sorted keys. Raises ProtocolError if it is not valid."""
     _check(manifest)
     raw = _encoder.encode(manifest)
     _check_size(raw)
@@ -181,7 +183,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes | bytearray | memoryview) -> Manifest:
-    """The manifest in these bytes. Raises ProtocolError where they are not one, or one of a newer format (VERSION)."""
+    """Decode a manifest. Raises ProtocolError if the bytes are not a valid manifest; with code VERSION if its format is
+    newer."""
     _check_size(raw)
     try:
         newest = _format_decoder.decode(raw).format
@@ -198,7 +201,7 @@ def decode_manifest(raw: bytes | bytearray | memoryview) -> Manifest:
 
 
 def swarm_id(raw: bytes | bytearray | memoryview) -> bytes:
-    """The 32-byte id of the swarm whose manifest has these bytes."""
+    """Return the 32-byte id of the swarm whose manifest has these bytes."""
     return hashlib.sha256(raw).digest()
 
 
@@ -214,7 +217,7 @@ def _is_short(text: str | None) -> bool:
 
 
 def _check(manifest: Manifest) -> None:
-    """Bounds on everything that a reader will allocate by, open or print."""
+    """Check all values that a reader will allocate by, open or print. Raises ProtocolError if one is out of bounds."""
     model = manifest.model
     names = [file.name for file in manifest.files]
     is_graph = manifest.kind == GRAPH

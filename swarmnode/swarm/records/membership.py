@@ -1,7 +1,7 @@
-"""Membership: who belongs to a swarm that has an owner, as far as this peer knows. Decided purely; the clock is an argument.
+"""Membership: the peers that belong to a swarm with an owner, as far as this peer knows. It reads no clock.
 
-A private swarm admits by certificates; a public one everybody whom its owner did not revoke. What was checked once is
-remembered by peer, since a link, a table's call and an announcement ask the same question.
+A private swarm admits by certificates. A public swarm admits every peer that its owner did not revoke. Checked
+certificates are remembered by peer, because a link, a DHT call and an announcement ask the same question.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MAX_INVITES = 256
 
 @dataclass(frozen=True)
 class InviteUse:
-    """A member by a limited invite, and when this peer first heard of it (unix time, seconds)."""
+    """Use of a limited invite by a member; `heard_at` is when this peer first heard of it (unix time, seconds)."""
 
     member: Member
     heard_at: float
 
     @property
     def order(self) -> tuple[int, bytes]:
-        """Who of two that race is the first."""
+        """Sort key of uses that race for a place: the earlier admission first."""
         return self.member.admitted_at, revoked_digest(self.member.peer)
 
 
 class InviteUses:
-    """The known uses by invite. Nothing here waits or reads a clock."""
+    """Known uses by invite. It neither waits nor reads a clock."""
 
     def __init__(self) -> None:
         self._by_invite: dict[bytes, dict[PeerId, InviteUse]] = {}
@@ -47,11 +47,11 @@ class InviteUses:
         return (use for users in list(self._by_invite.values()) for use in list(users.values()))
 
     def count(self, invite: bytes) -> int:
-        """Places of an invite that are taken."""
+        """Return the number of places of an invite that are taken."""
         return len(self._by_invite.get(invite, ()))
 
     def admits(self, member: Member, now: float) -> bool:
-        """Whether the member has a place; one that is free, or that it wins in a race, is taken by this."""
+        """Return whether the member has a place. It takes one if a place is free or it wins one in a race."""
         if not member.uses:
             return True
         if member.invite not in self._by_invite and len(self._by_invite) >= MAX_INVITES:
@@ -66,7 +66,8 @@ class InviteUses:
 
     @staticmethod
     def _wins_a_place(users: dict[PeerId, InviteUse], use: InviteUse, now: float) -> bool:
-        """Free the place of the latest of those heard of just now, if the newcomer was there before it."""
+        """Free the place of the latest use heard of just now, if `use` was admitted before it. Returns whether a place
+        was freed."""
         if abs(now - use.member.admitted_at) > RACE_S:
             return False
         racing = [other for other in users.values() if now - other.heard_at <= RACE_S]
@@ -77,13 +78,13 @@ class InviteUses:
         return True
 
     def forget(self, invites: Iterable[bytes]) -> None:
-        """Drop the uses of invites that are worth nothing any more."""
+        """Drop the uses of invites that are no longer valid."""
         for invite in invites:
             self._by_invite.pop(invite, None)
 
 
 class Membership:
-    """`certificate` is this peer's own, empty in a public swarm."""
+    """Members of a swarm with an owner, and its revocations. `certificate` is this peer's own, empty in a public swarm."""
 
     def __init__(self, swarm: bytes, owner: bytes, *, private: bool, certificate: bytes = b"") -> None:
         self.swarm = swarm
@@ -99,10 +100,13 @@ class Membership:
         kind = "private" if self.private else "public"
         return f"<Membership {kind}, {len(self._members)} members met, {self.revocations!r}>"
 
-    # -- who belongs
+    # -- admission
 
     def admit(self, peer: PeerId, proof: bytes, now: float) -> None:
-        """Take in a peer whose id is authenticated, by its certificate. Raises ProtocolError (REFUSED)."""
+        """Admit a peer with an authenticated id by its certificate, which only a private swarm needs.
+
+        Raises ProtocolError: REFUSED if the peer is not a member now, BUSY if too many members are known.
+        """
         if not self.private:
             self._check(peer, None, now)
             return
@@ -111,15 +115,18 @@ class Membership:
         except ProtocolError as error:
             raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
         if member.peer != peer:
-            raise ProtocolError("the certificate of another peer", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
         self._check(peer, member, now)
         if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
-            raise ProtocolError("more members than can be kept in mind", code=ErrorCode.BUSY, peer=peer)
+            raise ProtocolError("this peer knows too many members already", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
 
     def _make_room(self, invite: bytes) -> bool:
-        """Forget the newest member by the invite by which most came, if that is not this one: who invents members by the invite
-        that he has keeps nobody out who comes by another."""
+        """Forget the newest member of the invite with the most members.
+
+        So a member that invents members with its invite keeps out no peer with another invite. Returns False if no
+        invite has at least two members more than `invite`.
+        """
         counts = Counter(member.invite for member in self._members.values())
         ((largest, most),) = counts.most_common(1)
         if most <= counts[invite] + 1:
@@ -133,13 +140,13 @@ class Membership:
             raise ProtocolError(f"{peer}: {reason}", code=ErrorCode.REFUSED, peer=peer)
 
     def _objection(self, peer: PeerId, member: Member | None, now: float) -> str | None:
-        """Why this peer is not admitted now, or None."""
+        """Return why this peer is not admitted now; None if it is."""
         if self.revocations.covers(peer, b"" if member is None else member.invite):
             return "its membership was revoked"
         return None if member is None else self._objection_to_use(member, now)
 
     def _objection_to_use(self, member: Member, now: float) -> str | None:
-        """Why the certificate is worth nothing, whomever it is of, or None."""
+        """Return why the certificate is not valid now; None if it is. A free place of a limited invite is taken."""
         if member.expired(now):
             return "its membership has expired"
         if member.admitted_at > now + MAX_SKEW_S:
@@ -149,44 +156,46 @@ class Membership:
         return None
 
     def stands(self, peer: PeerId, now: float) -> bool:
-        """Whether a peer belongs to the swarm now, by what was shown of it before."""
+        """Return whether a peer belongs to the swarm now, by its certificate as known here."""
         if not self.private:
             return not self.revocations.covers(peer)
         member = self._members.get(peer)
         return member is not None and self._objection(peer, member, now) is None
 
     def own(self) -> Member | None:
-        """What our own certificate says; None in a public swarm."""
+        """Return the content of this peer's own certificate; None in a public swarm. Raises ProtocolError if it is
+        invalid."""
         return open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
 
     def own_role(self) -> Role:
-        """What we may do ourselves."""
+        """Return this peer's own role; TRAINER in a public swarm."""
         own = self.own()
         return Role.TRAINER if own is None else own.role
 
     def objection_to_us(self, peer: PeerId, now: float) -> str | None:
-        """Why others will not admit this peer itself, as far as can be known here; None where nothing speaks against it."""
+        """Return why other peers will not admit this peer, as far as known here; None if no reason is known."""
         return self._objection(peer, self.own(), now)
 
     def member(self, peer: PeerId) -> Member | None:
-        """What the peer's certificate says, where one was shown."""
+        """Return the content of a peer's certificate; None if none is known."""
         return self._members.get(peer)
 
     def role(self, peer: PeerId) -> Role:
-        """What the peer may do: all of it in a public swarm, and nothing but ask where no certificate was shown."""
+        """Return a peer's role: TRAINER in a public swarm; CLIENT if no certificate of it is known."""
         if not self.private:
             return Role.TRAINER
         member = self._members.get(peer)
         return Role.CLIENT if member is None else member.role
 
     def members(self, now: float) -> Iterator[Member]:
-        """All that have been met and belong to the swarm now."""
+        """Yield all known members that belong to the swarm now."""
         return (member for peer, member in sorted(self._members.items()) if self.stands(peer, now))
 
-    # -- what the owner says
+    # -- revocations and uses
 
     def take_list(self, raw: bytes) -> bool:
-        """Follow a newer revocation list; False where it is not newer. Raises ProtocolError where it is not the owner's."""
+        """Take over a newer revocation list. Returns False if it is not newer. Raises ProtocolError if the owner did
+        not sign it."""
         revocations = open_list(raw, self.swarm, self.owner)
         if revocations.number <= self.revocations.number:
             return False
@@ -198,8 +207,11 @@ class Membership:
         return True
 
     def note_use(self, certificate: bytes, now: float) -> bool:
-        """Hear of a peer that used a limited invite; whether it has a place, which it keeps when it is revoked: under another
-        name it would come back by it. Raises ProtocolError."""
+        """Record that a peer used a limited invite. Returns whether the peer has a place.
+
+        A revoked peer keeps its place: otherwise it could come back by the same invite under another id. Raises
+        ProtocolError if the certificate is invalid.
+        """
         member = open_certificate(certificate, self.swarm, self.owner)
         revoked = member.invite in self.revocations.invites
         if not member.uses or revoked or self._objection_to_use(member, now) is not None:
@@ -211,11 +223,12 @@ class Membership:
     # -- announcements
 
     def vouch(self, announcement: Announcement, certificate: bytes, now: float) -> None:
-        """Check that its author may announce what it says. Raises ProtocolError (REFUSED)."""
+        """Check that the author of an announcement may announce it. Raises ProtocolError (REFUSED, or BUSY as `admit`
+        does)."""
         peer = announcement.peer
         self.admit(peer, certificate, now)
         role = self.role(peer)
         if role < Role.BOOTSTRAP:
-            raise ProtocolError("a client that announces itself", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("a client must not announce itself", code=ErrorCode.REFUSED, peer=peer)
         if role < Role.VOLUNTEER and announcement.span[0] < announcement.span[1]:
-            raise ProtocolError("a bootstrap peer that claims units", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("a bootstrap peer must not claim layers", code=ErrorCode.REFUSED, peer=peer)

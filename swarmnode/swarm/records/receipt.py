@@ -1,8 +1,9 @@
-"""Receipts, by which a client signs for the work of a worker, and vouchers, by which a worker passes its credit to a client
-(`protocol/records.md`).
+"""Receipts, which a client signs for the work of a worker, and vouchers, which a worker signs to pass its credit to a
+client.
 
-The client counts by itself and names the worker, so that nobody can make a receipt for own work, raise one, or pass it off as
-another's. A batch of work has one receipt: the later one, which says more, replaces the one before.
+Format: `protocol/records.md`. The client counts by itself and names the worker. So no peer can make a receipt for its
+own work, raise one, or claim another worker's. A batch of work has one receipt: a later receipt with more work replaces
+the earlier one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify
 DOMAIN = b"swarmnode receipt 1\n"
 VOUCHER_DOMAIN = b"swarmnode voucher 1\n"
 MAX_UNIT_TOKENS = 1 << 53
-MAX_BATCH_S = 86_400  # of work on one receipt
+MAX_BATCH_S = 86_400  # longest span of work on one receipt
 MAX_VOUCHER_S = 86_400
 MAX_TIME_S = 1 << 40
 
@@ -28,7 +29,7 @@ UnitTokens = Annotated[int, Meta(ge=0, le=MAX_UNIT_TOKENS)]
 
 
 class Voucher(Signable, frozen=True):
-    """What `worker` is credited counts for `client` `until` then (unix time, seconds)."""
+    """Statement that the credit of `worker` counts for `client` until `until` (unix time, seconds)."""
 
     swarm: bytes
     worker: Peer
@@ -44,15 +45,18 @@ sign_voucher = _VOUCHER_KIND.sign
 
 
 def open_voucher(raw: bytes, swarm: bytes, verify: Verify, now: float) -> Voucher:
-    """The voucher in these bytes, where it holds at `now`. Raises ProtocolError."""
+    """Open a voucher. Raises ProtocolError if its worker did not sign it, or `until` is past or more than a day after
+    `now`."""
     voucher = _VOUCHER_KIND.open(raw, swarm, verify)
     if not 0 <= voucher.until - now <= MAX_VOUCHER_S:
-        raise ProtocolError("a voucher of another time", code=ErrorCode.REFUSED, peer=voucher.client)
+        raise ProtocolError(
+            "the voucher has expired, or is valid for too long", code=ErrorCode.REFUSED, peer=voucher.client
+        )
     return voucher
 
 
 class Receipt(Signable, frozen=True):
-    """Work from `since` to `until` (unix time, seconds), in units times tokens (samples, where a model has no tokens)."""
+    """Work from `since` to `until` (unix time, seconds), in units times tokens (samples, if a model has no tokens)."""
 
     swarm: bytes
     client: Peer
@@ -67,11 +71,12 @@ class Receipt(Signable, frozen=True):
 
     @property
     def batch(self) -> tuple[PeerId, PeerId, int]:
-        """Of two receipts with the same one, one replaces the other."""
+        """Key of the batch: of two receipts with the same key, one replaces the other."""
         return self.worker, self.client, self.since
 
     def replaces(self, other: Receipt | None) -> bool:
-        """Whether it says more than another one of its batch."""
+        """Return whether this receipt counts more work than another one of its batch, or as much until a later time.
+        True if `other` is None."""
         return other is None or (self.served + self.trained, self.until) > (other.served + other.trained, other.until)
 
     def rules(self) -> dict[str, bool]:

@@ -1,7 +1,7 @@
-"""The report: that a peer computes falsely, signed by who found it, with what the accused itself signed (`protocol/records.md`).
+"""Report that a peer computes falsely: signed by the peer that found it, with the accused peer's own signed statement.
 
-The text is one that nobody wrote: a random beginning, and what the swarm made of it. Who reads a report is to have the same text
-computed by the accused and by others, and to believe what comes of that.
+Format: `protocol/records.md`. No user wrote the text: its beginning is random, the rest was drawn by the swarm. A
+reader of a report has the accused and other peers compute such a text, and believes only that result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_IDS = 128
 
 
 class Report(Signable, frozen=True):
-    """Of the text `ids`, of which the first `prompt` were drawn at random. `statement` is what the accused said of it."""
+    """Accusation about the text `ids`, whose first `prompt` tokens were drawn at random. `statement` is what the
+    accused signed."""
 
     swarm: bytes
     author: Peer
@@ -45,7 +46,8 @@ sign_report = _KIND.sign
 
 
 def open_report(raw: bytes, swarm: bytes, verify: Verify) -> tuple[Report, Statement]:
-    """The report in these bytes, and what its accused said. Raises ProtocolError where either is not its author's."""
+    """Open a report and the accused's statement in it. Raises ProtocolError if either is not signed, or the statement
+    does not fit."""
     report = _KIND.open(raw, swarm, verify)
     statement = open_statement(report.statement, swarm, verify)
     if statement.peer != report.accused or statement.first + statement.count >= len(report.ids):

@@ -1,4 +1,5 @@
-"""The revocation list: whom the owner admits no longer. Signed, numbered, complete: a newer one replaces an older one."""
+"""Revocation list: the peers and invites that the owner no longer admits. Signed, numbered, complete: a newer list
+replaces an older."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from swarmnode.swarm.records.signed import OwnerSigned, Signable
 
 VERSION = 1
 DOMAIN = b"swarmnode revocations 1\n"
-PEER_DIGEST_BYTES = 16  # of the SHA-256 of the peer's id: nobody can make another id that is taken for it
+PEER_DIGEST_BYTES = 16  # of the SHA-256 of the peer's id: long enough that no other id can be found for it
 MAX_PEERS = 160
 MAX_INVITES = 96
-MAX_LIST_BYTES = 4096  # what the table takes as one value
+MAX_LIST_BYTES = 4096  # the DHT takes no longer values
 
 RevokedDigest = Annotated[bytes, Meta(min_length=PEER_DIGEST_BYTES, max_length=PEER_DIGEST_BYTES)]
 InviteId = Annotated[bytes, Meta(min_length=INVITE_ID_BYTES, max_length=INVITE_ID_BYTES)]
 
 
 class RevocationList(Signable, frozen=True):
-    """Newer versions append fields."""
+    """Revoked peers and invites of one swarm. Newer versions append fields."""
 
     version: Annotated[int, Meta(ge=VERSION)]
     swarm: SwarmId
@@ -39,17 +40,17 @@ class RevocationList(Signable, frozen=True):
         return f"<RevocationList #{self.number}, {len(self.peers)} peers, {len(self.invites)} invites>"
 
     def covers(self, peer: PeerId, invite: bytes = b"") -> bool:
-        """Whether a peer, or the invite that it came by, is on the list."""
+        """Return whether a peer or its invite is on the list."""
         return invite in self.invites or revoked_digest(peer) in self.peers
 
     def extended(self, now: float, *, peers: Iterable[PeerId] = (), invites: Iterable[bytes] = ()) -> RevocationList:
-        """The next list, with these on it too. Raises UsageError where it would be too long."""
+        """Return the next list, with these peers and invites added. Raises UsageError if it would be too long."""
         digests = dict.fromkeys([*self.peers, *map(revoked_digest, peers)])
         ids = dict.fromkeys([*self.invites, *invites])
         if len(digests) > MAX_PEERS or len(ids) > MAX_INVITES:
             raise UsageError(
                 f"a revocation list holds {MAX_PEERS} peers and {MAX_INVITES} invites at most, and this one is full: "
-                "found the swarm anew and invite those who shall stay"
+                "found a new swarm and invite the members who shall stay"
             )
         return msgspec.structs.replace(
             self, number=self.number + 1, issued_at=int(now), peers=tuple(digests), invites=tuple(ids)
@@ -57,12 +58,12 @@ class RevocationList(Signable, frozen=True):
 
 
 def nobody(swarm: bytes) -> RevocationList:
-    """The list before anybody was revoked; it has number 0 and is never sent."""
+    """Return the list before the first revocation. It has number 0 and is never sent."""
     return RevocationList(VERSION, swarm, 0, 0)
 
 
 def revoked_digest(peer: PeerId) -> bytes:
-    """16 bytes that stand for a peer on a list."""
+    """Return 16 bytes that stand for a peer on a list."""
     return hashlib.sha256(peer.encode()).digest()[:PEER_DIGEST_BYTES]
 
 

@@ -1,7 +1,7 @@
-"""The training configuration, called a run: everything that decides what a training computes.
+"""Run: the training configuration, which decides everything that a training computes.
 
-Equal runs on equal data draw the same loss curve, whoever takes part. The run's id is the SHA-256 of its encoding. The first
-trainer brings the run; who comes with another one is refused.
+Equal runs on equal data draw the same loss curve, whichever peers take part. The run's id is the SHA-256 of its
+encoding. The first trainer brings the run; a trainer with another run is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class Averaging(msgspec.Struct, frozen=True):
-    """How replicas of a unit come to one gradient, or (every > 1, DiLoCo, arXiv 2311.08105) to one set of parameters."""
+    """Averaging of replicas: of their gradients, or (every > 1, DiLoCo, arXiv 2311.08105) of their parameters."""
 
     every: int = 1  # steps between two averagings
     codec: int = Codec.NONE
@@ -33,22 +33,22 @@ class Averaging(msgspec.Struct, frozen=True):
     rank: int = 0  # above 0: PowerSGD (arXiv 1905.13727) of this rank, for matrices
     outer_lr: float = 1.0
     outer_momentum: float = 0.5  # Nesterov
-    by_line: bool = False  # who has a slow line sends less: a stronger codec, or by top-k fewer elements
-    robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
-    # Of a rank's two factors one in a step and the other in the next: ACP-SGD (arXiv 2306.08881).
+    by_line: bool = False  # peers with slow lines send less: by a stronger codec, or by top-k fewer elements
+    robust: bool = False  # centred clipping (arXiv 2012.10333), if three or more contribute
+    # Only one of a rank's two factors per step, in turn: ACP-SGD (arXiv 2306.08881).
     alternating: bool = False
 
 
 class Compression(msgspec.Struct, frozen=True):
-    """What activations and their gradients travel as between stages. `auto` leaves it to each node."""
+    """Compression of activations and their gradients between stages. `auto` leaves the choice to each node."""
 
-    rule: str = AUTO  # out of COMPRESSIONS
-    ratio: float = 100.0  # by which top-k sends fewer elements, at most
-    feedback: bool = False  # what top-k left out is added to what is sent next
+    rule: str = AUTO  # one of COMPRESSIONS
+    ratio: float = 100.0  # top-k sends at most this many times fewer elements
+    feedback: bool = False  # elements left out by top-k are added to the next message
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Settings of a training. `batch` and `microbatch` count samples, `sequence` tokens of a sample (0: no tokens)."""
+    """Settings of a training. `batch` and `microbatch` count samples, `sequence` the tokens of a sample (0: no tokens)."""
 
     data: bytes  # fingerprint of the data, 32 bytes
     steps: int
@@ -70,11 +70,11 @@ class Run(msgspec.Struct, frozen=True):
     autocast: bool = False  # 16 bits on GPUs that are fast at them
     averaging: Averaging = Averaging()
     compression: Compression = Compression()
-    label_weights: bool | msgspec.UnsetType = msgspec.UNSET  # absent from runs of before, which keep their ids
+    label_weights: bool | msgspec.UnsetType = msgspec.UNSET  # absent from older runs, which keep their ids
 
     @property
     def weighs_labels(self) -> bool:
-        """Whether a microbatch counts by its share of the step's labels, not as one of `microbatches`."""
+        """Whether a microbatch counts by its share of the step's labels. Otherwise all microbatches count the same."""
         return self.label_weights is True
 
     @property
@@ -84,7 +84,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> int:
-        """Of one microbatch; of a module, its samples."""
+        """Positions of one microbatch; its samples if they have no tokens."""
         return self.microbatch * max(1, self.sequence)
 
     @property
@@ -93,7 +93,8 @@ class Run(msgspec.Struct, frozen=True):
         return hashlib.sha256(encode_run(self)).digest()
 
     def learning_rate_at(self, step: int) -> float:
-        """Of the update that ends step `step` (from 0): linear warm-up, then the schedule down to `final_share`."""
+        """Return the learning rate of the update after step `step` (from 0): linear warm-up, then the schedule down to
+        `final_share`."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -108,12 +109,12 @@ _decoder = msgspec.msgpack.Decoder(Run)
 
 
 def encode_run(run: Run) -> bytes:
-    """Canonical bytes."""
+    """Encode a run canonically."""
     return _encoder.encode(run)
 
 
 def decode_run(raw: bytes) -> Run:
-    """The run in these bytes. Raises ProtocolError where they are not a valid one."""
+    """Decode a run. Raises ProtocolError if it is not valid."""
     if len(raw) > MAX_RUN_BYTES:
         raise ProtocolError(f"a run of {len(raw)} bytes; the bound is {MAX_RUN_BYTES}")
     try:
@@ -125,7 +126,7 @@ def decode_run(raw: bytes) -> Run:
 
 
 def check_run(run: Run) -> None:
-    """Raises UsageError, which names the first setting that cannot be."""
+    """Raise UsageError that names the first invalid setting."""
     numbers = (run.learning_rate, run.final_share, run.epsilon, run.weight_decay, run.momentum, run.clip, *run.betas)
     rules = {
         "a fingerprint of the data": len(run.data) == FINGERPRINT_BYTES,
@@ -158,7 +159,7 @@ def check_run(run: Run) -> None:
 
 
 def differences(own: Run, other: Run) -> list[str]:
-    """What is set otherwise in another run, a sentence each."""
+    """Return one sentence for each setting that differs in another run."""
     found = []
     for field in Run.__struct_fields__:
         here, there = getattr(own, field), getattr(other, field)

@@ -1,7 +1,7 @@
-"""The sections of an announcement: what a peer says of itself, each filled by the part of the node that knows it.
+"""Sections of an announcement, each filled by the part of the node that knows its fields.
 
-A field that a section leaves UNSET stays as it was announced before. On the wire an announcement is one flat array
-(`announcement.py`), in which names and nesting would cost bytes that round trips need.
+A field that a section leaves UNSET keeps its announced value. On the wire an announcement is one flat array
+(`announcement.py`): names and nesting would take bytes that round trips need.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from msgspec import UNSET, UnsetType
 
 
 class StepLoad(NamedTuple):
-    """Of one run: the microbatches of a step, positions of one, and bytes of gradients that are averaged in a step for 1,000
-    parameters. All 0 where there is no run."""
+    """Work of one training step: its microbatches, positions of a microbatch, and averaged gradient bytes per 1,000
+    parameters.
+
+    All are 0 if there is no run.
+    """
 
     microbatches: int = 0
     positions: int = 0
@@ -24,29 +27,31 @@ class StepLoad(NamedTuple):
 
     @property
     def all_positions(self) -> int:
-        """That a step computes; 0 where there is no run."""
+        """Positions in one step; 0 if there is no run."""
         return self.microbatches * self.positions
 
 
 def middle_load(told: Iterable[StepLoad]) -> StepLoad:
-    """Of those that are known, figure by figure, the middle one: nobody alone says what others compute by."""
+    """Return, figure by figure, the median of the known loads, so that no single peer decides it. All figures are 0 if
+    none is known."""
     known = [load for load in told if load.all_positions]
     return StepLoad(*map(statistics.median_low, zip(*known, strict=True))) if known else StepLoad()
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """What one owner says. Fields are those of `Announcement`, with their units and bounds."""
+    """Part of an announcement, filled by one part of the node. Fields are those of `Announcement`, with their units and
+    bounds."""
 
 
 class Introduction(Section, frozen=True, kw_only=True):
-    """Who it is, and where it is reached. Of the host."""
+    """Name and addresses of the peer. Filled by the host."""
 
     name: str | UnsetType = UNSET
     addresses: tuple[str, ...] | UnsetType = UNSET
 
 
 class Place(Section, frozen=True, kw_only=True):
-    """Where it is in its life and in the model. Of the node and its placement."""
+    """State and units of the peer. Filled by the node and its placement."""
 
     state: int | UnsetType = UNSET
     span: tuple[int, int] | UnsetType = UNSET
@@ -54,7 +59,7 @@ class Place(Section, frozen=True, kw_only=True):
 
 
 class Machine(Section, frozen=True, kw_only=True):
-    """What it computes on. Of the hardware that was probed."""
+    """Device, number format and memory. Filled by the hardware probe."""
 
     device: str | UnsetType = UNSET
     number_format: str | UnsetType = UNSET
@@ -62,7 +67,7 @@ class Machine(Section, frozen=True, kw_only=True):
 
 
 class WorkSpeeds(Section, frozen=True, kw_only=True):
-    """How fast it computes; what was not measured is left UNSET. Of the capability."""
+    """Computing speeds; a speed that was not measured is UNSET. Filled by the capability."""
 
     decode_units_per_s: float | UnsetType = UNSET
     prefill_units_per_s: float | UnsetType = UNSET
@@ -71,14 +76,14 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
 
 
 class ServingLoad(Section, frozen=True, kw_only=True):
-    """What it is doing, and has room for. Of the serving stage."""
+    """Sessions held, and room for more. Filled by the serving stage."""
 
     sessions: int | UnsetType = UNSET
     cache_tokens_free: int | UnsetType = UNSET
 
 
 class TrainingNews(Section, frozen=True, kw_only=True):
-    """How far it has trained, and of what run, and what it sends values as. Of the training worker."""
+    """Step, load and codecs of the training. Filled by the training worker."""
 
     training_step: int | UnsetType = UNSET
     step_load: tuple[int, int, int] | UnsetType = UNSET
@@ -86,13 +91,13 @@ class TrainingNews(Section, frozen=True, kw_only=True):
 
 
 class DiskOffer(Section, frozen=True, kw_only=True):
-    """Room for others' training states. Of the backup server."""
+    """Disk space for training states of other peers. Filled by the backup server."""
 
     backup_bytes: int | UnsetType = UNSET
 
 
 class PathNews(Section, frozen=True, kw_only=True):
-    """What its links have shown. Of the paths."""
+    """Measurements of links. Filled by the paths."""
 
     up_bps: float | UnsetType = UNSET
     down_bps: float | UnsetType = UNSET
@@ -103,7 +108,7 @@ class PathNews(Section, frozen=True, kw_only=True):
 
 
 class Hearsay(Section, frozen=True, kw_only=True):
-    """How fast others were while it used them. Of the observed latency."""
+    """Speeds of other peers while this peer used them. Filled by the observed latency."""
 
     unit_us: dict[bytes, int] | UnsetType = UNSET
 
@@ -112,6 +117,6 @@ SECTIONS = (Introduction, Place, Machine, WorkSpeeds, ServingLoad, TrainingNews,
 
 
 def said(sections: Iterable[Section]) -> dict[str, Any]:
-    """Field by field what the sections say; of two that say the same, the later counts."""
+    """Return the set fields of all sections; of a field that is set twice, the later value counts."""
     told = ((name, getattr(section, name)) for section in sections for name in section.__struct_fields__)
     return {name: value for name, value in told if value is not UNSET}

@@ -1,6 +1,6 @@
-"""A body of msgpack and the signature over it: what anybody may pass on and nobody change.
+"""Signed records: a msgpack body and the signature over it. Any peer may pass a record on, and no peer can change it.
 
-Each kind has a domain that goes before the body under the signature, so that no kind can be taken for another.
+Each kind has a domain, which precedes the body under the signature, so that no kind can be taken for another.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PUBLIC_BYTES = 32
 Sign = Callable[[bytes], bytes]
 
 Verify = Callable[[PeerId, bytes, bytes], bool]
-"""(peer id, data, signature) -> whether the peer's key made the signature over the data"""
+"""Function of (peer id, data, signature) that returns whether the peer's key made the signature over the data."""
 
 
 def is_signed(public: bytes, data: bytes, signature: bytes) -> bool:
-    """Whether the key with these 32 public bytes made the signature over the data; False for what is no key."""
+    """Return whether the key with these 32 public bytes made the signature over the data; False if they are no key."""
     key = _public_key(public)
     return key is not None and has_signed(key, data, signature)
 
@@ -38,10 +38,11 @@ def _public_key(public: bytes) -> Ed25519PublicKey | None:
 
 
 class Signable(msgspec.Struct, array_like=True, frozen=True):
-    """Content of a signed record. The bound of a single field stands in its type, where msgspec checks it while decoding."""
+    """Content of a signed record. Bounds of single fields are in their types, which msgspec checks while decoding."""
 
     def rules(self) -> dict[str, bool]:
-        """Return by name what ties fields together or no type can say, and whether it is kept; empty if there is nothing."""
+        """Return the rules that types cannot express, by name, with whether the content keeps them; empty if there are
+        none."""
         return {}
 
 
@@ -70,7 +71,7 @@ _signed_decoder = msgspec.msgpack.Decoder(Signed)
 
 
 class SignedRecord(Generic[Content]):
-    """One kind of signed record, of at most `max_bytes`."""
+    """Kind of signed record, of at most `max_bytes`."""
 
     def __init__(self, name: str, content: type[Content], *, domain: bytes, max_bytes: int) -> None:
         self.name = name
@@ -84,19 +85,19 @@ class SignedRecord(Generic[Content]):
         return f"<{type(self).__name__} {self.name} of up to {self._max_bytes} bytes>"
 
     def check(self, content: Content) -> None:
-        """Raise ValueError if a content that is about to be signed is out of its bounds, which is a bug of the caller."""
+        """Raise ValueError if a content to be signed is out of its bounds, which is a bug of the caller."""
         try:
             self._decode(msgspec.msgpack.encode(content))
         except DECODE_ERRORS as error:
             raise ValueError(f"{self.name} not valid: {self._told(error)}") from None
 
     def enveloped(self, content: Content, sign: Sign) -> Signed:
-        """Encode a content, and sign it."""
+        """Encode and sign a content."""
         body = msgspec.msgpack.encode(content)
         return Signed(body, sign(self._domain + body))
 
     def read(self, raw: bytes, decoder: msgspec.msgpack.Decoder[Envelope], max_bytes: int) -> Envelope:
-        """Return the envelope in these bytes, of which nothing is known yet. Raises ProtocolError if it is none."""
+        """Decode the envelope in untrusted bytes. Raises ProtocolError if it is too large or damaged."""
         if len(raw) > max_bytes:
             raise self.too_large(raw)
         try:
@@ -105,7 +106,7 @@ class SignedRecord(Generic[Content]):
             raise ProtocolError(f"bad {self.name}: {error}") from None
 
     def too_large(self, raw: bytes) -> ProtocolError:
-        """Return the error for a record of more bytes than its kind may have."""
+        """Return the error for a record that is too large."""
         return ProtocolError(f"{self._a} of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
 
     def _read(self, raw: bytes) -> Signed:
@@ -125,19 +126,20 @@ class SignedRecord(Generic[Content]):
             raise ProtocolError(f"bad {self.name}: {self._told(error)}") from None
 
     def _told(self, error: Exception) -> str:
-        """Name the field of which msgspec tells the number."""
+        """Replace the field number in an msgspec error by the field's name."""
         return re.sub(r"\$\[(\d+)\]", lambda found: self._fields[int(found[1])], str(error))
 
     def _check_swarm(self, content: Content, swarm: bytes, author: PeerId | None) -> None:
         if content.swarm != swarm:
-            raise ProtocolError(f"{self._a} of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
+            raise ProtocolError(f"this {self.name} is of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
 
 
 class OwnerSigned(SignedRecord[Content]):
-    """One kind of record that the owner of a swarm signs."""
+    """Kind of record that the owner of a swarm signs."""
 
     def sign(self, content: Content, owner: SigningKey) -> bytes:
-        """Return the bytes to give out. Raises ValueError if the content is out of its bounds, which is a bug of the caller."""
+        """Return the signed bytes to hand out. Raises ValueError if the content is out of its bounds, which is a bug of
+        the caller."""
         self.check(content)
         raw = msgspec.msgpack.encode(self.enveloped(content, owner.sign))
         assert len(raw) <= self._max_bytes, "the bounds see to that"
@@ -149,31 +151,32 @@ class OwnerSigned(SignedRecord[Content]):
         content = self._content(signed)
         self._check_swarm(content, swarm, None)
         if not is_signed(owner, self._domain + signed.body, signed.signature):
-            raise ProtocolError(f"{self._a} that the owner did not sign", code=ErrorCode.REFUSED)
+            raise ProtocolError(f"the owner did not sign this {self.name}", code=ErrorCode.REFUSED)
         return content
 
 
 class PeerSigned(SignedRecord[Content]):
-    """One kind of record that peers sign with keys of their own. `author` is the field that names the peer."""
+    """Kind of record that peers sign with their own keys. `author` is the field that names the peer."""
 
     def __init__(self, name: str, content: type[Content], *, domain: bytes, max_bytes: int, author: str) -> None:
         super().__init__(name, content, domain=domain, max_bytes=max_bytes)
         self._author = author
 
     def sign(self, content: Content, sign: Sign) -> bytes:
-        """Return the bytes that bind the author."""
+        """Return the bytes of a content signed by its author."""
         return msgspec.msgpack.encode(self.enveloped(content, sign))
 
     def open(self, raw: bytes, swarm: bytes | None, verify: Verify) -> Content:
-        """Return the content of these bytes; `swarm` None takes one of any. Raises ProtocolError if its author did not sign it."""
+        """Return the content of these bytes; `swarm` None accepts any swarm. Raises ProtocolError if its author did not
+        sign it."""
         return self.verified(self._read(raw), swarm, verify)
 
     def verified(self, signed: Signed, swarm: bytes | None, verify: Verify) -> Content:
-        """Return the content of an envelope; see `open`."""
+        """Return the content of an envelope. Raises ProtocolError as `open` does."""
         content = self._content(signed)
         author: PeerId = getattr(content, self._author)
         if swarm is not None:
             self._check_swarm(content, swarm, author)
         if not verify(author, self._domain + signed.body, signed.signature):
-            raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)
+            raise ProtocolError(f"the signature of this {self.name} is false", code=ErrorCode.REFUSED, peer=author)
         return content

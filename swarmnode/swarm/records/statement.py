@@ -1,8 +1,8 @@
-"""Statements of a hop on a part of a session, and commitments of a stage to its microbatches, signed with the peer's own key
-(`protocol/records.md`).
+"""Statements of a hop about a part of a session, and commitments of a stage to its microbatches, signed with the peer's
+own key.
 
-A statement is made only when it is asked for, from what the hop keeps anyway to be able to send it again. Any peer that has it can
-show it to others: it binds the hop to what it took in, to what it sent on, and to the sketches of both.
+Format: `protocol/records.md`. A hop makes a statement only when asked, from what it keeps anyway for sending again. Any
+peer that has the statement can show it to others. It binds the hop to its input, its output, and the sketches of both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ COMMITMENT_DOMAIN = b"swarmnode commitment 1\n"
 
 
 class Commitment(Signable, frozen=True):
-    """Of `count` microbatches of a step; `entries` is the SHA-256 of all their entries (`codec/spot_check_messages.py`)."""
+    """Commitment to `count` microbatches of a step. `entries` is the SHA-256 of all their entries
+    (`codec/spot_check_messages.py`)."""
 
     swarm: bytes
     peer: Peer
@@ -44,10 +45,11 @@ sign_commitment, open_commitment = _COMMITMENT_KIND.sign, _COMMITMENT_KIND.open
 
 
 class Edge(msgspec.Struct, array_like=True, frozen=True):
-    """What went over one edge of a session: the running digest of its frames for positions [base, length).
+    """Content of one edge of a session: the running digest of its frames for positions [base, length).
 
-    Of token ids, which come in many ways, it is the SHA-256 of all of them as int64, and `base` is 0. Of the tokens that a last hop
-    told it is the same, from the position of the first one on. Empty where there is no such edge.
+    For token ids, which may arrive in any pieces, it is the SHA-256 of all ids as int64, and `base` is 0. For the
+    tokens that a last hop sent out it is the same, from the position of the first token on. Empty if there is no such
+    edge.
     """
 
     digest: bytes = b""
@@ -56,7 +58,7 @@ class Edge(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Statement(Signable, frozen=True):
-    """Of positions [first, first + count) of a session in units [start, end) of the model."""
+    """Statement about positions [first, first + count) of a session in units [start, end) of the model."""
 
     swarm: bytes
     peer: Peer
@@ -64,7 +66,7 @@ class Statement(Signable, frozen=True):
     start: Unit
     end: Unit
     number_format: Annotated[str, Meta(max_length=MAX_FORMAT_CHARS)]
-    codec: Annotated[int, Meta(ge=0, le=0xFF)]  # of what was sent on
+    codec: Annotated[int, Meta(ge=0, le=0xFF)]  # of the states sent on
     seed: Seed
     first: Position
     count: Annotated[int, Meta(ge=1, le=MAX_SKETCHED)]

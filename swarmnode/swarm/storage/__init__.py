@@ -1,1 +1,1 @@
-"""What is stored on this machine: keys, invites, checkpoints and training states."""
+"""Files on this machine: keys, invites, checkpoints and training states."""

@@ -1,8 +1,9 @@
-"""Backups: training states of other peers on this disk, in case these are lost; for each writer a folder, with its latest run.
+"""Backups: training states of other peers on this disk, in case these peers are lost.
 
     <home>/backups/<swarm>/<digest of the writer>/<run>/step-...    as in `states.py`
 
-Nobody's states make room for another's, unless they were not added to for long.
+Each writer has a folder with its latest run. A writer's states make room for another's only after a week without
+additions.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from swarmnode.swarm.storage.states import StateStore, stored_runs
 from swarmnode.swarm.storage.weight_cache import BACKUPS, folder_name
 from swarmnode.swarm.storage.weight_cache import FOLDER as WEIGHTS
 
-OFFERED_SHARE = 0.25  # of the bound, or of the disk space that is free where none is given; the rest is for weights
-WRITER_SHARE = 0.25  # of the whole, at most, for what one writer brings
+OFFERED_SHARE = 0.25  # of the bound, or of the free disk space if there is none; the rest is for weights
+WRITER_SHARE = 0.25  # largest share of the space for one writer
 KEPT_STEPS = 2
 MAX_WRITERS = 64
-STALE_S = 7 * 24 * 3600.0  # not added to for so long, a folder makes room for others
-RETRY_S = 600.0  # for who found no room
+STALE_S = 7 * 24 * 3600.0  # a folder without additions for this time makes room for others
+RETRY_S = 600.0  # for a writer that found no room
 
 
 class BackupFolder:
-    """Of one swarm; `share` of `max_bytes` is for the backups of all swarms. Methods may be called from any thread, and raise
-    OSError where the disk cannot be used."""
+    """Backups of one swarm; `share` of `max_bytes` is for the backups of all swarms.
+
+    Methods may be called from any thread. They raise OSError if the disk cannot be used.
+    """
 
     def __init__(
         self, home: Path, swarm_id: bytes, max_bytes: int | None = None, *, share: float = OFFERED_SHARE
@@ -54,23 +57,23 @@ class BackupFolder:
         return f"<BackupFolder {self._folder.name} of {len(self._stores)} writers>"
 
     def close(self) -> None:
-        """Let another process take the folders."""
+        """Release the folders for other processes."""
         for store in self._stores.values():
             store.close()
 
-    # -- what is there
+    # -- lookup
 
     def run(self) -> Run | None:
-        """The run of most writers."""
+        """Return the run of most writers; None if no step is kept."""
         votes = Counter(store.run for store in list(self._stores.values()) if store.steps())
         return max(votes, key=lambda run: (votes[run], run.id), default=None)
 
     def of_run(self, run_id: bytes) -> Iterator[StateStore]:
-        """What is kept of a run, writer by writer."""
+        """Yield the stores of all writers of a run."""
         return (store for store in list(self._stores.values()) if store.run.id == run_id)
 
     def find(self, root: bytes) -> tuple[StateStore, int, int, FileContent, Path] | None:
-        """Store, step, block, description and path of the file with this root."""
+        """Return store, step, block, description and path of the file with this root; None if it is not here."""
         for store in list(self._stores.values()):
             found = store.find(root)
             if found is not None:
@@ -81,7 +84,7 @@ class BackupFolder:
 
     @property
     def free_bytes(self) -> int:
-        """What all writers together may still bring."""
+        """Bytes that all writers together may still add."""
         return max(0, self._limit_bytes() - used_bytes(self._home / BACKUPS))
 
     def _limit_bytes(self) -> int:
@@ -91,8 +94,11 @@ class BackupFolder:
         return used_bytes(self._home / BACKUPS) + int(OFFERED_SHARE * shutil.disk_usage(self._folder).free)
 
     def open(self, writer: PeerId, run: Run, size_bytes: int) -> StateStore:
-        """Where a writer's states of a run are kept, with room for one more of this size; those of its other runs go. Raises Busy
-        where there is none, LocalError."""
+        """Return the store for a writer's states of a run, with room for `size_bytes` more. States of its other runs
+        are removed.
+
+        Raises Busy if there is no room, LocalError if the folder cannot be used.
+        """
         name = peer_digest(writer).hex()
         with self._lock:
             store = self._stores.get(name)
@@ -112,7 +118,7 @@ class BackupFolder:
             return store
 
     def _make_room(self, name: str, size_bytes: int) -> None:
-        """Have the longest unused folders go, as far as needed. Raises Busy."""
+        """Remove the longest unused stale folders until there is room. Raises Busy if they are not enough."""
         stale = sorted((_last_used(store), other) for other, store in self._stores.items() if other != name)
         for used_at, other in stale:
             if used_at > time.time() - STALE_S or (size_bytes <= self.free_bytes and len(self._stores) < MAX_WRITERS):
@@ -130,5 +136,5 @@ class BackupFolder:
 
 
 def _last_used(store: StateStore) -> float:
-    """Unix time."""
+    """Return the unix time of the last addition."""
     return store.folder.stat().st_mtime

@@ -1,7 +1,8 @@
-"""A folder that files are fetched into: sparse files of full size, and which of their chunks are there.
+"""A folder for fetched files: sparse files of full size, and marks of the chunks that are present.
 
-A chunk is written first and marked afterwards (one byte per chunk), so one that a killed process tore is fetched again.
-After a power cut a mark may be on the disk without its chunk: each process therefore hashes what it finds, once.
+A chunk is written first and marked afterwards (one byte per chunk), so a chunk torn by a killed process is fetched
+again. After a power cut, a mark may be on the disk without its chunk. Therefore each process hashes existing chunks
+once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HAVE = b"\x01"
 
 
 class ChunkFolder:
-    """Chunks of files, by the files' names. `write` and the reading methods may be called from any thread."""
+    """Chunks of files, by file name. `write` and the reading methods may be called from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,7 +34,7 @@ class ChunkFolder:
         return f"<{type(self).__name__} {self.folder.name} with {used_bytes(self.folder) / 1e6:.0f} MB>"
 
     def path(self, file: FileContent) -> Path:
-        """The (sparse) file itself."""
+        """Return the path of the (sparse) file."""
         return self.folder / file.name
 
     def _marks(self, file: FileContent) -> Path:
@@ -46,7 +47,7 @@ class ChunkFolder:
             return False
 
     def have(self, file: FileContent) -> bytes:
-        """One byte per chunk: whether it is marked as being there."""
+        """Return one byte per chunk: whether it is marked as present."""
         try:
             marks = self._marks(file).read_bytes() if self._is_begun(file) else b""
         except FileNotFoundError:
@@ -54,7 +55,8 @@ class ChunkFolder:
         return marks.ljust(file.chunks(), b"\x00")[: file.chunks()]
 
     def missing(self, file: FileContent, numbers: Iterable[int]) -> list[int]:
-        """Which of these chunks are not there. What an earlier process left is hashed at the first look."""
+        """Return the missing chunks among `numbers`. Chunks of an earlier process are hashed at the first
+        look."""
         have, hashes = self.have(file), self.hashes(file)
         checked = self._checked.setdefault(file.name, set())
         missing = []
@@ -69,13 +71,13 @@ class ChunkFolder:
         return missing
 
     def read(self, file: FileContent, number: int) -> bytes:
-        """The bytes where a chunk belongs, whether or not it is there."""
+        """Return the bytes at a chunk's place, whether or not it is present."""
         with self.path(file).open("rb") as stream:
             stream.seek(number * CHUNK_BYTES)
             return stream.read(CHUNK_BYTES)
 
     def write(self, file: FileContent, number: int, data: bytes | bytearray | memoryview) -> None:
-        """Keep a verified chunk. Raises LocalError where the disk is full."""
+        """Keep a verified chunk. Raises LocalError if the disk is full or cannot be written."""
         try:
             with self._beginning:
                 if not self._is_begun(file):
@@ -87,14 +89,14 @@ class ChunkFolder:
         self._checked.setdefault(file.name, set()).add(number)
 
     def _begin(self, file: FileContent) -> None:
-        """A file of full size without content. Marks that outlived an earlier one go first."""
+        """Create a file of full size without content. Marks left from an earlier file are removed first."""
         self._marks(file).unlink(missing_ok=True)
         self._checked.pop(file.name, None)
         with self.path(file).open("wb") as stream:
             stream.truncate(file.size)
 
     def hashes(self, file: FileContent) -> bytes | None:
-        """The verified list of the file's chunk hashes, if it is here."""
+        """Return the verified list of the file's chunk hashes; None if it is not here or wrong."""
         if file.name not in self._hashes:
             try:
                 found = (self.folder / f".{file.name}.hashes").read_bytes()
@@ -106,7 +108,7 @@ class ChunkFolder:
         return self._hashes[file.name]
 
     def keep_hashes(self, file: FileContent, hashes: bytes) -> None:
-        """Keep a verified list of chunk hashes."""
+        """Keep a verified list of chunk hashes. Raises LocalError if the disk cannot be written."""
         self._hashes[file.name] = hashes
         try:
             (self.folder / f".{file.name}.hashes").write_bytes(hashes)
@@ -114,22 +116,22 @@ class ChunkFolder:
             raise disk_error(self.folder, error) from error
 
     def make_room(self, needed_bytes: int) -> None:
-        """See that so many bytes may be added. Raises LocalError where the disk has no room for them."""
+        """Check that `needed_bytes` can be added. Raises LocalError if the disk has no room for them."""
         lacking = needed_bytes - shutil.disk_usage(self.folder).free
         if needed_bytes > 0 and lacking > 0:
             raise LocalError(
-                f"{needed_bytes / 1e6:.0f} MB are to be kept in {self.folder}, {lacking / 1e6:.0f} MB more than the disk "
+                f"{self.folder} needs {needed_bytes / 1e6:.0f} MB, {lacking / 1e6:.0f} MB more than the disk "
                 "has room for; free some disk space or choose another --home"
             )
 
 
 def used_bytes(folder: Path) -> int:
-    """Disk space that the files of a folder really take (holes take none)."""
+    """Return the disk space that the files of a folder really take (holes take none)."""
     return sum(_size(path) for path in folder.rglob("*"))
 
 
 def disk_error(folder: Path, error: OSError) -> LocalError:
-    """The error for a folder that cannot be written into."""
+    """Return the error for a folder that cannot be written."""
     full = {errno.ENOSPC: "free disk space or choose another --home"}
     return LocalError(f"cannot keep files in {folder}: {with_advice(error, 'choose another --home', full)}")
 

@@ -1,8 +1,8 @@
-"""The content of a checkpoint folder: which files belong to it, and the hashes that make each chunk checkable alone.
+"""Content of a checkpoint folder: the files that belong to it, and the hashes that verify each chunk alone.
 
-A file is cut into chunks (1 MiB in format 1; the last may be shorter). Its `root` is the SHA-256 over the concatenated
-SHA-256 hashes of its chunks, so that the list of chunk hashes can be checked against the manifest, and each chunk
-against the list, whoever sent them.
+A file is cut into chunks (1 MiB in format 1; the last may be shorter). Its `root` is the SHA-256 of the concatenated
+SHA-256 hashes of its chunks. So the list of chunk hashes can be checked against the manifest, and each chunk against
+the list, whichever peer sent them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 from swarmnode.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
-PIECE_CHUNKS = 64  # that one thread hashes in one go
+PIECE_CHUNKS = 64  # chunks that one thread hashes in one call
 HASH_BYTES = 32
 MAX_NAME_CHARS = 128
 MAX_FILE_BYTES = 1 << 44  # 16 TiB
-MAX_SMALL_BYTES = 1 << 28  # of a file that every peer takes whole; 256,000 tokens take some 30 MB
+MAX_SMALL_BYTES = 1 << 28  # of a file that every peer fetches whole; 256,000 tokens take some 30 MB
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
 GRAPH_NAME = "graph.json"
@@ -33,7 +33,7 @@ INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_SUFFIX = ".safetensors"
 
 VOCABULARY_NAMES = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
-"""A checkpoint with one of these has a tokenizer."""
+"""Files with a vocabulary: a checkpoint with one of these has a tokenizer."""
 
 TOKENIZER_NAMES = VOCABULARY_NAMES | {
     "tokenizer_config.json",
@@ -48,44 +48,46 @@ SMALL_NAMES = TOKENIZER_NAMES | {CONFIG_NAME, GRAPH_NAME, INDEX_NAME, GENERATION
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in total)"""
+"""Function of (bytes done, bytes in total) that reports progress."""
 
 
 class FileContent(msgspec.Struct, frozen=True):
-    """One file of a checkpoint: its plain name, its size in bytes and its 32-byte root."""
+    """A file of a checkpoint: its plain name, its size in bytes and its 32-byte root."""
 
     name: str
     size: int
     root: bytes
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> int:
-        """How many chunks the file has; an empty file has none."""
+        """Return the number of chunks of the file; 0 if it is empty."""
         return -(-self.size // chunk_bytes)
 
     def chunk_size(self, number: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-        """Bytes of chunk `number`: `chunk_bytes`, or less for the last one."""
+        """Return the bytes of chunk `number`: `chunk_bytes`, or less for the last one."""
         return min(chunk_bytes, self.size - number * chunk_bytes)
 
 
 def is_weights(name: str) -> bool:
-    """Whether the file holds tensors, of which a peer needs only some; all others are small and taken whole."""
+    """Return whether the file holds tensors, which a peer fetches in part; all other files are small and fetched whole."""
     return name.endswith(WEIGHTS_SUFFIX)
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether a checkpoint with these files has a tokenizer."""
+    """Return whether a checkpoint with these files has a tokenizer."""
     return not VOCABULARY_NAMES.isdisjoint(names)
 
 
 def is_allowed_name(name: str) -> bool:
-    """Whether a file of this name may be part of a checkpoint: plain, bounded, and of a kind that cannot carry code."""
+    """Return whether a file of this name may be part of a checkpoint: plain, bounded, and of a kind that cannot carry
+    code."""
     if len(name) > MAX_NAME_CHARS or not _PLAIN_NAME.fullmatch(name):
         return False
     return name in SMALL_NAMES or is_weights(name)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder that matter, sorted by name. Raises CheckpointError where it is not one."""
+    """Return the files of a checkpoint folder that matter, sorted by name. Raises CheckpointError if it is not a
+    checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a checkpoint")
     if not (folder / CONFIG_NAME).is_file() and not (folder / GRAPH_NAME).is_file():
@@ -100,7 +102,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _weight_names(folder: Path) -> set[str]:
-    """The safetensors files in use: those of the index, else the single file (a folder may hold other formats too)."""
+    """Return the names of the safetensors files in use: those of the index, else the single file. Other formats are
+    ignored.
+
+    Raises CheckpointError if there is neither, or the index is damaged.
+    """
     index = folder / INDEX_NAME
     if index.is_file():
         try:
@@ -119,7 +125,7 @@ def _weight_names(folder: Path) -> set[str]:
 
 
 def chunk_hashes(path: Path, chunk_bytes: int = CHUNK_BYTES, *, first: int = 0, count: int | None = None) -> bytes:
-    """The concatenated SHA-256 hashes of a file's chunks, or of at most `count` of them from number `first` on."""
+    """Return the concatenated SHA-256 hashes of a file's chunks, or of at most `count` chunks from number `first` on."""
     hashes = bytearray()
     buffer = memoryview(bytearray(chunk_bytes))
     with path.open("rb", buffering=0) as file:
@@ -130,7 +136,7 @@ def chunk_hashes(path: Path, chunk_bytes: int = CHUNK_BYTES, *, first: int = 0, 
 
 
 def _read_full(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> int:
-    """Fill the buffer as far as the file goes: an unbuffered read may come short anywhere."""
+    """Fill the buffer as far as the file goes: an unbuffered read may return less at any time."""
     filled = 0
     while filled < len(buffer) and (size := readinto(buffer[filled:])):
         filled += size
@@ -138,7 +144,7 @@ def _read_full(readinto: Callable[[memoryview], int | None], buffer: memoryview)
 
 
 def root_of(hashes: bytes) -> bytes:
-    """The root that a list of chunk hashes gives."""
+    """Return the root of a list of chunk hashes."""
     return hashlib.sha256(hashes).digest()
 
 
@@ -149,9 +155,10 @@ def describe_files(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[FileContent, ...]:
-    """Name, size and root of each file, in the order given; pieces of them are hashed in parallel, by a thread for each core.
+    """Return name, size and root of each file, in the given order. Pieces are hashed in parallel, by one thread per
+    core.
 
-    hashlib releases the GIL, and so does reading. Progress is told from one thread after the other.
+    hashlib and reading release the GIL. `progress` is called by several threads, one at a time.
     """
     sizes = [path.stat().st_size for path in paths]
     total, hashed, counting = sum(sizes), 0, threading.Lock()
@@ -175,23 +182,23 @@ def describe_files(
 
 
 def verify_hashes(file: FileContent, hashes: bytes | bytearray | memoryview, chunk_bytes: int = CHUNK_BYTES) -> bool:
-    """Whether a list of chunk hashes is the file's own."""
+    """Return whether a list of chunk hashes is that of the file."""
     return len(hashes) == file.chunks(chunk_bytes) * HASH_BYTES and hashlib.sha256(hashes).digest() == file.root
 
 
 def verify_chunk(hashes: bytes, number: int, data: bytes | bytearray | memoryview) -> bool:
-    """Whether `data` is chunk `number` of the file whose (verified) hash list is given."""
+    """Return whether `data` is chunk `number` of the file with this verified hash list."""
     expected = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
     return len(expected) == HASH_BYTES and hashlib.sha256(data).digest() == expected
 
 
 def verify_file(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bool:
-    """Whether a local file has exactly the content described. Reads the whole file."""
+    """Return whether a local file has exactly this content. Reads the whole file."""
     return matching_hashes(path, file, chunk_bytes) is not None
 
 
 def matching_hashes(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bytes | None:
-    """The chunk hashes of a local file that has exactly the content described, else None. Reads the whole file."""
+    """Return the chunk hashes of a local file if it has exactly this content, else None. Reads the whole file."""
     if path.stat().st_size != file.size:
         return None
     hashes = chunk_hashes(path, chunk_bytes)

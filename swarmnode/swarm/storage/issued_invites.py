@@ -1,6 +1,6 @@
-"""`NAME.guests`, the owner's book: the invites that were given out, without their secrets, and whom the owner revoked.
+"""`NAME.guests`, the owner's list of issued invites, without their secrets, and of revocations.
 
-It is a help: without it, invites that nobody has used yet cannot be listed, nor revoked by a part of their id.
+It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ WHAT = "a guestbook"
 
 
 class IssuedInvite(msgspec.Struct, frozen=True):
-    """One invite. Times are unix seconds; `expires_at` 0 is never, `uses` 0 any number."""
+    """An issued invite. Times are unix seconds; `expires_at` 0 is never, `uses` 0 any number."""
 
-    invite: str  # its id, in hex
+    invite: str  # id, in hex
     role: str
     issued_at: int
     expires_at: int
@@ -35,7 +35,7 @@ class IssuedInvite(msgspec.Struct, frozen=True):
     note: str = ""
 
     def told(self) -> dict[str, Any]:
-        """Return its terms as people and scripts read them: None is for ever, for any number of peers, and for any peer."""
+        """Return its terms for people and scripts. None means no expiry, any number of uses, any peer."""
         return {
             "id": self.invite,
             "role": self.role,
@@ -53,17 +53,17 @@ class _File(VersionedFile):
 
 @dataclass
 class IssuedInvites:
-    """Read by `open_issued_invites`, written by `save`."""
+    """Issued invites and revocations of one swarm. Read by `open_issued_invites`, written by `save`."""
 
     path: Path
     guests: list[IssuedInvite] = field(default_factory=list)
-    revocations: bytes = b""  # the newest list, as it was signed; empty before the first
+    revocations: bytes = b""  # newest revocation list as it was signed; empty before the first
 
     def __repr__(self) -> str:
         return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
 
     def enter(self, grant: Grant, note: str = "") -> IssuedInvite:
-        """Note an invite that is given out."""
+        """Add an invite that is handed out, and return its entry."""
         role = grant.allows.name.lower()
         times = (grant.issued_at, grant.expires_at)
         guest = IssuedInvite(grant.invite_id.hex(), role, *times, grant.uses, grant.peer, grant.group, note)
@@ -71,17 +71,17 @@ class IssuedInvites:
         return guest
 
     def save(self) -> None:
-        """Write it, readable by the owner alone. Raises LocalError."""
+        """Write the file, readable by its owner alone. Raises LocalError if it cannot be written."""
         write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
 
 
 def issued_invites_path(swarm_file: Path) -> Path:
-    """Where the book of a .swarm file lies: beside it."""
+    """Return the path of the list that belongs to a .swarm file: beside it."""
     return swarm_file.with_suffix(SUFFIX)
 
 
 def open_issued_invites(path: Path) -> IssuedInvites:
-    """The book in a file; an empty one where there is none. Raises UsageError where it is no book."""
+    """Read the list in a file; it is empty if there is no file. Raises UsageError if the file is not such a list."""
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         return IssuedInvites(path)

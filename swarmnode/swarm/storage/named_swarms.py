@@ -1,8 +1,8 @@
-"""Swarms by name: those that this machine joined, public ones, and the swarm that was used last.
+"""Swarms by name: joined swarms, public swarms, and the swarm used last.
 
 HOME/swarms/friends.invite   the invite, readable by its owner alone
-HOME/swarms/last             the name, or the path of a .swarm file, that was used last
-HOME/swarms.json             public swarms, beside those of the package
+HOME/swarms/last             the last used name, or path of a .swarm file
+HOME/swarms.json             public swarms, in addition to those of the package
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHAT = "a list of swarms"
 
 
 class PublicSwarm(msgspec.Struct, frozen=True):
-    """One entry of a list."""
+    """Public swarm in a list."""
 
     name: str
     invite: str
@@ -41,7 +41,10 @@ class _List(VersionedFile):
 
 
 def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
-    """By name; an entry of the user's own list counts before one of the package's. Raises UsageError."""
+    """Return the public swarms by name. The user's own list takes precedence over the package's.
+
+    Raises UsageError if a list cannot be read or has a damaged invite.
+    """
     shipped = resources.files("swarmnode.swarm.storage").joinpath(FILE).read_bytes()
     lists = [_parse(shipped, FILE)]
     if home is not None:
@@ -60,7 +63,7 @@ def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
 
 
 class JoinedSwarms:
-    """Those under one home folder."""
+    """Joined swarms under one home folder."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
@@ -69,21 +72,23 @@ class JoinedSwarms:
         return f"<JoinedSwarms {', '.join(self.names())}>"
 
     def names(self) -> list[str]:
-        """In alphabetical order."""
+        """Return the names of all joined swarms, sorted."""
         return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}"))
 
     def invite_to(self, name: str) -> str | None:
-        """The invite that was remembered under this name. Raises UsageError where it cannot be read."""
+        """Return the invite remembered under this name; None if there is none. Raises UsageError if it cannot be read."""
         return self._read(f"{name}{SUFFIX}") if _is_plain(name) else None
 
     def remember(self, invite: str, name: str = "") -> str:
-        """Keep the invite under its swarm's name, or another one, which is returned. A newer invite to the same swarm takes the
-        place of the old one. Raises UsageError where the name is another swarm's, LocalError where nothing can be written.
+        """Keep an invite under `name`, by default its swarm's name, and return that name.
+
+        A newer invite to the same swarm replaces the old one. Raises UsageError if the invite is damaged or the name is
+        not possible or another swarm's, LocalError if the file cannot be written.
         """
         invited = decode_invite(invite)
         name = name or invited.name
         if not _is_plain(name):
-            raise UsageError(f"{name!r} cannot be a file's name; choose another one with --name")
+            raise UsageError(f"{name!r} cannot be the name of a file; choose another one with --name")
         known = self.invite_to(name)
         if known is not None and decode_invite(known).swarm_id != invited.swarm_id:
             raise UsageError(f"{name} is another swarm that you joined; choose another name with --name")
@@ -92,11 +97,11 @@ class JoinedSwarms:
 
     @property
     def last(self) -> str | None:
-        """The name or the path that was used last."""
+        """Name or path that was used last; None if there is none. Raises UsageError if the file cannot be read."""
         return self._read(LAST)
 
     def used(self, name: str) -> None:
-        """Remember what was used last. Raises LocalError."""
+        """Remember the name or path that was used last. Raises LocalError if the file cannot be written."""
         if name != self.last:
             write_private(self._folder / LAST, f"{name}\n".encode(), make_folder=True)
 

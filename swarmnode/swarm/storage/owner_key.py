@@ -23,24 +23,34 @@ MAX_FILE_BYTES = 1 << 14
 
 
 def save_owner_key(key: SigningKey, path: Path, password: str) -> None:
-    """Write the encrypted key, readable by its owner alone, all or nothing. Raises UsageError without a password, LocalError."""
+    """Write the encrypted key atomically, readable by its owner alone.
+
+    Raises UsageError if the password is empty, LocalError if the file cannot be written.
+    """
     if not password:
-        raise UsageError("the owner's key needs a password: whoever reads the file unlocked owns the swarm")
+        raise UsageError("the owner's key needs a password: without one, anyone with the file owns the swarm")
     private = Ed25519PrivateKey.from_private_bytes(key.seed)
     lock = BestAvailableEncryption(password.encode())
     write_private(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, lock))
 
 
 def load_owner_key(path: Path, password: str | None) -> SigningKey:
-    """The key in a file; `password` None where it is not encrypted. Raises UsageError with what is wrong."""
+    """Load the key from a file; `password` is None if it is not encrypted.
+
+    Raises UsageError if there is no such file, the password does not fit, or it is not an Ed25519 key.
+    """
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="an owner's key")
     if data is None:
-        raise UsageError(f"{path}: no such file; only the swarm's owner, who has it, can do this")
+        raise UsageError(f"{path}: no such file; only the swarm's owner has it and can do this")
     return parse_owner_key(data, password, source=str(path))
 
 
 def parse_owner_key(pem: bytes, password: str | None, *, source: str) -> SigningKey:
-    """The key in a PEM text; `password` None where it is not encrypted. Raises UsageError that names the source."""
+    """Load the key from a PEM text; `password` is None if it is not encrypted.
+
+    Raises UsageError that names `source` if the password does not fit, the text is damaged, or it is not an Ed25519
+    key.
+    """
     try:
         key = load_pem_private_key(pem, None if password is None else password.encode())
     except TypeError:

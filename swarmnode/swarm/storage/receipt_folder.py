@@ -1,7 +1,7 @@
-"""The receipts of one worker in one swarm: a file each, so that whoever has the folder can check and add them up.
+"""Receipts of one worker in one swarm: one file each, so that anyone with the folder can verify and add them up.
 
-A receipt is on the disk, and named by its batch, before it counts. A torn or strange file counts for nothing. The folder is bounded
-in all and by client: who signs for ever new batches pushes out its own.
+A receipt is on the disk, named by its batch, before it counts. A torn or foreign file is ignored. The number of
+receipts is bounded, in total and per client: a client that keeps signing new batches pushes out only its own.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from swarmnode.swarm.records.signed import Verify
 
 RECEIPTS = "receipts"
 SUFFIX = ".receipt"
-LIFE_S = 30 * 86_400  # after which work is forgotten
-SKEW_S = 600  # by which a client's clock may be ahead
+LIFE_S = 30 * 86_400  # after this time work is forgotten
+SKEW_S = 600  # a client's clock may be ahead by this
 MAX_RECEIPTS = 4096
 MAX_PER_CLIENT = 64
 
 
 def receipts_of(home: Path, swarm: bytes) -> Path:
-    """Where a home keeps the receipts of a swarm, a folder for each of its nodes."""
+    """Return the folder for the receipts of a swarm in this home, with a folder for each of its nodes."""
     return home / RECEIPTS / swarm.hex()[:16]
 
 
 def read_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterator[Receipt]:
-    """All that hold, of this swarm (None: of any), in a folder and those below it. Raises LocalError where it cannot be read."""
+    """Yield all valid receipts of this swarm (None: of any) in a folder and its subfolders. Raises LocalError if it
+    cannot be read."""
     return (receipt for receipt, _ in signed_receipts(folder, swarm, verify))
 
 
 def signed_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterator[tuple[Receipt, bytes]]:
-    """As `read_receipts`, with the bytes that were signed."""
+    """Yield all valid receipts with their signed bytes, as `read_receipts` does. Raises LocalError if the folder cannot
+    be read."""
     try:
         paths = sorted(folder.rglob(f"*{SUFFIX}"))
     except OSError as error:
@@ -50,12 +52,12 @@ def signed_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterat
 
 
 def counts(receipt: Receipt, now: float) -> bool:
-    """Whether it is of the time that is remembered; `now` is unix time in seconds."""
+    """Return whether a receipt is recent enough to count. `now` is unix time in seconds."""
     return -LIFE_S <= receipt.until - now <= SKEW_S
 
 
 class ReceiptFolder:
-    """Of the peer `worker`. `now` is unix time in seconds."""
+    """Receipts for the peer `worker`. `now` returns unix time in seconds."""
 
     def __init__(self, folder: Path, swarm: bytes, worker: PeerId, verify: Verify, now: Callable[[], float]) -> None:
         self._folder = folder / worker
@@ -74,24 +76,28 @@ class ReceiptFolder:
 
     @property
     def receipts(self) -> list[Receipt]:
-        """All that count."""
+        """Receipts that count now."""
         return [receipt for receipt in self._kept.values() if counts(receipt, self._now())]
 
     def last(self, receipt: Receipt) -> Receipt | None:
-        """What is kept of the same batch."""
+        """Return the kept receipt of the same batch; None if there is none."""
         return self._kept.get((receipt.client, receipt.since))
 
     def open(self, raw: bytes) -> Receipt:
-        """The receipt in these bytes, which may be kept. Raises ProtocolError where it is not for this worker, or not of now."""
+        """Open a receipt that may be kept. Raises ProtocolError if it is invalid, for another worker, or of another
+        time."""
         receipt = open_receipt(raw, self._swarm, self._verify)
         if receipt.worker != self._worker:
-            raise ProtocolError("a receipt for somebody else", code=ErrorCode.REFUSED, peer=receipt.client)
+            raise ProtocolError("the receipt is for another worker", code=ErrorCode.REFUSED, peer=receipt.client)
         if not counts(receipt, self._now()):
-            raise ProtocolError("a receipt of another time", code=ErrorCode.REFUSED, peer=receipt.client)
+            raise ProtocolError(
+                "the receipt is too old, or from the future", code=ErrorCode.REFUSED, peer=receipt.client
+            )
         return receipt
 
     def keep(self, receipt: Receipt, raw: bytes) -> None:
-        """Write what `open` took, in the place of what is here of its batch. Raises LocalError; then nothing has changed."""
+        """Write a receipt that `open` accepted, in place of the earlier one of its batch. Raises LocalError, and then
+        nothing has changed."""
         write_private(self._path(receipt), raw, make_folder=True)
         is_new = self.last(receipt) is None
         self._kept[receipt.client, receipt.since] = receipt
@@ -99,7 +105,7 @@ class ReceiptFolder:
             self._bound()
 
     def _bound(self) -> None:
-        """Let go of what is too old or too much: of a client's its oldest, of all those that say least."""
+        """Remove receipts that are too old or too many: of each client the oldest, of all the ones with the least work."""
         gone = {key for key, receipt in self._kept.items() if not counts(receipt, self._now())}
         by_client: dict[PeerId, list[Receipt]] = {}
         for receipt in self._kept.values():

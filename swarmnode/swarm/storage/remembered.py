@@ -1,6 +1,6 @@
 """Memory of a peer between runs: manifests, addresses of peers, and its membership of a swarm.
 
-It is only a help: what is missing or damaged is fetched or heard again.
+It is only a help: missing or damaged parts are fetched or learned again.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ class ManifestCache:
         return f"<ManifestCache {self._folder}>"
 
     def get(self, swarm: bytes) -> bytes | None:
-        """The manifest of the swarm with this id; None where it is not here, or is not what it was."""
+        """Return the manifest of the swarm with this id; None if it is missing or damaged."""
         with contextlib.suppress(OSError):
             raw = read_bounded(self._path(swarm), MAX_MANIFEST_BYTES)
             return raw if raw is not None and swarm_id(raw) == swarm else None
         return None
 
     def keep(self, raw: bytes) -> None:
-        """Keep a manifest, if that can be."""
+        """Keep a manifest. If that fails, the failure is logged."""
         try:
             write_private(self._path(swarm_id(raw)), raw, make_folder=True)
         except LocalError as error:
-            log.info("the manifest is fetched again next time: %s", error)
+            log.info("cannot keep the manifest, which is fetched again next time: %s", error)
 
     def _path(self, swarm: bytes) -> Path:
         return self._folder / f"{swarm.hex()}{SUFFIX}"
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
-    """When a peer was last seen (unix time, seconds) and its multiaddrs with /p2p/."""
+    """Time at which a peer was last seen (unix time, seconds), and its multiaddrs with /p2p/."""
 
     seen: float
     addresses: tuple[str, ...]
 
 
 class KnownPeers:
-    """Addresses of the peers that were seen last, in a file of bounded size."""
+    """Addresses of the peers seen last, in a file of bounded size."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,12 +75,12 @@ class KnownPeers:
         return f"<KnownPeers {len(self._peers)} in {self.path.name}>"
 
     def addresses(self) -> list[str]:
-        """All known multiaddrs, of the peers seen last first."""
+        """Return all known multiaddrs, those of the peers seen last first."""
         ordered = sorted(self._peers.values(), key=lambda peer: -peer.seen)
         return [address for peer in ordered for address in peer.addresses]
 
     def remember(self, announcements: Iterable[Announcement], now: float, *, own: PeerId | None = None) -> None:
-        """Note the addresses of live peers; the peers seen least recently give way."""
+        """Note the addresses of live peers. Above the limit, the peers seen least recently are dropped."""
         for announcement in announcements:
             if announcement.peer == own or not announcement.addresses:
                 continue
@@ -92,14 +92,14 @@ class KnownPeers:
         self._peers = dict(newest)
 
     def save(self) -> None:
-        """Write the file if an address changed since the last time. A full disk costs only this help."""
+        """Write the file if an address changed since the last time. A failure is logged."""
         if self._changed:
             self._changed = False
             try_to_keep(self.path, self._peers, "addresses of peers are")
 
 
 class _Content(msgspec.Struct):
-    """JSON; bytes are base64."""
+    """Content of the file, in JSON; bytes are base64."""
 
     certificate: bytes = b""
     revocations: bytes = b""
@@ -118,11 +118,12 @@ class MembershipFile:
 
     @property
     def certificate(self) -> bytes:
-        """The one of the last run, empty where there is none: who comes again is no new user of its invite."""
+        """Certificate of the last run; empty if there is none. With it, a returning peer is no new user of its invite."""
         return self._content.certificate
 
     def load(self, membership: Membership, now: float) -> None:
-        """Let the membership know what is in the file. What the owner did not sign is passed over."""
+        """Pass the content of the file to `membership`. Reading stops, with a warning, at a part that the owner did not
+        sign."""
         try:
             if self._content.revocations:
                 membership.take_list(self._content.revocations)
@@ -132,7 +133,7 @@ class MembershipFile:
             log.warning("%s cannot be used: %s", self.path, error)
 
     def save(self, membership: Membership) -> None:
-        """Write what is new. A full disk costs only what is remembered between runs."""
+        """Write the file if anything is new. A failure is logged."""
         uses = tuple(use.member.certificate for use in membership.uses)
         content = _Content(membership.certificate, membership.revocations_bytes, uses)
         if content != self._content and try_to_keep(self.path, content, "what is known of members is"):

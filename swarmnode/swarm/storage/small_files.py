@@ -1,4 +1,4 @@
-"""Small JSON files that a peer keeps between runs, and folders that appear whole.
+"""Small JSON files that a peer keeps between runs, and folders that appear as a whole.
 
 The small files are only a help: a missing or damaged one is no error.
 """
@@ -24,30 +24,31 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-UNCONFIRMED_FILE = "UNCONFIRMED.txt"  # beside an exported checkpoint, of which a part has one holder
+UNCONFIRMED_FILE = "UNCONFIRMED.txt"  # beside an exported checkpoint, if a part of it has only one holder
 
 
 def check_free(out: Path, *, force: bool = False) -> None:
-    """Raises UsageError unless `out` is free, an empty folder, or (`force`) a folder of nothing but a checkpoint's files."""
+    """Raise UsageError unless `out` is free, an empty folder, or (with `force`) a folder with nothing but a
+    checkpoint's files."""
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
-        raise UsageError(f"{out} is there already, and is no folder; name one that does not exist yet")
+        raise UsageError(f"{out} exists and is not a folder; name one that does not exist yet")
     names = [path.name for path in out.iterdir()]
     if names and not force:
-        raise UsageError(f"{out} is there already; name a folder that does not exist yet, or --force to replace it")
+        raise UsageError(f"{out} exists; name a folder that does not exist yet, or replace it with --force")
     foreign = sorted(name for name in names if name != UNCONFIRMED_FILE and not is_allowed_name(name))
     if foreign:
         raise UsageError(
-            f"{out} holds {foreign[0]}, which is no file of a checkpoint: it is not replaced, even by --force"
+            f"{out} holds {foreign[0]}, which is not a file of a checkpoint: it is not replaced, even with --force"
         )
 
 
 @contextmanager
 def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """An empty folder to write into; it becomes `out` at the end, or is removed where something raised.
+    """Yield an empty folder to write into. It becomes `out` at the end, or is removed if an error is raised.
 
-    Raises UsageError as `check_free`, LocalError where this machine cannot write.
+    Raises UsageError as `check_free` does, LocalError if this machine cannot write there.
     """
     check_free(out, force=force)
     partial = out.parent / f".{out.name}.partial"
@@ -67,7 +68,7 @@ def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def read_kept(path: Path, content: type[T], *, max_bytes: int) -> T | None:
-    """What is in the file; None where it is missing, larger than this, unreadable or something else."""
+    """Return the content of a file; None if it is missing, too large, unreadable or of another type."""
     try:
         raw = read_bounded(path, max_bytes)
         return None if raw is None else msgspec.json.decode(raw, type=content)
@@ -76,12 +77,12 @@ def read_kept(path: Path, content: type[T], *, max_bytes: int) -> T | None:
 
 
 def write_kept(path: Path, content: Any) -> None:
-    """Write the file, and its folder where there is none; bytes become base64. Raises LocalError."""
+    """Write the file, and its folder if there is none; bytes become base64. Raises LocalError if it cannot be written."""
     write_private(path, msgspec.json.encode(content), make_folder=True)
 
 
 def try_to_keep(path: Path, content: Any, what: str) -> bool:
-    """Write the file as `write_kept` does. If that is not possible, log a warning that `what` is not kept, and return False."""
+    """Write the file as `write_kept` does. If that fails, log a warning that `what` is not kept, and return False."""
     try:
         write_kept(path, content)
     except LocalError as error:

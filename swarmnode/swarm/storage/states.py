@@ -1,11 +1,11 @@
-"""The states of a training on this disk: one folder per step, one file per block; a step is there entirely or not at all.
+"""States of a training on this disk: one folder per step, one file per block. A step is present entirely or not at all.
 
     <root>/<run>/run.msgpack                         the run
-    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for what first and last unit share
+    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for weights that first and last unit share
     <root>/<run>/step-00000042/files.msgpack         sizes and roots of the blocks
     <root>/<run>/.incoming-00000043/                 chunks of a step that is being fetched
 
-Everything else that begins with a dot is a step half written, or half replaced, by a process that was killed.
+Any other name that begins with a dot is a step half written, or half replaced, by a process that was killed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ RUN_FILE = "run.msgpack"
 FILES = "files.msgpack"
 MAX_SLOTS = 64
 NAME_CHARS = 16  # of a run's id, in the name of its folder
-STRIDES = (1, 4, 16)  # checkpoints between those that are brought away as backups, the slower the uplink
-MAX_HELD = 4  # so that nobody can fill a disk by asking for ever newer steps
+STRIDES = (1, 4, 16)  # checkpoints between two backups on other peers; the slower the uplink, the more
+MAX_HELD = 4  # so that no peer can fill a disk by asking for ever newer steps
 _STEP = re.compile(r"step-(\d{8,})")
 _INCOMING = re.compile(r"\.incoming-(\d{8,})")
 _decoder = msgspec.msgpack.Decoder(dict[int, FileContent])
 
 WriteBlock = Callable[[int, Path], None]
-"""(block, path): writes the block's state into a new file."""
+"""Function of (block, path) that writes the block's state into a new file."""
 
 
 class StateStore:
-    """The steps of one run. Nodes that share a home have a folder each, for each knows only its own units.
+    """Steps of one run. Nodes that share a home have a folder each, because each knows only its own units.
 
-    Kept are the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one), for all peers
-    have them; of every fourth and every sixteenth of these two; the newest one of the others; and what is held (`hold`).
-    Methods may be called from any thread.
+    The store keeps the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one),
+    because all peers have them. It also keeps the newest two of every fourth and of every sixteenth checkpoint, the
+    newest other step, and held steps (`hold`). Methods may be called from any thread.
     """
 
     def __init__(self, root: Path, run: Run, keep: int = 3, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +66,7 @@ class StateStore:
             self.folder, self._claim = _take_folder(root, run.id)
             self._clean_up()
             self._keep_run()
-            # Never changed, only exchanged: other threads may be reading.
+            # Never changed, only replaced: other threads may be reading.
             self._steps = {step: self._read_files(path) for step, path in _numbered(self.folder, _STEP).items()}
         except OSError as error:
             raise disk_error(root, error) from error
@@ -77,32 +77,32 @@ class StateStore:
         )
 
     def _keep_run(self) -> None:
-        """Have the run's own file here. Who exports looks for it, so a damaged one is written anew."""
+        """Write the run's own file, if it is missing or damaged: an export looks for it."""
         path, described = self.folder / RUN_FILE, encode_run(self.run)
         if not path.exists() or path.read_bytes() != described:
             write_private(path, described)
 
     def close(self) -> None:
-        """Let another process take the folder."""
+        """Release the folder for other processes."""
         self._claim.close()
 
-    # -- what is there
+    # -- lookup
 
     def steps(self) -> dict[int, tuple[int, ...]]:
-        """The blocks of every step, oldest step first."""
+        """Return the blocks of every step, oldest step first. Steps without a sound block are left out."""
         found = {step: tuple(sorted(self.files(step))) for step in sorted(self._steps)}
         return {step: blocks for step, blocks in found.items() if blocks}
 
     def files(self, step: int) -> dict[int, FileContent]:
-        """The blocks of a step with their sizes and roots, but for those that are known to be damaged."""
+        """Return the blocks of a step with their sizes and roots, without those known to be damaged."""
         return {block: file for block, file in self._steps.get(step, {}).items() if (step, block) not in self._damaged}
 
     def newest(self) -> int | None:
-        """The newest step; None where there is none."""
+        """Return the newest step; None if there is none."""
         return max(self.steps(), default=None)
 
     def path(self, step: int, block: int, *, verify: bool = True) -> Path:
-        """The file of a block. Raises CheckpointError where it is not there; with `verify` also where its hash is not right."""
+        """Return the file of a block. Raises CheckpointError if it is missing or, with `verify`, has a wrong hash."""
         file = self.files(step).get(block)
         if file is None:
             raise CheckpointError(f"{self.folder} has no state of unit {block} at step {step}")
@@ -117,11 +117,11 @@ class StateStore:
         raise CheckpointError(f"{path} cannot be used: {fault}")
 
     def set_aside(self, step: int, block: int) -> None:
-        """The file of this block is damaged: go on as if it were not there."""
+        """Treat the file of a block as missing from now on, because it is damaged."""
         self._damaged |= {(step, block)}
 
     def find(self, root: bytes) -> tuple[int, int, FileContent, Path] | None:
-        """Step, block, description and path of the file with this root."""
+        """Return step, block, description and path of the file with this root; None if it is not here."""
         for step in self._steps:
             for block, file in self.files(step).items():
                 if file.root == root:
@@ -131,9 +131,9 @@ class StateStore:
     # -- writing
 
     def write(self, step: int, blocks: Iterable[int], write_block: WriteBlock) -> None:
-        """Keep a step; what else it has stays, and older steps go.
+        """Write blocks of a step. Its other blocks stay, and old steps are removed.
 
-        Raises LocalError, with everything as it was, where the disk is full.
+        Raises LocalError if the disk cannot be written; then nothing has changed.
         """
         partial = self.folder / f".partial-{step:08d}"
         with self._writing:
@@ -157,9 +157,9 @@ class StateStore:
         self._publish(partial, step, dict(zip(paths, describe_files(list(paths.values())), strict=True)))
 
     def hold(self, step: int, seconds: float) -> None:
-        """Somebody needs this step: do not remove it for so long."""
+        """Keep a step for `seconds` more, because a peer needs it. Only the steps held last count, `MAX_HELD` at most."""
         with self._holding:
-            self._held_until.pop(step, None)  # the latest to be needed come last
+            self._held_until.pop(step, None)  # the steps needed last come last
             self._held_until[step] = self._clock() + seconds
             for oldest in list(self._held_until)[:-MAX_HELD]:
                 del self._held_until[oldest]
@@ -173,7 +173,11 @@ class StateStore:
     # -- fetching
 
     def incoming(self, step: int) -> ChunkFolder:
-        """Where the chunks of a step go that is being fetched; what an earlier process fetched is still there."""
+        """Return the folder for the chunks of a step that is being fetched, with chunks that an earlier process
+        fetched.
+
+        Raises LocalError if it cannot be created.
+        """
         folder = self.folder / f".incoming-{step:08d}"
         try:
             folder.mkdir(exist_ok=True)
@@ -182,11 +186,12 @@ class StateStore:
         return ChunkFolder(folder)
 
     def begun(self) -> list[int]:
-        """Steps whose fetch was begun and did not end, oldest first."""
+        """Return the steps whose fetch was begun and did not end, oldest first."""
         return sorted(_numbered(self.folder, _INCOMING))
 
     def take_in(self, step: int, fetched: Mapping[int, FileContent]) -> None:
-        """All chunks of these blocks' files have come: they are a step of this store from now on."""
+        """Make a step of the files of blocks whose chunks have all arrived. Raises LocalError if the disk cannot be
+        written."""
         folder = self.incoming(step).folder
         files = {block: FileContent(file_name(block), file.size, file.root) for block, file in fetched.items()}
         try:
@@ -195,7 +200,7 @@ class StateStore:
                     (folder / file.name).rename(folder / file_name(block))
                     sync(folder / file_name(block))
                 for path in set(folder.iterdir()) - {folder / file.name for file in files.values()}:
-                    path.unlink()  # marks, hash lists, and what came of other versions
+                    path.unlink()  # marks, hash lists, and parts of other versions
                 self._publish(folder, step, files)
         except OSError as error:
             self.give_up(step)
@@ -205,13 +210,13 @@ class StateStore:
                 self.give_up(older)
 
     def give_up(self, step: int) -> None:
-        """Remove what was fetched of a step."""
+        """Remove the fetched chunks of a step."""
         shutil.rmtree(self.folder / f".incoming-{step:08d}", ignore_errors=True)
 
     # -- folders
 
     def _publish(self, folder: Path, step: int, files: dict[int, FileContent]) -> None:
-        """Put a complete folder into the place of a step, then remove what is too old."""
+        """Put a complete folder in the place of a step, then remove old steps."""
         target, old = self._step_folder(step), self.folder / f".old-{step:08d}"
         for block, file in self.files(step).items():
             if block not in files:
@@ -239,7 +244,7 @@ class StateStore:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
 
     def _on_strides(self, named: Iterable[int]) -> set[int]:
-        """Those that the backups of peers with slow uplinks are of."""
+        """Return the steps that peers with slow uplinks back up."""
         apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
         return {step for steps in apart for step in [step for step in named if step % steps == 0][-2:]}
 
@@ -250,7 +255,7 @@ class StateStore:
         return self.folder / f"step-{step:08d}"
 
     def _clean_up(self) -> None:
-        """What a killed process left: a step that was being replaced is put back, one half written goes."""
+        """Clean up after a killed process: a step that was being replaced is put back, a half-written step is removed."""
         for old in self.folder.glob(".old-*"):
             target = self._step_folder(int(old.name.removeprefix(".old-")))
             if not target.exists():
@@ -259,11 +264,11 @@ class StateStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _read_files(self, folder: Path) -> dict[int, FileContent]:
-        """What a step should have, without the files that are not there or have another size."""
+        """Return the files that a step should have, without missing files and files of another size."""
         try:
             files = _decoder.decode((folder / FILES).read_bytes())
         except (OSError, *DECODE_ERRORS) as error:
-            log.warning("%s is damaged and passed by: %s", folder, error)
+            log.warning("%s is damaged and ignored: %s", folder, error)
             return {}
         sound = {}
         for block, file in files.items():
@@ -271,17 +276,17 @@ class StateStore:
             if file.name == path.name and path.is_file() and path.stat().st_size == file.size:
                 sound[block] = file
             else:
-                log.warning("%s is missing or was cut short; it is passed by", path)
+                log.warning("%s is missing or was cut short; it is ignored", path)
         return sound
 
 
 def file_name(block: int) -> str:
-    """Of a block's file."""
+    """Return the name of a block's file."""
     return "shared.safetensors" if block == SHARED else f"unit-{block:04d}.safetensors"
 
 
 def stored_runs(root: Path) -> list[Run]:
-    """The runs of which there is anything in the folder of a swarm, latest first."""
+    """Return the runs that have states in the folder of a swarm, the latest first. Damaged run files are skipped."""
     paths = sorted(root.glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
     runs: dict[bytes, Run] = {}
     for path in paths:
@@ -292,8 +297,11 @@ def stored_runs(root: Path) -> list[Run]:
 
 
 def remove_old_runs(root: Path, current: Run) -> None:
-    """Keep the run in force and the one that came furthest beside it: whoever begins runs again and again fills no disk by that,
-    and takes nobody's training away. Folders that another process uses stay."""
+    """Remove the folders of old runs that no process uses, except the `current` run and the other run that came
+    furthest.
+
+    So beginning runs again and again fills no disk, and destroys no training.
+    """
     others = [path.parent for path in root.glob(f"*/{RUN_FILE}") if not _is_of(path.parent, current.id)]
     furthest = max(others, key=_furthest_step, default=None)
     for folder in others:
@@ -302,7 +310,8 @@ def remove_old_runs(root: Path, current: Run) -> None:
 
 
 def _is_of(folder: Path, run: bytes | Path) -> bool:
-    """Whether a folder is of a run, or of the same one as another folder: nodes that share a home have one each."""
+    """Return whether a folder is of a run, or of the same run as another folder: nodes that share a home have one
+    folder each."""
     name = run.name if isinstance(run, Path) else run.hex()
     return folder.name[:NAME_CHARS] == name[:NAME_CHARS]
 
@@ -312,7 +321,7 @@ def _furthest_step(folder: Path) -> tuple[int, float]:
 
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
-    """Return what is in a folder under such names, by the number in the name."""
+    """Return the files and folders in a folder whose names match, by the number in the name."""
     return {int(found[1]): path for path in folder.iterdir() if (found := name.fullmatch(path.name))}
 
 
@@ -324,7 +333,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
-    """The first folder of this run that no other process uses, locked."""
+    """Lock and return the first folder of this run that no other process uses. Raises LocalError if all are in use."""
     name = run_id.hex()[:NAME_CHARS]
     for slot in range(1, MAX_SLOTS + 1):
         folder = root / (name if slot == 1 else f"{name}-{slot}")

@@ -1,8 +1,8 @@
-"""`NAME.swarm`, the founder's own file, and `load_swarm`, which takes it or an invite.
+"""`NAME.swarm`, the founder's own file, and `load_swarm`, which accepts it or an invite.
 
-The file holds the manifest, where the founder's checkpoint lies, the identity of the bootstrap peer that invites promise,
-and of a private swarm a grant for the host's own machines. It is private to the host (mode 0600): what is handed out is
-the invite.
+The file has the manifest, the place of the founder's checkpoint, the identity of the bootstrap peer that invites name,
+and for a private swarm a grant for the host's own machines. It is private to the host (mode 0600). Invites are handed
+out instead.
 """
 
 from __future__ import annotations
@@ -38,13 +38,26 @@ AS_IN_FILE = ("bootstraps", "original", "bootstrap_key", "bootstrap_listen", "si
 
 @dataclass(frozen=True)
 class Swarm:
-    """A swarm as this machine knows it: from an invite (no manifest yet), or from the founder's own file.
+    """A swarm as this machine knows it: from an invite (without a manifest yet), or from the founder's own file.
 
-    `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only;
-    `original` is the quantised one that it was made of (a path or hub id), where it was; `adapters` one with the adapters' files.
-    `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer. A swarm that has
-    an owner: its public key, its signature of the id; and of a private one the grant that we came by, with its private key.
-    `revocations` is the newest list that the owner's own book has.
+    Attributes:
+        id: SHA-256 of the manifest.
+        name: Name for display.
+        bootstraps: Multiaddrs of bootstrap peers, with /p2p/.
+        manifest_bytes: Manifest as the founder encoded it; None if it has not been fetched yet.
+        manifest: The decoded manifest; None if it has not been fetched yet.
+        checkpoint: Local folder with the whole checkpoint, only a hint.
+        original: Path or hub id of the quantised checkpoint that `checkpoint` was made of; empty if there was none.
+        adapters: Local folder with the files of the adapters.
+        bootstrap_key: Private key bytes that make this host the bootstrap peer of invites.
+        bootstrap_listen: Listen addresses of that bootstrap peer.
+        owner: Public key of the owner; empty if the swarm has none.
+        signature: The owner's signature of the id.
+        private: Whether only peers that the owner invited belong to the swarm.
+        grant: Grant of the invite that this machine uses, for a private swarm.
+        secret: Private key of that invite.
+        revocations: Newest revocation list in the owner's list of invites.
+        file: The founder's own file, if the swarm was read from one.
     """
 
     id: bytes
@@ -59,11 +72,11 @@ class Swarm:
     bootstrap_listen: tuple[str, ...] = ()
     owner: bytes = b""
     signature: bytes = b""
-    private: bool = False  # only those whom the owner invited belong to it
+    private: bool = False
     grant: bytes = b""
     secret: bytes = b""
     revocations: bytes = b""
-    file: Path | None = field(default=None, compare=False)  # the founder's own, where it came from one
+    file: Path | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         known = "manifest" if self.manifest is not None else "no manifest yet"
@@ -71,7 +84,8 @@ class Swarm:
 
     @property
     def invite(self) -> str:
-        """The line of text to hand out. To a private swarm it grants nothing: `swarmnode invite` makes those that do."""
+        """The line of text to hand out. To a private swarm it grants nothing: `swarmnode invite` makes invites with a
+        grant."""
         if self.owner:
             return encode_invite(
                 OwnedInvite(self.id, self.name, self.bootstraps, self.owner, self.signature, self.private)
@@ -80,12 +94,12 @@ class Swarm:
 
     @property
     def reaches_others(self) -> bool:
-        """Whether it can be found from other machines."""
+        """Whether other machines can find the swarm: a bootstrap address is not a loopback address."""
         return not all(is_loopback(address) for address in self.bootstraps)
 
     def with_manifest(self, raw: bytes) -> Swarm:
-        """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, not valid, or not signed
-        by the owner whom they name."""
+        """Return this swarm with its manifest. Raises ProtocolError if the bytes are not valid, another swarm's, or not
+        signed by the owner."""
         if swarm_id(raw) != self.id:
             raise ProtocolError("the manifest's hash is not the swarm's id")
         manifest = decode_manifest(raw)
@@ -99,7 +113,7 @@ class Swarm:
 
 
 class _SwarmFile(VersionedFile, kw_only=True):
-    name: str = ""  # for people who look into it, as the id
+    name: str = ""  # for human readers, as is the id
     id: str = ""
     manifest: bytes
     bootstraps: tuple[str, ...] = ()
@@ -114,7 +128,8 @@ class _SwarmFile(VersionedFile, kw_only=True):
 
 
 def new_swarm(manifest_bytes: bytes, signature: bytes = b"") -> Swarm:
-    """The swarm of a manifest, with its owner's signature where it has one. Raises ProtocolError where either is not valid."""
+    """Return the swarm of a manifest, with its owner's signature if it has an owner. Raises ProtocolError if either is
+    not valid."""
     manifest = decode_manifest(manifest_bytes)
     private = manifest.membership == PRIVATE
     swarm = Swarm(swarm_id(manifest_bytes), manifest.name, owner=manifest.owner, signature=signature, private=private)
@@ -122,7 +137,10 @@ def new_swarm(manifest_bytes: bytes, signature: bytes = b"") -> Swarm:
 
 
 def save_swarm(swarm: Swarm, path: Path) -> None:
-    """Write the .swarm file, readable by its owner alone, all or nothing. Raises LocalError where it cannot."""
+    """Write the .swarm file atomically, readable by its owner alone.
+
+    Raises LocalError if it cannot be written, ValueError if the swarm has no manifest.
+    """
     if swarm.manifest_bytes is None:
         raise ValueError("a swarm known from an invite alone has no file")
     content = _SwarmFile(
@@ -138,10 +156,11 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
 
 
 def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
-    """The swarm that a .swarm file (its suffix may be left away), an invite, a file with an invite in it, or a name describes.
+    """Return the swarm described by a .swarm file, an invite, a file with an invite in it, or a name.
 
-    A file keeps the invite out of the list of processes. Names are those of swarms that were joined (`named_swarms.py`), and
-    of public ones, in the package's list and in `swarms.json` of the home folder. Raises UsageError with what is wrong.
+    The suffix .swarm may be left out. A file keeps the invite out of the list of processes. Names are those of joined
+    swarms (`named_swarms.py`) and of public swarms, in the package's list and in `swarms.json` of the home folder.
+    Raises UsageError if `source` is none of these or is damaged.
     """
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
@@ -154,14 +173,14 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
 
 
 def swarm_path(source: str | Path) -> Path:
-    """Where the .swarm file is that this means: `friends` is `friends.swarm` where there is no file `friends`."""
+    """Return the path that `source` means: `friends` is `friends.swarm` if there is no file `friends`."""
     path = Path(source)
     full = path.with_name(path.name + SUFFIX) if path.name else path
     return full if is_user_file(full) and not is_user_file(path) else path
 
 
 def names_a_swarm(source: str, home: Path | None) -> bool:
-    """Whether this is an invite, a file that is there, or a known name, rather than something else that was typed."""
+    """Return whether `source` is an invite, an existing file or a known name."""
     return looks_like_invite(source) or is_user_file(swarm_path(source)) or _named(source, home) is not None
 
 

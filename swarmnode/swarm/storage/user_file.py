@@ -1,4 +1,4 @@
-"""Files that a person gives or keeps: read whole, and where that cannot be, it is said why."""
+"""Files that a person provides or keeps: read whole, with an error that says why if they cannot be read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 class VersionedFile(msgspec.Struct):
     """JSON of a user's file; bytes are base64."""
 
-    swarmnode: int  # the format
+    swarmnode: int  # format
 
 
 Versioned = TypeVar("Versioned", bound=VersionedFile)
 
 
 def is_user_file(path: Path) -> bool:
-    """Whether there is such a file here. What was typed may be longer than any file's name: an invite, a prompt."""
+    """Return whether `path` is an existing file; False also if it is longer than any file name, as an invite or a
+    prompt may be."""
     try:
         return path.is_file()
     except OSError:
@@ -32,7 +33,10 @@ def is_user_file(path: Path) -> bool:
 
 
 def read_user_file(path: Path, *, max_bytes: int, what: str) -> bytes | None:
-    """Its content; None where there is no such file. `what` it should be, as in "a guestbook". Raises UsageError."""
+    """Read a file; None if there is none. `what` names the expected kind of file, as in "a guestbook".
+
+    Raises UsageError if it is a folder, too large or cannot be read.
+    """
     try:
         content = read_bounded(path, max_bytes)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no path has
@@ -47,7 +51,7 @@ def read_user_file(path: Path, *, max_bytes: int, what: str) -> bytes | None:
 
 
 def parse_user_file(data: bytes, content: type[T], *, source: object, what: str) -> T:
-    """Return what the JSON of a user's file says. Raises UsageError that names the `source` if it is not `what` it should be."""
+    """Decode the JSON of a user's file. Raises UsageError that names `source` if it is not `what` it should be."""
     try:
         return msgspec.json.decode(data, type=content)
     except DECODE_ERRORS as error:
@@ -55,7 +59,7 @@ def parse_user_file(data: bytes, content: type[T], *, source: object, what: str)
 
 
 def parse_versioned(data: bytes, content: type[Versioned], *, source: object, what: str, newest: int) -> Versioned:
-    """Return the same of a file that may have a newer format than this version knows. Raises UsageError then, too."""
+    """Decode a user's file as `parse_user_file` does. Raises UsageError also if its format is newer than `newest`."""
     parsed = parse_user_file(data, content, source=source, what=what)
     if parsed.swarmnode > newest:
         raise UsageError(f"{source} has format {parsed.swarmnode}, this swarmnode knows {newest}: upgrade swarmnode")

@@ -1,4 +1,5 @@
-"""The part of a checkpoint that this machine has fetched, in one folder per swarm, within a bound for all of them."""
+"""Weight cache: the part of a checkpoint that this machine has fetched, in one folder per swarm, within a bound for all
+swarms."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error, used_b
 
 FOLDER = "weights"  # in the home folder
 BACKUPS = "backups"  # beside it, within the same bound: `backups.py`
-DISK_SHARE = 0.8  # of what is free, where no bound is given
+DISK_SHARE = 0.8  # of the free space, if no bound is given
 
 
 class WeightCache(ChunkFolder):
-    """One swarm's folder under `root`. Opening it holds it against eviction by other processes until `close`.
+    """Weights of a swarm, in its folder under `root`. While it is open, other processes do not evict it.
 
-    `max_bytes` bounds all swarms' folders together.
+    `max_bytes` bounds the folders of all swarms together.
     """
 
     def __init__(self, root: Path, swarm_id: bytes, max_bytes: int | None = None) -> None:
@@ -33,9 +34,9 @@ class WeightCache(ChunkFolder):
             raise disk_error(self.folder, error) from error
 
     def make_room(self, needed_bytes: int) -> None:
-        """See that so many bytes may be added: other swarms' folders go, least recently used first, unless in use.
+        """Make room for `needed_bytes`: unused folders of other swarms are removed, least recently used first.
 
-        Raises LocalError where that is not enough.
+        Raises LocalError if that is not enough.
         """
         used = used_bytes(self.root) + used_bytes(self.root.parent / BACKUPS)
         room = used + int(shutil.disk_usage(self.root).free * DISK_SHARE)
@@ -55,19 +56,19 @@ class WeightCache(ChunkFolder):
             )
 
     def close(self) -> None:
-        """Let others evict it."""
+        """Allow other processes to evict the folder."""
         with contextlib.suppress(OSError):
             os.utime(self.folder)
         self._lock.close()
 
 
 def folder_name(swarm_id: bytes) -> str:
-    """Of a swarm's weights."""
+    """Return the name of the folder for a swarm's weights."""
     return swarm_id.hex()[:16]
 
 
 def last_used(folder: Path) -> float:
-    """Unix time."""
+    """Return the unix time of the last use; 0 if the folder is gone."""
     try:
         return folder.stat().st_mtime
     except FileNotFoundError:
@@ -75,7 +76,7 @@ def last_used(folder: Path) -> float:
 
 
 def _share(folder: Path) -> IO[bytes]:
-    """Hold the folder. Where somebody evicted it while we waited for the lock, it is made anew."""
+    """Lock the folder. If it was evicted during the wait for the lock, it is made again."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ".lock"
@@ -90,7 +91,7 @@ def _share(folder: Path) -> IO[bytes]:
 
 
 def evict(folder: Path) -> int:
-    """Remove a folder that no process uses; the bytes that this freed."""
+    """Remove a folder that no process uses. Returns the bytes freed; 0 if it is in use or cannot be removed."""
     size = used_bytes(folder)
     try:
         lock = lock_alone(folder / ".lock")

@@ -33,9 +33,9 @@ def test_what_was_signed_is_read_again():
     [
         (bytes(201), "a note of 201 bytes", ErrorCode.TOO_LARGE),
         (b"\xc1", "bad note: ", ErrorCode.MALFORMED),
-        (kind().sign(Note(bytes(32), "hello"), OWNER), "a note of another swarm", ErrorCode.WRONG_SWARM),
-        (kind().sign(Note(SWARM, "hello"), STRANGER), "a note that the owner did not sign", ErrorCode.REFUSED),
-        (kind("letter").sign(Note(SWARM, "hello"), OWNER), "a note that the owner did not sign", ErrorCode.REFUSED),
+        (kind().sign(Note(bytes(32), "hello"), OWNER), "this note is of another swarm", ErrorCode.WRONG_SWARM),
+        (kind().sign(Note(SWARM, "hello"), STRANGER), "the owner did not sign this note", ErrorCode.REFUSED),
+        (kind("letter").sign(Note(SWARM, "hello"), OWNER), "the owner did not sign this note", ErrorCode.REFUSED),
     ],
     ids=["too large", "not msgpack", "another swarm", "another key", "another kind"],
 )

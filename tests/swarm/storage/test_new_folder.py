@@ -40,7 +40,7 @@ def test_only_a_checkpoint_is_replaced_and_only_by_force(tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"letter\.txt"), new_folder(out, force=True):
         pass
     assert (out / "letter.txt").read_text() == "precious"
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="not a folder"):
         check_free(out / "letter.txt", force=True)
 
 
