@@ -74,9 +74,7 @@ class ClientWatch:
 
         def end(_gone: object = None) -> None:
             task.cancel()
-            again[:] = [
-                loop.call_later(CANCEL_AGAIN_S, end)
-            ]  # cancel again, as `cancel_and_wait` does and for the same reason
+            again[:] = [loop.call_later(CANCEL_AGAIN_S, end)]  # for the same reason as `cancel_and_wait`
 
         self._gone.add_done_callback(end)
         try:
