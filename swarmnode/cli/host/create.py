@@ -118,10 +118,10 @@ def create(
     quiet: bool = option(False, "Print only the invite.", "--quiet", "-q"),
     as_json: bool = JSON,
 ) -> None:
-    """Found a swarm that serves or trains a model: write NAME.swarm and print an invite.
+    """Found a swarm that serves or trains a model.
 
-    New weights (of --config, --module or a quantised model) go to NAME-weights, adapters to NAME-adapters. Keep NAME.swarm to
-    yourself; hand out the invite.
+    It writes NAME.swarm and prints an invite. Keep NAME.swarm to yourself; hand out the invite. New weights (of --config, --module
+    or a quantised model) go to NAME-weights, adapters to NAME-adapters.
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 

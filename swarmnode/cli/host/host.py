@@ -76,9 +76,10 @@ def host(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Found a swarm for a model, let machines join, lend this machine, and print the line that a friend types. Ctrl-C ends it all.
+    """Host a swarm for a model with one command.
 
-    It writes NAME.swarm into this folder, and uses that file the next time.
+    It founds the swarm, lets machines join, lends this machine, and prints the line that a friend types. Ctrl-C ends all of it. It
+    writes NAME.swarm into this folder, and uses that file the next time.
 
     Example: swarmnode host ./llama --private
     """

@@ -140,9 +140,10 @@ def qr_code(line: str) -> str:
 
 @command
 def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs: Verbosity) -> None:
-    """Show the members of a swarm and, with the owner's .swarm file, the invites that were issued.
+    """Show the members of a swarm.
 
-    Members who only use the swarm appear if they joined by an invite with --uses; the others are recorded nowhere.
+    With the owner's .swarm file, it also shows the issued invites. Members who only use the swarm appear if they joined by an
+    invite with --uses; the others are recorded nowhere.
 
     Example: swarmnode members friends.swarm
     """

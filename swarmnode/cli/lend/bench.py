@@ -29,9 +29,10 @@ def bench(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Measure this machine: each module of a layer, memory and disk, beside known GPUs. At most a config is downloaded.
+    """Measure this machine beside known GPUs.
 
-    Speeds are in layers of this size. For known GPUs, measured figures are Helix's; the others follow from datasheets.
+    It measures each module of a layer, memory and disk, and downloads at most a config. Speeds are in layers of this size. For
+    known GPUs, measured figures are Helix's; the others follow from datasheets.
 
     Example: swarmnode bench --device cuda
     """

@@ -17,7 +17,9 @@ from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 def show_identity(
     client: bool = option(False, "Print the id that generate, status and train use."), home: Path = HOME
 ) -> None:
-    """Print this machine's peer id, for an invite to this machine alone (`swarmnode invite --peer`).
+    """Print this machine's peer id.
+
+    You need it for an invite to this machine alone (`swarmnode invite --peer`).
 
     Example: swarmnode id
     """
@@ -34,7 +36,9 @@ def config(
     show: bool = option(False, "Print each option, its value, and the value's source."),
     as_json: bool = JSON,
 ) -> None:
-    """Check the options that `run` would use, from the flags given here, the environment and node.toml. Add any options of `run`.
+    """Check the options that `run` would use.
+
+    They come from the flags given here, the environment and node.toml. Add any options of `run`.
 
     Example: swarmnode config --show --memory 6GB
     """

@@ -29,9 +29,10 @@ def credit(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show the receipts that clients have signed for the work of this machine's nodes, and how much of them counts as credit.
+    """Show the receipts for the work of this machine's nodes.
 
-    Receipts of a single client do not count, those of two equal ones count half: your friends could sign anything for you.
+    Clients sign them, and they count as credit, discounted: receipts of a single client do not count, those of two equal ones count
+    half. Your friends could sign anything for you.
 
     Example: swarmnode credit friends
     """

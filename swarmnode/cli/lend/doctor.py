@@ -32,7 +32,9 @@ def doctor(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Examine this machine: versions, device, memory, disk, limits, network. The exit code is 1 if something is bad.
+    """Examine this machine and what it needs to take part.
+
+    It checks versions, device, memory, disk, limits and network. The exit code is 1 if something is bad.
 
     Example: swarmnode doctor friends --bandwidth
     """

@@ -56,7 +56,9 @@ def pause(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Free this machine: running sessions move to other machines, and the device is released. `swarmnode resume` lends it again.
+    """Free this machine until `swarmnode resume`.
+
+    Running sessions move to other machines, and the device is released.
 
     Example: swarmnode pause --keep memory
     """
@@ -100,7 +102,9 @@ def reload(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 @command
 def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Let a node leave its swarm in order, as Ctrl-C does in its terminal.
+    """Let a node leave its swarm in order.
+
+    It does what Ctrl-C does in the node's terminal.
 
     Example: swarmnode stop friends
     """
@@ -135,7 +139,9 @@ def state_text(answer: dict[str, Any]) -> str:
 
 @command
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the nodes and gateways that run on this machine: their work, their state, and the reason for it.
+    """List the nodes and gateways that run on this machine.
+
+    It shows their work, their state, and the reason for it.
 
     Example: swarmnode ps
     """

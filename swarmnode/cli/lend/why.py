@@ -18,15 +18,15 @@ def why(
     about: str = argument(
         "",
         "A machine's name or the end of its id, a session's trace id, or a layer's number; default: this machine's nodes.",
-        metavar="[PEER|SESSION|UNIT]",
+        metavar="[PEER|SESSION|LAYER]",
     ),
     swarm: str = option("", "Ask this swarm's directory instead of this machine's nodes.", metavar="SWARM"),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show why a node idles, pauses, refuses or holds its layers, why a machine is left out, and why a route was chosen.
+    """Show each decision and the facts behind it.
 
-    Show each decision and the facts behind it.
+    Learn why a node idles, pauses, refuses or holds its layers, why a machine is left out, and why a route was chosen.
 
     Example: swarmnode why 12
     """

@@ -12,7 +12,7 @@ from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, read_line
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
-_WAYS = "A .swarm file, an invite, the name of a swarm that you joined or of a public one, or - for standard input"
+_WAYS = "A .swarm file or its name, an invite, the name of a joined or public swarm, or - for standard input"
 SWARM = argument("", f"{_WAYS}; default: the one you used last.", metavar="[SWARM]")
 THIS_SWARM = argument(..., f"{_WAYS}.", metavar="SWARM")  # if another argument follows
 SWARM_FILE = argument(..., "The .swarm file, or its name.", metavar="SWARM")

@@ -26,7 +26,9 @@ def demo(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Start a swarm on this machine, let it learn the Zen of Python, kill a node meanwhile, and let it recite.
+    """Try a swarm of several nodes on this machine.
+
+    It learns the Zen of Python, loses a node meanwhile, and recites. The exit code is 1 if the demo fails.
 
     Example: swarmnode demo --json
     """

@@ -22,7 +22,9 @@ def network(
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:
-    """Write a swarm's machines, speeds, delays and bandwidths, as measured, to a file for `plan` and `simulate`.
+    """Write a swarm's measured machines and links, for planning.
+
+    `plan` and `simulate` read this file of machines, speeds, delays and bandwidths.
 
     Example: swarmnode network friends.swarm -o network.json
     """

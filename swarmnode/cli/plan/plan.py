@@ -181,9 +181,10 @@ def plan(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Plan training on a network: place stages x pipelines on its devices so that the traffic of a step takes the least time.
+    """Plan training on a network.
 
-    Costs are those of DT-FM (arXiv 2206.01288): averaging in the slowest stage, and the slowest link of every hop, both ways.
+    It places stages x pipelines on the devices so that the traffic of a step takes the least time. Costs are those of DT-FM (arXiv
+    2206.01288): averaging in the slowest stage, and the slowest link of every hop, both ways.
 
     Example: swarmnode plan network.json --stages 8 --replicas 8 --activation-gb 0.47 --gradient-gb 0.65
 

@@ -86,7 +86,9 @@ def simulate(
     report: Path = path_option("Write a page with charts.", metavar="OUT.html", parse=output_path),
     as_json: bool = JSON,
 ) -> None:
-    """Simulate a swarm on a network and show how fast it would be. Placement, routing and compression decide as real machines do.
+    """Simulate a swarm on a network.
+
+    It shows how fast the swarm would be. Placement, routing and compression decide as real machines do.
 
     Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """

@@ -160,10 +160,10 @@ def layers_of(model: Model, span: Span) -> range:
 
 
 def describe_span(model: Model, span: Span) -> str:
-    """Return the name of a span, as in "embedding, layers 0-4"; "units 2-5" for a module."""
+    """Return the name of a span, as in "embedding, layers 0-4"; for a module, its units, as in "layers 2-5"."""
     layers = layers_of(model, span)
     if not model.has_tokens:
-        return f"units {span.start}-{span.end - 1}" if span.units > 1 else f"unit {span.start}"
+        return f"layers {span.start}-{span.end - 1}" if span.units > 1 else f"layer {span.start}"
     parts = ["embedding"] if span.start == 0 else []
     if layers:
         parts.append(f"layers {layers[0] - 1}-{layers[-1] - 1}" if len(layers) > 1 else f"layer {layers[0] - 1}")

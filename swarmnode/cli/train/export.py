@@ -34,9 +34,9 @@ def export(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Write the newest complete step of a training swarm as a checkpoint, even during training.
+    """Write the newest complete step of a swarm as a checkpoint.
 
-    Load a language model with transformers' from_pretrained, a module with load_state_dict.
+    This works during training, too. Load a language model with transformers' from_pretrained, a module with load_state_dict.
 
     Example: swarmnode export school.swarm ./trained
     """

@@ -46,7 +46,9 @@ def infer(
     as_json: bool = JSON,
     logs: LogOptions,
 ) -> None:
-    """Compute the outputs of a module that a swarm serves (`create --module`).
+    """Compute the outputs of a module that a swarm serves.
+
+    Such a swarm was created with `create --module`.
 
     Example: swarmnode infer eyes.swarm --input images.npz --output scores.npz
     """

@@ -27,7 +27,9 @@ def join(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Remember a swarm under its name, so that `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
+    """Remember a swarm under its name.
+
+    Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 
     Example: swarmnode join swarm1…
     """

@@ -26,7 +26,7 @@ def launch(
     key: str = option(NO_KEY, "API key, if the gateway needs one.", envvar="SWARMNODE_API_KEY", show_default=False),
     write: bool = option(False, "Write the tool's file, unless it already exists."),
 ) -> None:
-    """Print the configuration that lets a tool use the swarms of `swarmnode serve`.
+    """Print the configuration of a tool for `swarmnode serve`.
 
     Example: swarmnode launch aider --write
     """

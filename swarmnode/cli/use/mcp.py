@@ -23,8 +23,10 @@ def mcp(
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:
-    """Offer a swarm to an agent as tools: status, and what its model can do (generate and trace, embed, classify, or
-    infer). The agent starts and ends this command.
+    """Offer a swarm to an agent as tools (MCP).
+
+    The tools are status, and what the swarm's model can do: generate and trace, embed, classify, or infer. The agent starts and
+    ends this command.
 
     Example: claude mcp add friends -- swarmnode mcp friends
     """

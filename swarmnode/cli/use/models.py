@@ -31,7 +31,9 @@ class KnownModel(NamedTuple):
 
 @command
 def models(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the swarms that this machine knows by name, joined or public, and their models.
+    """List the swarms that this machine knows, and their models.
+
+    It knows the swarms that you joined and the public ones.
 
     Example: swarmnode models
     """

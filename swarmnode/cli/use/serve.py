@@ -54,7 +54,9 @@ def serve(
     as_json: bool = EVENTS,
     logs: LogOptions,
 ) -> None:
-    """Serve swarms by OpenAI's API, for the tools that you have, and as a page for your browser. Ctrl-C stops it.
+    """Serve swarms by OpenAI's API and as a page.
+
+    Tools that know OpenAI use the API, your browser shows the page. Ctrl-C stops it.
 
     Example: swarmnode serve friends --port 8000
     """

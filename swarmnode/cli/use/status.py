@@ -105,7 +105,9 @@ def status(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Show the machines of a swarm, their layers, and whether they hold the whole model.
+    """Show the machines of a swarm and their layers.
+
+    It also shows whether they hold the whole model.
 
     Example: swarmnode status friends.swarm --watch
     """

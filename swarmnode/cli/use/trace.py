@@ -31,9 +31,10 @@ def trace(
     as_json: bool = JSON,
     logs: LogOptions,
 ) -> None:
-    """Show where a session's slow tokens spent their time: at which machine, waiting or computing, or on the way.
+    """Show where a session's slow tokens spent their time.
 
-    Machines remember the last 512 steps of running sessions and of the last 64 that ended.
+    They wait or are computed at a machine, or are on the way. Machines remember the last 512 steps of running sessions and of the
+    last 64 that ended.
 
     Example: swarmnode trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
     """

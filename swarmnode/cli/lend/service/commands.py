@@ -21,7 +21,7 @@ SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs the machine
 
 NAME = argument(..., "Name of a swarm that you joined; each has its own service.", metavar="NAME")
 app = typer.Typer(
-    help="Run a node in the background as a service (systemd, launchd, Windows tasks).",
+    help="Run a node in the background as a service. It uses systemd, launchd or Windows tasks.",
     no_args_is_help=True,
 )
 
