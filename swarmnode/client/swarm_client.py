@@ -106,7 +106,7 @@ class SwarmClient(SwarmObserver):
             trust: Peers that may compute.
             audit_share: Share of the answers' cost to spend on recomputing some of them at other peers; 0 turns this off.
             most_positions: Number of positions that a text may have, in place of the model's config.
-            platform: Clock and network; for tests.
+            platform: Network, executor and clock; tests pass their own.
 
         Returns:
             The client, which has the swarm's manifest.
@@ -157,8 +157,15 @@ class SwarmClient(SwarmObserver):
         return {**super().status(), "max_model_len": self.known_positions}
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """Return what the directory knows of the peer or the unit `about`; if `about` is empty, the route that a session would take
-        now, with the reasons."""
+        """Return facts and decisions about a peer, a unit or a session.
+
+        Args:
+            about: A peer's name, its id or the id's end; a unit's number; or the beginning of a session's trace id. If empty, a
+                route is chosen as for a new session, and the result is about this client.
+
+        Returns:
+            A dict with `facts`, a list of sentences, and `decisions`, the latest first.
+        """
         if not about:
             with contextlib.suppress(NoRoute):  # the refusal is recorded, too
                 self._router(Span(0, self.units), ring=self.manifest.task == GENERATE).route(frozenset(), ())
@@ -232,8 +239,23 @@ class SwarmClient(SwarmObserver):
         kept_for: str | None = None,
         **changes: Any,
     ) -> TextStream:
-        """Generate the model's answer to a conversation; the further arguments are those of `stream`. Raises what `stream` raises,
-        and CheckpointError if the chat template fails."""
+        """Start generating the model's answer to a conversation; it runs while the result is iterated over.
+
+        Args:
+            turns: The conversation, which ends with the user's turn.
+            options: Settings of the generation; by default those of GenerateOptions.
+            kept_for: Owner of the prompt's caches; see `stream`.
+            changes: Fields of GenerateOptions that replace those of `options`.
+
+        Returns:
+            The stream of generated tokens and their text.
+
+        Raises:
+            UsageError: The swarm has no language model or no tokenizer, or an argument does not fit the model.
+            ContextTooLong: The conversation and the new tokens exceed the model's positions.
+            CheckpointError: The model's chat template cannot be used.
+            NoRoute: No peer provides the model's small files in time.
+        """
         tokenizer = await self.chat_tokenizer()
         prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
         return await self.stream(prompt, options, kept_for=kept_for, **changes)
@@ -251,8 +273,22 @@ class SwarmClient(SwarmObserver):
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
     ) -> Generation:
-        """Generate a whole text and return it; the arguments are those of `stream`. Many calls can run at once, because peers batch
-        them."""
+        """Generate a whole text. Many calls can run at once, because peers batch them.
+
+        Args:
+            prompt: A text, or token ids.
+            options: Settings of the generation; by default those of GenerateOptions.
+            changes: Fields of GenerateOptions that replace those of `options`.
+
+        Returns:
+            The token ids and the text (None without a tokenizer), with the route and the speed.
+
+        Raises:
+            UsageError: The prompt or an option does not fit the model.
+            ContextTooLong: The prompt and the new tokens exceed the model's positions.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         stream = await self.stream(prompt, options, **changes)
         async for _ in stream:
             pass
@@ -303,8 +339,19 @@ class SwarmClient(SwarmObserver):
     # -- modules
 
     async def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Compute a module's outputs for `inputs`; both are arrays by name. Samples lie along the first dimension if the module was
-        exported so. Raises UsageError if the inputs do not fit the module, NoRoute, Busy."""
+        """Compute the outputs of the swarm's module.
+
+        Args:
+            inputs: Arrays by name, with samples along the first dimension if the module was exported so.
+
+        Returns:
+            Arrays by name.
+
+        Raises:
+            UsageError: The swarm serves no module, or the inputs do not fit it.
+            NoRoute: The peers do not cover the module within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         return await (await self.remote_module()).infer(inputs)
 
     async def remote_module(self) -> RemoteModule:
@@ -318,14 +365,38 @@ class SwarmClient(SwarmObserver):
         return await asyncio.shield(self._module)
 
     async def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-        """Compute the vectors of texts, or of rows of token ids. Raises UsageError, also if the swarm's model does not embed
-        texts."""
+        """Compute the vectors of texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            One float32 vector per text.
+
+        Raises:
+            UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         encoder = await self.encoder(EMBED)
         return await encoder.vectors([await encoder.ids(text) for text in texts])
 
     async def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
-        """Return for each text the probabilities of the classes, by their labels. Raises UsageError, also if the swarm serves no
-        classifier."""
+        """Classify texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            For each text, the probabilities of the classes by their labels.
+
+        Raises:
+            UsageError: The swarm serves no classifier, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         encoder = await self.encoder(CLASSIFY)
         vectors = await encoder.vectors([await encoder.ids(text) for text in texts])
         return [dict(zip(encoder.labels, map(float, vector), strict=True)) for vector in vectors]

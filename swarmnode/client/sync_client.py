@@ -85,33 +85,112 @@ class SyncSwarm:
         return future.result()
 
     def status(self) -> dict[str, Any]:
-        """Return the peers and the units that they hold; see SwarmClient.status."""
+        """Return the peers and the units that they hold, in the format of `swarmnode status --json`, and `max_model_len`."""
         return self._client.status()
 
     def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
     ) -> Generation:
-        """Generate a whole text and return it; see SwarmClient.generate."""
+        """Generate a whole text. Calls from several threads run at once.
+
+        Args:
+            prompt: A text, or token ids.
+            options: Settings of the generation; by default those of GenerateOptions.
+            changes: Fields of GenerateOptions that replace those of `options`.
+
+        Returns:
+            The token ids and the text (None without a tokenizer), with the route and the speed.
+
+        Raises:
+            UsageError: The prompt or an option does not fit the model.
+            ContextTooLong: The prompt and the new tokens exceed the model's positions.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         return self.run(self._client.generate(prompt, options, **changes))
 
     def stream(self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any) -> SyncStream:
-        """Start a generation and return its stream; see SwarmClient.stream."""
+        """Start a generation; it runs while the result is iterated over.
+
+        Args:
+            prompt: A text, or token ids.
+            options: Settings of the generation; by default those of GenerateOptions.
+            changes: Fields of GenerateOptions that replace those of `options`, or further arguments of `SwarmClient.stream`.
+
+        Returns:
+            The stream of generated tokens and their text.
+
+        Raises:
+            UsageError: The prompt or an option does not fit the model.
+            ContextTooLong: The prompt and the new tokens exceed the model's positions.
+            NoRoute: No peer provides the model's small files in time.
+        """
         return SyncStream(self, self.run(self._client.stream(prompt, options, **changes)))
 
     def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Compute a module's outputs, arrays by name; see SwarmClient.infer."""
+        """Compute the outputs of the swarm's module.
+
+        Args:
+            inputs: Arrays by name, with samples along the first dimension if the module was exported so.
+
+        Returns:
+            Arrays by name.
+
+        Raises:
+            UsageError: The swarm serves no module, or the inputs do not fit it.
+            NoRoute: The peers do not cover the module within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         return self.run(self._client.infer(inputs))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-        """Compute the vectors of texts or of rows of token ids; see SwarmClient.embed."""
+        """Compute the vectors of texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            One float32 vector per text.
+
+        Raises:
+            UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         return self.run(self._client.embed(texts))
 
     def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
-        """Return the probabilities of the classes for each text; see SwarmClient.classify."""
+        """Classify texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            For each text, the probabilities of the classes by their labels.
+
+        Raises:
+            UsageError: The swarm serves no classifier, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         return self.run(self._client.classify(texts))
 
     def causal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
-        """Return the swarm as a transformers model; see SwarmClient.acausal_lm."""
+        """Return the swarm as a transformers model whose `generate` drives every step.
+
+        Args:
+            hold_ends: Whether the embedding and the head run here, so that token ids and logits never leave this machine.
+            compress: Encoding of data between machines, as in GenerateOptions.
+            adapter: Name of an adapter, as in GenerateOptions; empty for none.
+
+        Returns:
+            The model.
+
+        Raises:
+            UsageError: The swarm has no language model, or an argument is not possible.
+        """
         return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress, adapter=adapter))
 
     def close(self) -> None:

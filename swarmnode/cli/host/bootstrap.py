@@ -38,8 +38,8 @@ def bootstrap(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Run a bootstrap peer: new machines find the swarm through it. It relays for machines behind NAT and
-    hands out weights, but computes nothing.
+    """Run a bootstrap peer: new machines find the swarm through it. It relays for machines behind NAT and hands out
+    weights, but computes nothing.
 
     Example: swarmnode bootstrap friends.swarm
     """

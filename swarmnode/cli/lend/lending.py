@@ -38,8 +38,8 @@ async def attended(
     reload: Callable[[], str] | None = None,
 ) -> AsyncIterator[None]:
     """Serve the node's control socket, in the home folder, and its metrics while the context lasts. `name` is its name in `ps`; by
-    default the swarm's. `reload` reads the node's options again; None if it has none. Raises LocalError if the socket or the
-    metrics cannot be served."""
+    default the swarm's. `reload` reads the node's options again; None if it has none. Raises LocalError if the folder cannot be
+    written or the metrics cannot be served."""
     from swarmnode.lending.control_server import ControlServer
 
     control = ControlServer(node.lending, stop, node.describe, node.why, reload)

@@ -98,8 +98,8 @@ def _give_way(node: NodeOptions) -> None:
 
 
 def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> tuple[Swarm, Node]:
-    """Return the swarm that `swarm` names, and a node for it, which ends `pause` once everything is imported. Raises UsageError if
-    the plan is for another swarm, or a device is missing."""
+    """Return the swarm that `swarm` names, and a node for it, which ends `pause` once everything is imported. Raises LocalError
+    if a device is missing, UsageError if the plan is for another swarm."""
     from swarmnode.compute.device import probe_devices
     from swarmnode.node.node import Node
 

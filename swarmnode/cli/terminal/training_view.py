@@ -121,18 +121,18 @@ class TrainingView:
         return f"<{type(self).__name__} of {len(self.reports)} steps>"
 
     def begun(self, run: Run) -> None:
-        """Implement `Listener`."""
+        """Show that the data has been read and the run begins."""
         self.run = run
         self._tell()
 
     def step(self, report: StepSummary) -> None:
-        """Implement `Listener`."""
+        """Log a finished step and show the new state."""
         self.missing = None
         self.reports.append(report)
         self._tell(report)
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """Implement `Listener`."""
+        """Show that the training waits, and why."""
         self.why, self.missing = why, missing
         self._tell()
 

@@ -51,12 +51,12 @@ class TrainerMeter:
         return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
 
     def begun(self, run: Run) -> None:
-        """Count, and pass on to the other listener."""
+        """Remember the settings of the run, and pass them on to the other listener."""
         self._run = run
         self._listener.begun(run)
 
     def step(self, report: StepSummary) -> None:
-        """Count, and pass on to the other listener."""
+        """Count a finished step, and pass the report on to the other listener."""
         assert self._run is not None
         self._last, self._waiting = report, False
         self._tokens += self._run.batch * max(1, self._run.sequence)
@@ -65,7 +65,7 @@ class TrainerMeter:
         self._listener.step(report)
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """Count, and pass on to the other listener."""
+        """Note that the training waits, and pass the reason on to the other listener."""
         self._waiting = True
         self._listener.waiting(why, missing)
 

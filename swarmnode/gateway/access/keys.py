@@ -83,8 +83,8 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, presented: str | None) -> ApiKey | None:
-        """Return the key whose text is `presented`; None if there is no such key. An empty ring returns its common key for any
-        text."""
+        """Return the key whose text is `presented`; None if there is no such key. An empty ring always returns its common
+        key."""
         if not self._keys:
             return self._anybody
         return None if presented is None else self._keys.get(_hash(presented))

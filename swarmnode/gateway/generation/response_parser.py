@@ -43,7 +43,7 @@ class StopStrings:
         return held[: len(held) - kept]
 
     def flush(self) -> str:
-        """Return the text that was held back, because no more text follows."""
+        """End the text and return the part that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -173,7 +173,7 @@ class ResponseParser(Protocol):
         ...
 
     def finish(self) -> Parsed:
-        """Return the text that was held back, because no more text follows."""
+        """End the answer and return the parts that were held back, with the calls."""
         ...
 
 
@@ -202,7 +202,7 @@ class CommonParser:
         return Parsed(text if self._calls is None else self._calls.push(text), reasoning)
 
     def finish(self) -> Parsed:
-        """Return the text that was held back, because no more text follows."""
+        """End the answer and return the parts that were held back, with the calls."""
         reasoning, text = ("", "") if self._reasoning is None else self._reasoning.finish()
         if self._calls is None:
             return Parsed(text, reasoning)
@@ -245,7 +245,7 @@ class TemplateParser:
         return self._take(events)
 
     def finish(self) -> Parsed:
-        """Return the text that was held back, because no more text follows."""
+        """End the answer and return the parts that were held back, with the calls."""
         if self._failed:
             return Parsed(calls=tuple(self._calls))
         try:
