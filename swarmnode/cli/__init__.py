@@ -1,1 +1,1 @@
-"""The command line: one thin file per command."""
+"""Command line: one module per command, or per group of related commands."""

@@ -1,4 +1,4 @@
-"""`swarmnode`: the commands, and how a failure looks to a person.
+"""Command `swarmnode`: the tree of commands, and the entry point.
 
 Nothing heavy is imported here: `swarmnode --help` must answer at once.
 """
@@ -41,11 +41,11 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
 
 
 class Commands(GroupedHelp):
-    """All of them, each imported when it is asked for."""
+    """All commands; each is imported when it is needed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = LateCommands(GROUPS)  # type: ignore[assignment]  # nobody adds to them
+        self.commands = LateCommands(GROUPS)  # type: ignore[assignment]  # no command is added later
 
 
 app = typer.Typer(
@@ -72,22 +72,23 @@ def _options(
     ),
 ) -> None:
     if platform.system() == "Windows":
-        fail("there is no network daemon (p2pd) for Windows: run swarmnode in WSL 2 or in Docker", 2)
+        fail("swarmnode has no network daemon (p2pd) for Windows: run it in WSL 2 or in Docker", 2)
 
 
 def _open_standard_streams() -> None:
-    """Who was started without one of them (`>&-`) has one that leads nowhere, before a socket gets its number."""
+    """Open /dev/null for each standard stream that the process was started without (`>&-`), before a socket gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def main() -> None:
-    """Entry point of the `swarmnode` command. Exit codes: 0 done, 1 failed, 2 wrong usage."""
-    # Read when torch starts: caches that grow and go leave holes in a card's memory, which segments of one size cannot use.
+    """Run the `swarmnode` command. The exit code is 0 for success, 1 for failure, 2 for wrong usage."""
+    # torch reads this when it starts. Caches that grow and are freed leave gaps in a GPU's memory; segments of one size cannot
+    # use them.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     _open_standard_streams()
-    os.umask(os.umask(0) | 0o002)  # nobody else writes what we write, whatever we were started with
+    os.umask(os.umask(0) | 0o002)  # other users cannot write our files, whatever umask we were started with
     try:
         app()
     except SystemExit as ended:

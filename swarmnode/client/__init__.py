@@ -1,1 +1,1 @@
-"""What asks a swarm: clients of all kinds, and what they have of its model."""
+"""Clients of a swarm: they ask, observe, own or train it, and read the model's small files."""

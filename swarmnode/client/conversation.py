@@ -1,4 +1,4 @@
-"""A conversation with the model of a swarm: each turn is asked with all that was said before it.
+"""Conversation with the model of a swarm: each prompt contains all earlier turns.
 
 conversation = Conversation(client)
 async for piece in await conversation.ask("Who are you?"):
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.client.text_stream import GeneratedText, TextStream
 
-KEPT_FOR = "conversations"  # of this client
+KEPT_FOR = "conversations"  # owner of the kept caches
 
 
 class Conversation:
-    """One at a time: an answer that was not listened to the end counts as far as it was heard."""
+    """Conversation with one answer at a time. If the caller stops reading an answer, the part that was read becomes the model's
+    turn."""
 
     def __init__(self, client: SwarmClient, options: GenerateOptions | None = None, *, system: str = "") -> None:
-        """`system` says what the model shall be, to models that know such a role."""
+        """`system` is a system text, for models that know that role; empty for none."""
         self._client = client
         self._options = options
         self._begin = (Turn("system", system),) if system else ()
@@ -34,11 +35,12 @@ class Conversation:
         return f"<Conversation of {len(self.turns)} turns>"
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start again, with only the system text."""
         self.turns = list(self._begin)
 
     async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:
-        """The answer, piece by piece. Raises what `SwarmClient.chat` does; then the question was not asked."""
+        """Send `text` as the user's next turn and return the answer as a stream of pieces. Raises what `SwarmClient.chat` raises;
+        the conversation is then unchanged."""
         asked = [*self.turns, Turn("user", text)]
         stream = await self._client.chat(asked, self._options, kept_for=KEPT_FOR)
         return self._listen(asked, stream)

@@ -1,4 +1,4 @@
-"""Joining a swarm as a client, which looks on and announces nothing."""
+"""Joining of a swarm as a client that only observes and announces nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from swarmnode.peer.host_config import HostConfig
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.storage.swarmfile import Swarm
 
-JOIN_S = 15.0  # for a first answer
+JOIN_S = 15.0  # for the first answer of a peer
 
 
 @contextlib.asynccontextmanager
 async def joining(
     swarm: Swarm, home: Path, *, patience_s: float = JOIN_S, platform: Platform = MACHINE
 ) -> AsyncIterator[Host]:
-    """Join a swarm, and wait until a peer of it answers. The client leaves again if the context raises.
+    """Join a swarm, wait until a peer of it answers, and yield the host. If the context raises, leave the swarm; else the caller
+    closes the host.
 
-    Raises NetworkDown if nobody answers in time, NotAdmitted.
+    The wait is `patience_s`, but at most `JOIN_S` seconds. Raises NetworkDown if no peer answers in time, NotAdmitted if the swarm
+    refuses us.
     """
     host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint's small files say of how its model is to be asked: how long texts may be, and how tokens are drawn."""
+"""Values of a checkpoint's small files for its use: how long texts may be, and how tokens are sampled."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from swarmnode.serving.client.generation import GenerateOptions
 
 log = logging.getLogger(__name__)
 
-# Of a config, by the families that call it so: Llama, GPT-2, MPT, older ones.
+# Names of one config field in different model families: Llama, GPT-2, MPT, older ones.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
-STRETCHED = ("linear", "dynamic", "ntk")  # scalings of rotary embeddings whose config tells the positions before them
+STRETCHED = ("linear", "dynamic", "ntk")  # scalings of rotary embeddings whose config has the positions before scaling
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def context_limit(folder: Path) -> int | None:
-    """Return how many positions a text may have, as the config in a folder says; None where it does not."""
+    """Return the number of positions that a text may have, by the config in `folder`; None if the config does not say."""
     config = read_config(folder / "config.json")
     text = config.get("text_config")
     return positions_of(text if isinstance(text, Mapping) else config)
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the positions that a model was trained for, with what its rotary embeddings are stretched by. None where the config
-    does not say."""
+    """Return the number of positions of a model, including the scaling of its rotary embeddings; None if the config does not
+    say."""
     told = [size for name in POSITIONS if isinstance(size := config.get(name), int) and size > 0]
     if not told:
         return None
@@ -45,8 +45,8 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
-    """Return how tokens are drawn where nobody says it, as the checkpoint's makers do: fields of GenerateOptions. Empty where they
-    do not say, or say what no text can be drawn by."""
+    """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. Missing values and values that GenerateOptions
+    refuses are left out."""
     told = read_config(folder / "generation_config.json")
     return {name: told[name] for name in DRAWING if _can_be_drawn_by(name, told.get(name))}
 
@@ -55,7 +55,7 @@ def _can_be_drawn_by(name: str, value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
-        GenerateOptions(**{name: value})  # type: ignore[arg-type]  # each of them is a number
+        GenerateOptions(**{name: value})  # type: ignore[arg-type]  # each field is a number
     except UsageError as error:
         log.warning("generation_config.json: %s", error)
         return False

@@ -1,4 +1,4 @@
-"""The model's small files as a client has them: its tokenizer, and what its config says. They are fetched and read once."""
+"""The model's small files in a client: the tokenizer and the config. They are fetched and read once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ log = logging.getLogger(__name__)
 FOLDER = "tokenizers"
 MAX_BYTES = 1 << 28  # 256,000 tokens take some 30 MB
 MOST_KEPT = 8  # swarms
-# Of transformers' class, to its pipeline.
+# Methods of transformers' class that call its pipeline.
 ENTRANCES = ("__call__", "_encode_plus", "decode", "_decode", "convert_tokens_to_ids")
 
-BPE_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # older versions always do
+# Older versions always clean up.
+BPE_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 PACKAGE = "hollow_transformers"
 RENDERER = "utils.chat_template_utils"
-OWN_WAYS = ("apply_chat_template", "get_chat_template", "special_tokens_map")  # in which a family may do it otherwise
+OWN_WAYS = ("apply_chat_template", "get_chat_template", "special_tokens_map")  # a model family may override these
 TRIAL = "{{ messages | tojson }} {{ tools }} {{ add_generation_prompt }} {{ bos_token }} {{ eos_token }}"
 
 
@@ -48,8 +49,8 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> str:
-    """The conversation as text. `variables` are what the template knows beside it, special tokens and how it ends among them.
-    Raises what transformers and jinja raise where the template cannot be used on it."""
+    """Render a conversation by a chat template. `variables` are the template's further variables, among them special tokens and the
+    ending. Raises the errors of transformers and jinja if the template cannot be used."""
     rendered, _ = _renderer().render_jinja_template(
         conversations=[list(messages)],
         tools=list(tools) or None,
@@ -60,7 +61,8 @@ def render_chat(
 
 
 def chosen_template(templates: str | Mapping[str, str] | None, *, with_tools: bool) -> str | None:
-    """Which of a checkpoint's templates is used, of those that bear names; None where that cannot be said."""
+    """Return the template to use: of named templates "tool_use" if `with_tools` and it exists, else "default", or None
+    if that does not exist. A single template, or None, is returned unchanged."""
     if not isinstance(templates, Mapping):
         return templates
     default = templates.get("default")
@@ -68,14 +70,15 @@ def chosen_template(templates: str | Mapping[str, str] | None, *, with_tools: bo
 
 
 def is_ordinary(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every version of transformers gives these to the template as they are: newer ones take values of None away, and
-    refuse that there are no messages."""
+    """Return whether every version of transformers passes these messages to the template unchanged: newer versions drop values of
+    None and refuse an empty list."""
     return bool(messages) and all(type(message) is dict and None not in message.values() for message in messages)
 
 
 def renders_as_transformers(tokenizer: Any) -> bool:
-    """Whether `render_chat` writes conversations as this tokenizer of transformers does: by its general way, as a trial shows.
-    The trial is by a template of ours, as a checkpoint's may be anything."""
+    """Return whether `render_chat` renders conversations as this tokenizer of transformers does. It checks that the tokenizer
+    overrides no method and renders a trial template alike; the trial does not use the checkpoint's template, which may be
+    anything."""
     from transformers import PreTrainedTokenizerBase
 
     kind = type(tokenizer)
@@ -92,7 +95,8 @@ def renders_as_transformers(tokenizer: Any) -> bool:
 
 
 def _renderer() -> Any:
-    """transformers' module. Raises ImportError where this version has none."""
+    """Return transformers' module for chat templates, without importing the rest of transformers. Raises ImportError if this
+    version has none."""
     inner = f"{PACKAGE}.utils"
     if inner not in sys.modules:
         folders = folders_of("transformers")
@@ -102,23 +106,23 @@ def _renderer() -> Any:
 
 
 class KeptPipeline(msgspec.Struct, frozen=True):
-    """What text becomes ids by, and what a client asks of the tokenizer otherwise."""
+    """Kept copy of a tokenizer: its pipeline, and the facts that a client needs from it."""
 
-    versions: str  # of the libraries that made it
-    pipeline: str  # as `tokenizers` writes it
+    versions: str  # of transformers and tokenizers
+    pipeline: str  # JSON of `tokenizers`
     separator: int | None
     ends: tuple[int, ...]
     chat_template: str | dict[str, str] | None
-    special_tokens: dict[str, str]  # by the names that templates know them by
+    special_tokens: dict[str, str]  # by their names in templates
     template_settings: frozenset[str]
-    renders_chats: bool  # as transformers does
+    renders_chats: bool  # whether `render_chat` renders as transformers does
     has_response_template: bool
     splits_special_tokens: bool
 
 
 class KeptTokenizer(Tokenizer):
-    """A checkpoint's tokenizer that reads texts by a kept pipeline. What only transformers' own can do, that one does, which is
-    then made of the folder, once."""
+    """Tokenizer of a checkpoint that encodes and decodes by a kept pipeline. For anything else it loads transformers' tokenizer
+    from the folder, once."""
 
     def __init__(self, folder: Path, kept: KeptPipeline) -> None:
         from tokenizers import Tokenizer as Pipeline
@@ -148,12 +152,13 @@ class KeptTokenizer(Tokenizer):
         return self._pipeline.id_to_token(token) or ""
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
-        (encoding,) = self._pipeline.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
+        # `encode` would hold the GIL.
+        (encoding,) = self._pipeline.encode_batch([text], add_special_tokens=special_tokens)
         return encoding.ids
 
 
 class TokenizerCache:
-    """Those under one home folder. It is only a help: one that is missing, damaged, or of other versions is made again."""
+    """Cache of tokenizers in one home folder. A missing or damaged entry, or one of other library versions, is made again."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
@@ -162,7 +167,8 @@ class TokenizerCache:
         return f"<TokenizerCache {self._folder}>"
 
     def tokenizer(self, swarm: bytes, folder: Path) -> Tokenizer:
-        """That of the swarm with this id, whose files are in `folder`. Raises CheckpointError where there is none in them."""
+        """Return the tokenizer of the swarm with the id `swarm`, whose files are in `folder`. Raises CheckpointError if the folder
+        has no usable tokenizer."""
         path = self._folder / f"{swarm.hex()}.json"
         kept = read_kept(path, KeptPipeline, max_bytes=MAX_BYTES)
         if kept is not None and kept.versions == _versions():
@@ -178,12 +184,12 @@ class TokenizerCache:
             for old in sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime)[:-MOST_KEPT]:
                 old.unlink()
         except (OSError, LocalError) as error:
-            log.info("the tokenizer is made again next time: %s", error)
+            log.info("cannot keep the tokenizer; it is built again next time: %s", error)
 
 
 def is_plain(tokenizer: Tokenizer) -> bool:
-    """Whether transformers' tokenizer does nothing beside its pipeline: no slow one, no family's own way in or out, no mode for
-    another language, and no spaces taken away afterwards."""
+    """Return whether transformers' tokenizer does nothing besides its pipeline: it is a fast one, overrides no method of encoding
+    or decoding, has no mode for another language, and removes no spaces afterwards."""
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     own = tokenizer.own
@@ -197,11 +203,11 @@ def is_plain(tokenizer: Tokenizer) -> bool:
 
 
 def kept_pipeline(tokenizer: Tokenizer) -> KeptPipeline:
-    """What is to be kept of a plain one."""
+    """Return the copy to keep of a plain tokenizer (see `is_plain`)."""
     from tokenizers import Tokenizer as Pipeline
 
     whole = Pipeline.from_str(tokenizer.own.backend_tokenizer.to_str())
-    whole.no_truncation()  # as transformers, which does neither where it is not asked to
+    whole.no_truncation()  # transformers does neither unless asked
     whole.no_padding()
     return KeptPipeline(
         versions=_versions(),
@@ -223,8 +229,8 @@ def _versions() -> str:
 
 
 class ModelFiles:
-    """Of the swarm that `host` has joined and whose manifest it has; `patience_s` is asked how long peers have to give them.
-    `most_positions` is how many a text may have, whatever the config says, as far as the model has a table of them."""
+    """Small files of the swarm that `host` has joined and whose manifest it has. `patience_s` returns how long to wait for peers to
+    provide them. `most_positions` replaces the config's number of positions; the model's own table of positions still bounds it."""
 
     def __init__(self, host: Host, patience_s: Callable[[], float], *, most_positions: int | None = None) -> None:
         self._host = host
@@ -241,19 +247,20 @@ class ModelFiles:
         return f"<ModelFiles in {self._folder}>" if self._folder else "<ModelFiles, not fetched yet>"
 
     async def close(self) -> None:
-        """Give up access to the weights."""
+        """Close the access to the weights, if it is open."""
         if self._weights is not None:
             await self._weights.close()
 
     async def weights(self) -> Weights:
-        """Access to the checkpoint, held until `close`."""
+        """Return access to the checkpoint, which stays open until `close`."""
         weights_class = await asyncio.to_thread(_import_weights)
         if self._weights is None:
             self._weights = weights_class(self._host)
         return self._weights
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
-        """The checkpoint's own; a swarm that trains without one does so on bytes."""
+        """Return the checkpoint's tokenizer; for a swarm that trains without one, a ByteTokenizer; else None. Raises NoRoute if no
+        peer provides the files, CheckpointError if the tokenizer cannot be used."""
         if self._tokenizer is None and has_tokenizer(file.name for file in self._manifest.files):
             folder, cache = await self.folder(), TokenizerCache(self._host.config.home)
             self._tokenizer = await asyncio.to_thread(cache.tokenizer, self._host.swarm.id, folder)
@@ -262,7 +269,7 @@ class ModelFiles:
         return self._tokenizer
 
     async def limits(self) -> ModelLimits:
-        """What the model can be asked for."""
+        """Return the bounds on requests to the model. Raises NoRoute if no peer provides the config."""
         if self._limits is None:
             manifest, folder = self._manifest, await self.folder()
             trained = self._most_positions or context_limit(folder)
@@ -272,17 +279,19 @@ class ModelFiles:
 
     @property
     def known_positions(self) -> int | None:
-        """How many positions a text may have, as far as that is known without asking anybody; None without a limit."""
+        """Number of positions that a text may have, as known without asking a peer; None if there is no limit or it is not known
+        yet."""
         return self._manifest.model.positions or None if self._limits is None else self._limits.positions
 
     async def generation_defaults(self) -> dict[str, float | int]:
-        """How tokens are drawn where nobody says it: fields of GenerateOptions."""
+        """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. Raises NoRoute if no peer provides the
+        config."""
         if self._defaults is None:
             self._defaults = generation_defaults(await self.folder())
         return self._defaults
 
     async def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text."""
+        """Return the ids of the tokens that end a text; empty if none are known. Raises NoRoute if no peer provides the files."""
         if self._stop_ids is None:
             folder, tokenizer = await self.folder(), await self.tokenizer()
             self._stop_ids = await asyncio.to_thread(stop_ids, folder, tokenizer)
@@ -294,14 +303,14 @@ class ModelFiles:
         return self._host.swarm.manifest
 
     async def folder(self) -> Path:
-        """The folder with config and tokenizer. Raises NoRoute where nobody gives them in time."""
+        """Return the folder with the config and the tokenizer. Raises NoRoute if no peer provides them in time."""
         if self._folder is None:
             weights, patience_s = await self.weights(), self._patience_s()
             try:
                 self._folder = await asyncio.wait_for(weights.small_files(), patience_s)
             except asyncio.TimeoutError:
                 raise NoRoute(
-                    f"no peer gave the model's config and tokenizer within {patience_s:.0f} s: nobody who holds the model is here"
+                    f"no machine sent the model's config and tokenizer within {patience_s:.0f} s: try again when one is online"
                 ) from None
         return self._folder
 

@@ -1,4 +1,4 @@
-"""A peer that looks at its swarm: who is here and holds what, what the links between them are like, and what they remember."""
+"""Observer of a swarm: its peers with their units, the links between them, and the traces that they remember."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Observer = TypeVar("Observer", bound="SwarmObserver")
 
 
 class SwarmObserver:
-    """By the connection of `host`, which has joined and has the manifest."""
+    """Observer of a swarm by the connection of `host`, which has joined and has the manifest. As an async context manager, it
+    leaves the swarm at the end."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -41,41 +42,41 @@ class SwarmObserver:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who we are in the swarm."""
+        """Id of this client in the swarm."""
         return self._host.peer_id
 
     @property
     def manifest(self) -> Manifest:
-        """What the swarm works on."""
+        """Manifest of the swarm."""
         assert self._host.swarm.manifest is not None
         return self._host.swarm.manifest
 
     @property
     def swarm(self) -> Swarm:
-        """As this machine knows it."""
+        """The swarm, as this machine knows it."""
         return self._host.swarm
 
     def readings(self) -> Readings:
-        """What Prometheus may know of the swarm as it is seen from here."""
+        """Return the metrics of the swarm as seen from here, for Prometheus."""
         return self._host.readings()
 
     def as_owner(self) -> OwnerClient:
-        """What the swarm's owner asks and tells by the same connection, which ends with this client. Raises UsageError where the
-        swarm has no owner."""
+        """Return the owner's client on the same connection, which ends with this client. Raises UsageError if the swarm has no
+        owner."""
         return OwnerClient(self._host)
 
     @property
     def units(self) -> int:
-        """Units of the model."""
+        """Number of units of the model."""
         return self.manifest.model.units
 
     def status(self) -> dict[str, Any]:
-        """Who is here and holds what, as `swarmnode status --json` prints it."""
+        """Return the peers and the units that they hold, in the format of `swarmnode status --json`."""
         return picture_of(self._host.swarm, self._host.directory.peers(), self._host.standing)
 
     @property
     def revision(self) -> int:
-        """Grows with every change of the picture."""
+        """Number that grows with every change of the swarm's picture."""
         return self._host.directory.revision
 
     async def changed(self) -> None:
@@ -84,16 +85,16 @@ class SwarmObserver:
         await self._host.supervisor.watch(directory.changed(directory.revision))
 
     def links(self, most: int) -> dict[str, Any]:
-        """What is known of the links between the peers that hold units, of at most so many of them; see `link_matrix`."""
+        """Return the links between the peers that hold units, for at most `most` peers; see `link_matrix`."""
         return link_matrix(self._host, self.units, most)
 
     def network(self) -> dict[str, Any]:
-        """Machines and links to plan on, as `swarmnode network` writes them. Raises LocalError where nobody lends one."""
+        """Return machines and links for planning, in the format of `swarmnode network`. Raises LocalError if no machine is lent."""
         return measured_network(self._host.swarm, self._host.directory.peers())
 
     async def bandwidth(self, most_peers: int = 3) -> Bandwidth:
-        """What this machine can send and receive, tested with up to so many peers that hold units: half a megabyte each way and
-        peer at most, and less on a slow line. Raises NetworkDown."""
+        """Measure the upload and the download of this machine with up to `most_peers` peers that hold units. It sends and receives
+        at most half a megabyte per peer, less on a slow line. Raises NetworkDown."""
         prober = Prober(self._host, busy=lambda: False)
         try:
             return await prober.look_around(self._holders(), most_peers)
@@ -102,12 +103,12 @@ class SwarmObserver:
 
     @property
     def peer_versions(self) -> PeerVersions:
-        """Of the protocol, as the peers that were met speak them."""
+        """Protocol versions of the peers that this client has met."""
         return self._host.link_config.peer_versions
 
     async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
-        """What the peers that hold units remember of the session with this trace id, also one that is over; without those
-        that know nothing."""
+        """Return the steps that the peers which hold units remember of the session with the trace id `trace`, even if it is over.
+        Peers that remember nothing are left out."""
         return await fetch_traces(self._host, self._holders(), trace)
 
     def _holders(self) -> list[PeerId]:

@@ -1,4 +1,4 @@
-"""The owner client: a member who asks a running swarm who belongs to it, and hands it the owner's revocations."""
+"""Client of a swarm's owner: it reads the members of a running swarm, and hands the owner's revocations to it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MIN_END_CHARS = 6
 
 
 class OwnerClient:
-    """Made by `join`, ended by `close`; or on a host that is there already, which others end. Raises UsageError where the swarm
-    has no owner."""
+    """Owner's client. Create it with `join` and end it with `close`, or create it on a host that others close. Raises UsageError if
+    the swarm has no owner."""
 
     def __init__(self, host: Host) -> None:
         _check_owned(host.swarm)
@@ -38,7 +38,8 @@ class OwnerClient:
 
     @classmethod
     async def join(cls, swarm: Swarm, home: Path, *, platform: Platform = MACHINE) -> OwnerClient:
-        """Join as a client, and learn what the swarm knows of its members. Raises NetworkDown, NotAdmitted, UsageError."""
+        """Join the swarm as a client, and read what it knows of its members. Raises NetworkDown, NotAdmitted, or UsageError if it
+        has no owner."""
         _check_owned(swarm)
         async with joining(swarm, home, platform=platform) as host:
             self = cls(host)
@@ -46,7 +47,7 @@ class OwnerClient:
         return self
 
     async def refresh(self) -> None:
-        """Read now what the swarm knows of its members and of revocations. Where the network is down, nothing is new."""
+        """Read now what the swarm knows of its members and of revocations. If the network is down, nothing changes."""
         await self._access_control.exchange()
         await self._host.directory.refresh()
 
@@ -56,13 +57,14 @@ class OwnerClient:
 
     @property
     def revocations(self) -> bytes:
-        """The newest list that the swarm knows, as the owner signed it; empty where there is none."""
+        """Newest list of revocations that the swarm knows, as signed by the owner; empty if there is none."""
         return self._access_control.membership.revocations_bytes
 
     def find_peer(self, text: str) -> PeerId | None:
-        """The member whose id is, or ends with, this text, or who has this name; None where there is none.
+        """Return the member whose id is `text` or ends with it, or whose name is `text`; None if there is none. Only an end of at
+        least `MIN_END_CHARS` characters counts.
 
-        Raises UsageError where there are several.
+        Raises UsageError if several members match.
         """
         members = self._members()
         found = {
@@ -72,17 +74,17 @@ class OwnerClient:
         } or {member["peer"] for member in members if text and member["name"] == text}
         if len(found) > 1:
             ids = ", ".join(sorted(peer[-8:] for peer in found))
-            raise UsageError(f"{text} may be any of {len(found)} peers; give the end of one's id: {ids}")
+            raise UsageError(f"{text} matches {len(found)} machines; give the end of one machine's id: {ids}")
         return found.pop() if found else None
 
     async def publish(self, revocations: bytes) -> int:
-        """Hand the owner's next list to the swarm; how many peers were told."""
+        """Hand the owner's next list of revocations to the swarm; return the number of peers that received it."""
         return await self._access_control.publish(revocations, self._host.directory.peers())
 
     def picture(self, guests: Sequence[IssuedInvite] = ()) -> dict[str, Any]:
-        """As `swarmnode members --json` prints it: members, how often each limited invite was used, revocations, and the invites
-        of the owner's book, which are `guests`. Members are those that have announced themselves or used a limited invite:
-        nobody keeps a list of those who only ask."""
+        """Return the members, the use counts of limited invites, the revocations, and the owner's invites `guests`, in the format
+        of `swarmnode members --json`. Members are peers that have announced themselves or used a limited invite; no list exists of
+        peers that only ask."""
         membership = self._access_control.membership
         picture = {
             "swarm": membership.swarm.hex(),
@@ -109,8 +111,8 @@ class OwnerClient:
 
 
 def invites_given_out(guests: Sequence[IssuedInvite], picture: dict[str, Any]) -> list[dict[str, Any]]:
-    """The owner's book beside what the swarm knows: whether an invite was revoked, and how many used it: all who ever did
-    where its uses are counted, else the members by it that were seen."""
+    """Return the owner's invites, each with whether it was revoked and how many peers used it. If its uses are limited, they are
+    counted by the swarm; else the members that came by it and were seen are counted."""
     seen = Counter(member.get("invite") for member in picture["members"])
     return [
         {
@@ -125,10 +127,13 @@ def invites_given_out(guests: Sequence[IssuedInvite], picture: dict[str, Any]) -
 
 
 def find_member(who: str, swarm: Swarm, book: IssuedInvites, client: OwnerClient | None) -> PeerId:
-    """The peer that a text means which is no invite: a member, or any peer's whole id. Raises UsageError where it means none."""
+    """Return the peer that `who` means: a member by its id, the id's end or its name, or any peer by its whole id. Raises
+    UsageError if there is none."""
     peer = (client and client.find_peer(who)) or (who if is_peer_id(who) else None)
     if peer is None:
-        raise UsageError(f"{who} is neither a member of {swarm.name} nor an invite in {book.path}")
+        raise UsageError(
+            f"{who} is neither a member of {swarm.name} nor an invite in {book.path}; `swarmnode members` lists both"
+        )
     return peer
 
 
@@ -141,9 +146,9 @@ async def end_membership(
     peer: PeerId | None = None,
     invite: bytes | None = None,
 ) -> int:
-    """Revoke a peer or an invite: enter it into the owner's book, and tell it to the swarm where there is a client. Returns how
-    many peers were told; where it is 0, the list spreads when a node runs with the owner's file. Raises UsageError, LocalError.
-    """
+    """Revoke a peer or an invite: save the revocation in the owner's book, and tell the swarm if there is a `client`. Return the
+    number of peers that received it; if it is 0, the list spreads when a node runs with the owner's file. Raises UsageError,
+    LocalError."""
     current = newest_list(swarm, [book.revocations, client.revocations if client else b""])
     peers, invites = [peer] if peer else [], [invite] if invite else []
     book.revocations = revoke(swarm, owner, current, peers=peers, invites=invites)
@@ -153,7 +158,7 @@ async def end_membership(
 
 def _check_owned(swarm: Swarm) -> None:
     if not swarm.owner:
-        raise UsageError(f"{swarm.name} has no owner: everybody may join, and nobody can be revoked")
+        raise UsageError(f"{swarm.name} has no owner: everyone may join it, and no one can be revoked")
 
 
 def _seen(announcement: Announcement | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How probable a prompt's own tokens are, each after those before it: what `echo` with logprobs tells, and evaluations ask for."""
+"""Scores of a prompt's own tokens, each given the tokens before it, for `echo` with logprobs and for evaluations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from swarmnode.serving.client.session_spec import Received, ids_entry
 async def score_prompt(
     session: ClientSession, prompt: Sequence[int], most_likely: int
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Return for each token but the first its own logprob and, after that, those of so many most likely ones in its place. The
-    session is a driven one that has begun, and is left open."""
+    """Return for each token except the first its own logprob, followed by those of the `most_likely` most likely tokens in its
+    place. The driven session must have begun, and stays open."""
     size, scores = min(session.config.prompt_chunk_tokens, MAX_WANTED_POSITIONS), []
     for start in range(0, len(prompt) - 1, size):
         chunk = prompt[start : min(start + size, len(prompt) - 1)]

@@ -1,4 +1,4 @@
-"""A swarm that serves an encoder, as those who have texts see it: text in, a vector or the probabilities of classes out."""
+"""Client of a swarm that serves an encoder: it turns a text into a vector, or into the probabilities of classes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from swarmnode.graph_serving.remote_module import RemoteModule
 
 FOREIGN = "another tokenizer's ids: send texts (LangChain does with check_embedding_ctx_length=False)"
-AT_ONCE = 8  # passes of one request
+AT_ONCE = 8  # passes of one request that run at once
 
 Text = str | Sequence[int]
-"""A text, or its token ids"""
+"""Text, or its token ids"""
 
 
 class RemoteEncoder:
-    """`labels` are those of a classifier's classes. Raises CheckpointError where the module does not make one vector of one row."""
+    """Encoder that a swarm serves. `labels` are the names of a classifier's classes. Raises CheckpointError if the module does not
+    make one vector from one row of tokens."""
 
     def __init__(
         self,
@@ -45,9 +46,10 @@ class RemoteEncoder:
         return f"<RemoteEncoder of {self._module!r}>"
 
     async def ids(self, text: Text) -> list[int]:
-        """The token ids of a text, checked. Raises UsageError, ContextTooLong where they are more than the model takes."""
+        """Return the token ids of `text`, which may be ids already, after checking them. Raises UsageError if they cannot be used,
+        ContextTooLong if there are more than the model takes."""
         if isinstance(text, str) and self._tokenizer is None:
-            raise UsageError("this swarm's checkpoint has no tokenizer, so it knows no text: give token ids")
+            raise UsageError("this swarm's checkpoint has no tokenizer: send token ids instead of text")
         given = not isinstance(text, str)
         if isinstance(text, str):
             assert self._tokenizer is not None
@@ -61,7 +63,7 @@ class RemoteEncoder:
         return ids
 
     async def vectors(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """What the model makes of each row of ids, float32. Raises NoRoute, Busy, UsageError."""
+        """Compute the vector of each row of ids, as float32. Raises NoRoute, Busy, UsageError."""
         passes = [asyncio.ensure_future(self._vector(row)) for row in rows]
         try:
             return list(await asyncio.gather(*passes))
@@ -78,17 +80,18 @@ class RemoteEncoder:
 
 
 def _vector_size(module: RemoteModule) -> int:
-    """How many numbers a vector has."""
+    """Return the length of the module's vectors. Raises CheckpointError if the module does not make one vector from one row of
+    tokens."""
     shapes = list(module.output_shapes(1).values())
     if len(module.graph.inputs) != 1 or [len(shape) for shape in shapes] != [1]:
         raise CheckpointError(
-            "the graph of this swarm does not make one vector of a row of tokens, as its manifest says"
+            "the swarm's graph does not make one vector from a row of tokens, as its manifest says: ask the swarm's host"
         )
     return shapes[0][0]
 
 
 def labels_of(folder: Path) -> list[str]:
-    """The names of a classifier's classes, in their order, as its config has them. Empty where it has none."""
+    """Return the names of a classifier's classes in their order, from the config; empty if it has none."""
     try:
         names = json.loads((folder / "config.json").read_bytes()).get("id2label")
         return [str(names[str(number)]) for number in range(len(names))]

@@ -1,4 +1,5 @@
-"""A client of a swarm: asks, computes nothing, has no place in the DHT. For asyncio; `sync_client.py` is for everybody else.
+"""Client of a swarm for asyncio: it asks, computes nothing, and stores nothing for the DHT. `sync_client.py` is for code without
+asyncio.
 
 async with await swarmnode.aconnect("friends.swarm") as swarm:
     print((await swarm.generate("Once upon a time", max_new_tokens=50)).text)
@@ -56,11 +57,12 @@ if TYPE_CHECKING:
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
-MAX_SHOWN = 32  # first hops that hear what a node of ours is credited
+MAX_SHOWN = 32  # first hops that learn the credit of this machine's nodes
 
 
 class SwarmClient(SwarmObserver):
-    """The asyncio client. Made by `join` (or `aconnect`), ended by `close`."""
+    """Client of a swarm for asyncio. Create it with `aconnect` or `join`; end it with `close`, or use it as an async context
+    manager."""
 
     def __init__(
         self, host: Host, config: ClientConfig, trust: Trust = EVERYBODY, *, most_positions: int | None = None
@@ -72,7 +74,7 @@ class SwarmClient(SwarmObserver):
         self._module: asyncio.Task[RemoteModule] | None = None
         self._clock = host.clock.monotonic
         self._switchboard = board_of(host, SESSION_PROTOCOL, on_peer_lost=host.lost_neighbour)
-        self.running: dict[str, Generation] = {}  # what is generated at the moment, by the trace with which it began
+        self.running: dict[str, Generation] = {}  # running generations, by trace
         self._meter = ClientMeter()
         self._beginnings = Beginnings()
         self._receipts = ReceiptIssuer(host)
@@ -95,10 +97,24 @@ class SwarmClient(SwarmObserver):
         most_positions: int | None = None,
         platform: Platform = MACHINE,
     ) -> SwarmClient:
-        """Find the swarm; routes will go through peers in `trust` only. `audit_share` of what the
-        answers cost is spent on having some computed once more. `most_positions` is how many a text may have in place of what the
-        model's config says. Raises NetworkDown where nobody answers within
-        `patience_s` seconds, NotAdmitted where those who answer do not have us."""
+        """Join the swarm as a client.
+
+        Args:
+            swarm: The swarm to join.
+            home: Folder for the client's state; by default the platform's place for user data.
+            patience_s: How long to wait for the swarm, in seconds; also how long a later request waits for a route.
+            trust: Peers that may compute.
+            audit_share: Share of the answers' cost to spend on recomputing some of them at other peers; 0 turns this off.
+            most_positions: Number of positions that a text may have, in place of the model's config.
+            platform: Network, executor and clock; tests pass their own.
+
+        Returns:
+            The client, which has the swarm's manifest.
+
+        Raises:
+            NetworkDown: No peer answers within `patience_s`.
+            NotAdmitted: The peers that answer refuse this client.
+        """
         if home is None:
             import platformdirs
 
@@ -110,7 +126,7 @@ class SwarmClient(SwarmObserver):
         return cls(host, config, trust, most_positions=most_positions)
 
     async def close(self) -> None:
-        """Leave the swarm. Audits that are under way are given up."""
+        """Leave the swarm. Unfinished audits are abandoned."""
         await self._beginnings.close()
         await self.reports.close()
         await self.auditor.close()
@@ -126,23 +142,32 @@ class SwarmClient(SwarmObserver):
 
     @property
     def reroutes(self) -> dict[str, int]:
-        """How many sessions were moved to another route so far, by cause."""
+        """Number of sessions that this client moved to another route, by cause."""
         return {cause_of(code): count for code, count in self._meter.reroutes.items()}
 
     def readings(self) -> Readings:
-        """What Prometheus may know of this client."""
+        """Return the metrics of this client, for Prometheus."""
         yield from self._meter.readings()
         yield from self.auditor.readings()
         yield from self._host.readings()
 
     def status(self) -> dict[str, Any]:
-        """As the observer's, with how many positions a text may have (`max_model_len`); None without a limit."""
+        """Return the status of SwarmObserver, with the number of positions of a text as `max_model_len` (None without a known
+        limit)."""
         return {**super().status(), "max_model_len": self.known_positions}
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""
+        """Return facts and decisions about a peer, a unit or a session.
+
+        Args:
+            about: A peer's name, its id or the id's end; a unit's number; or the beginning of a session's trace id. If empty, a
+                route is chosen as for a new session, and the result is about this client.
+
+        Returns:
+            A dict with `facts`, a list of sentences, and `decisions`, the latest first.
+        """
         if not about:
-            with contextlib.suppress(NoRoute):  # which is written down, too
+            with contextlib.suppress(NoRoute):  # the refusal is recorded, too
                 self._router(Span(0, self.units), ring=self.manifest.task == GENERATE).route(frozenset(), ())
         return explain(self._host, about)
 
@@ -158,10 +183,24 @@ class SwarmClient(SwarmObserver):
         ignore_ends: bool = False,
         **changes: Any,
     ) -> TextStream:
-        """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields.
+        """Start a generation; it runs while the result is iterated over.
 
-        `kept_for`: the caches stay in the swarm while there is room, for another prompt of the same owner that begins alike.
-        `special_tokens` are in the text only where that is asked for. With `ignore_ends` it goes on behind the model's end tokens.
+        Args:
+            prompt: A text, or token ids.
+            options: Settings of the generation; by default those of GenerateOptions.
+            kept_for: Owner of the prompt's caches; if given, they stay in the swarm while there is room, for a later prompt of this
+                owner with the same beginning.
+            special_tokens: Whether the text contains special tokens.
+            ignore_ends: Whether to continue after the model's end tokens.
+            changes: Fields of GenerateOptions that replace those of `options`.
+
+        Returns:
+            The stream of generated tokens and their text.
+
+        Raises:
+            UsageError: The prompt or an option does not fit the model.
+            ContextTooLong: The prompt and the new tokens exceed the model's positions.
+            NoRoute: No peer provides the model's small files in time.
         """
         self._host.supervisor.check()
         self.check_language_model()
@@ -170,7 +209,7 @@ class SwarmClient(SwarmObserver):
         tokenizer = await self.tokenizer()
         if isinstance(prompt, str):
             if tokenizer is None:
-                raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids)")
+                raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids) instead of text")
             limits = await self.limits()
             limits.check_text(len(prompt))
             prompt = await asyncio.to_thread(tokenizer.encode, prompt)
@@ -200,25 +239,56 @@ class SwarmClient(SwarmObserver):
         kept_for: str | None = None,
         **changes: Any,
     ) -> TextStream:
-        """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""
+        """Start generating the model's answer to a conversation; it runs while the result is iterated over.
+
+        Args:
+            turns: The conversation, which ends with the user's turn.
+            options: Settings of the generation; by default those of GenerateOptions.
+            kept_for: Owner of the prompt's caches; see `stream`.
+            changes: Fields of GenerateOptions that replace those of `options`.
+
+        Returns:
+            The stream of generated tokens and their text.
+
+        Raises:
+            UsageError: The swarm has no language model or no tokenizer, or an argument does not fit the model.
+            ContextTooLong: The conversation and the new tokens exceed the model's positions.
+            CheckpointError: The model's chat template cannot be used.
+            NoRoute: No peer provides the model's small files in time.
+        """
         tokenizer = await self.chat_tokenizer()
         prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
         return await self.stream(prompt, options, kept_for=kept_for, **changes)
 
     async def chat_tokenizer(self) -> Tokenizer | ByteTokenizer:
-        """What `chat` needs. Raises UsageError where the swarm has none, or no language model."""
+        """Return the tokenizer that `chat` needs. Raises UsageError if the swarm has none, or no language model."""
         self.check_language_model()
         tokenizer = await self.tokenizer()
         if tokenizer is None:
             raise UsageError(
-                "this swarm's checkpoint has no tokenizer: it cannot chat; `generate --ids` takes token ids"
+                "this swarm's checkpoint has no tokenizer, so it cannot chat: use `generate --ids` with token ids"
             )
         return tokenizer
 
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
     ) -> Generation:
-        """Generate to the end; see `stream`. Many may run at once: peers batch them."""
+        """Generate a whole text. Many calls can run at once, because peers batch them.
+
+        Args:
+            prompt: A text, or token ids.
+            options: Settings of the generation; by default those of GenerateOptions.
+            changes: Fields of GenerateOptions that replace those of `options`.
+
+        Returns:
+            The token ids and the text (None without a tokenizer), with the route and the speed.
+
+        Raises:
+            UsageError: The prompt or an option does not fit the model.
+            ContextTooLong: The prompt and the new tokens exceed the model's positions.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         stream = await self.stream(prompt, options, **changes)
         async for _ in stream:
             pass
@@ -227,8 +297,8 @@ class SwarmClient(SwarmObserver):
     async def score(
         self, prompt: Sequence[int], *, most_likely: int = 0, adapter: str = ""
     ) -> list[tuple[TokenLogprob, ...]]:
-        """For each of the prompt's tokens but the first: the logarithm of its probability after those before it, then those of so
-        many most likely ones in its place. Raises UsageError, NoRoute, Busy."""
+        """Return for each token of the prompt except the first its log probability given the tokens before it, followed by those of
+        the `most_likely` most likely tokens in its place. Raises UsageError, NoRoute, Busy."""
         self._host.supervisor.check()
         self.check_language_model()
         limits, score_prompt = await self.limits(), await asyncio.to_thread(_import_scores)
@@ -250,7 +320,7 @@ class SwarmClient(SwarmObserver):
             await session.close()
 
     def check_language_model(self) -> None:
-        """Raises UsageError where the swarm has none."""
+        """Raise UsageError if the swarm has no language model."""
         if self.manifest.kind == GRAPH:
             raise UsageError(
                 f"the swarm {self.manifest.name} has no language model: it {self.manifest.purpose}, and cannot generate text"
@@ -269,34 +339,70 @@ class SwarmClient(SwarmObserver):
     # -- modules
 
     async def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The module's outputs, arrays by name, for its inputs, arrays by name: samples along their first dimension, where it was
-        exported so. Raises UsageError where the inputs are not those that it takes, NoRoute, Busy."""
+        """Compute the outputs of the swarm's module.
+
+        Args:
+            inputs: Arrays by name, with samples along the first dimension if the module was exported so.
+
+        Returns:
+            Arrays by name.
+
+        Raises:
+            UsageError: The swarm serves no module, or the inputs do not fit it.
+            NoRoute: The peers do not cover the module within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         return await (await self.remote_module()).infer(inputs)
 
     async def remote_module(self) -> RemoteModule:
-        """The swarm's graph, every pass through it computed by the swarm. Raises UsageError where the swarm has none to serve."""
+        """Return the swarm's module, whose passes the swarm computes. Raises UsageError if the swarm serves none."""
         self._host.supervisor.check()
         if self.manifest.kind != GRAPH or self.manifest.mode != SERVE:
             does = "trains its model" if self.manifest.mode == TRAIN else "serves a language model"
-            raise UsageError(f"the swarm {self.manifest.name} {does}: there is no module to give arrays to")
+            raise UsageError(f"the swarm {self.manifest.name} {does}: it has no module that takes arrays")
         if self._module is None or (self._module.done() and self._module.exception() is not None):
             self._module = asyncio.ensure_future(self._open_module())
         return await asyncio.shield(self._module)
 
     async def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-        """The vectors of texts, or of rows of token ids. Raises UsageError, also where the swarm serves no model that embeds."""
+        """Compute the vectors of texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            One float32 vector per text.
+
+        Raises:
+            UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         encoder = await self.encoder(EMBED)
         return await encoder.vectors([await encoder.ids(text) for text in texts])
 
     async def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
-        """How probable each class is for each text. Raises UsageError, also where the swarm serves no classifier."""
+        """Classify texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            For each text, the probabilities of the classes by their labels.
+
+        Raises:
+            UsageError: The swarm serves no classifier, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
         encoder = await self.encoder(CLASSIFY)
         vectors = await encoder.vectors([await encoder.ids(text) for text in texts])
         return [dict(zip(encoder.labels, map(float, vector), strict=True)) for vector in vectors]
 
     async def encoder(self, task: str) -> RemoteEncoder:
-        """The swarm's model, which makes one vector of a text, for a task (`embed`, `classify`). Raises UsageError where it is for
-        something else."""
+        """Return the swarm's encoder for `task`: `embed` or `classify`. Raises UsageError if the swarm's model has another task."""
         if self.manifest.task != task:
             raise UsageError(f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}")
         module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
@@ -325,10 +431,20 @@ class SwarmClient(SwarmObserver):
     # -- transformers
 
     async def acausal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
-        """The swarm as a transformers model whose `generate` drives every step; call it from other threads than this loop's.
+        """Return the swarm as a transformers model whose `generate` drives every step. Call the model from other threads than this
+        loop's.
 
-        With `hold_ends` the model's embedding and head run here: token ids and logits never leave this machine. `compress` and
-        `adapter`: as GenerateOptions'."""
+        Args:
+            hold_ends: Whether the embedding and the head run here, so that token ids and logits never leave this machine.
+            compress: Encoding of data between machines, as in GenerateOptions.
+            adapter: Name of an adapter, as in GenerateOptions; empty for none.
+
+        Returns:
+            The model.
+
+        Raises:
+            UsageError: The swarm has no language model, or an argument is not possible.
+        """
         self._host.supervisor.check()
         self.check_language_model()
         check_compression(compress, self.manifest.codecs)
@@ -366,29 +482,32 @@ class SwarmClient(SwarmObserver):
     # -- the model
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
-        """The checkpoint's own; a swarm that trains without one does so on bytes."""
+        """Return the checkpoint's tokenizer; for a swarm that trains without one, a ByteTokenizer; else None. Raises NoRoute if no
+        peer provides the files, CheckpointError if the tokenizer cannot be used."""
         return await self._files.tokenizer()
 
     async def limits(self) -> ModelLimits:
-        """What the model can be asked for."""
+        """Return the bounds on requests to the model. Raises NoRoute if no peer provides the config."""
         return await self._files.limits()
 
     @property
     def known_positions(self) -> int | None:
-        """How many positions a text may have, as far as that is known by now; None without a limit."""
+        """Number of positions that a text may have, as far as known; None if there is no limit or it is not known yet."""
         return self._files.known_positions
 
     async def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text."""
+        """Return the ids of the tokens that end a text; empty if none are known. Raises NoRoute if no peer provides the files."""
         return await self._files.stop_ids()
 
     async def generation_defaults(self) -> dict[str, float | int]:
-        """How the checkpoint's makers have tokens drawn: fields of GenerateOptions, for who asks for them."""
+        """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. They apply only if the caller passes them
+        on."""
         return await self._files.generation_defaults()
 
 
 def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
-    """The class, and the graph in a folder: off the loop, as what follows. Raises CheckpointError."""
+    """Import RemoteModule, and read the graph in `folder`; called in a thread. Raises CheckpointError if the graph cannot be
+    read."""
     from swarmnode.compute.graph.layout import Layout
     from swarmnode.compute.graph.serialise import read_graph
     from swarmnode.graph_serving.remote_module import RemoteModule
@@ -405,7 +524,7 @@ def _import_scores() -> Callable[
 
 
 def _import_causal_lm() -> tuple[Any, Any]:
-    """The transformers side, imported off the loop since it takes a second."""
+    """Import the classes that need transformers; called in a thread because it takes a second."""
     from swarmnode.serving.client.causal_lm import Ends, RemoteCausalLM
 
     return RemoteCausalLM, Ends
@@ -419,12 +538,22 @@ async def aconnect(
     trust: Sequence[str] = (),
     audit_share: float = ClientConfig.audit_share,
 ) -> SwarmClient:
-    """Join a swarm (a .swarm file, an invite, or a public swarm's name) as an asyncio client:
-    `async with await aconnect(...) as swarm`.
+    """Join a swarm as an asyncio client: `async with await aconnect(...) as swarm`.
 
-    `trust` restricts who computes: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`; empty is everybody.
-    `audit_share` is how much of what the answers cost is spent on having some computed once more by other peers; 0 for none.
-    Raises NetworkDown, UsageError, NotAdmitted.
+    Args:
+        swarm: A .swarm file, an invite, or the name of a joined or public swarm.
+        home: Folder for the client's state; by default the platform's place for user data.
+        patience_s: How long to wait for the swarm, in seconds; also how long a later request waits for a route.
+        trust: Peers that may compute: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`. Empty allows all.
+        audit_share: Share of the answers' cost to spend on recomputing some of them at other peers; 0 turns this off.
+
+    Returns:
+        The client.
+
+    Raises:
+        NetworkDown: No peer answers in time.
+        UsageError: `swarm` or `trust` cannot be read.
+        NotAdmitted: The swarm refuses this client.
     """
     folder = None if home is None else Path(home)
     known, trusted = load_swarm(swarm, folder), parse_trust(trust)

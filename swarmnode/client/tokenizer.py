@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer; and the tokens that end a text."""
+"""Tokenizers: text to token ids and back, by the checkpoint's own tokenizer; and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
 from swarmnode.errors import CheckpointError, UsageError
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
-THINK_END = "</think>"  # of what a model thinks before it answers, in most chat templates
-Message = dict[str, Any]  # as chat templates take it
+THINK_END = "</think>"  # ends the reasoning before an answer, in most chat templates
+Message = dict[str, Any]  # in the format of chat templates
 SYSTEM, USER = "system", "user"
 PARAGRAPH = "\n\n"
 GREETING: Message = {"role": USER, "content": "hi"}
-TRIALS = ("hens", "eggs")  # what a template shows of them makes a difference in the ids
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers that fall back to bytes
+TRIALS = ("hens", "eggs")  # if a template shows the text, the ids of the two differ
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token of tokenizers that fall back to bytes
 UNUSED = re.compile(r"[\[<](\|?)(unused|reserved_special_token|reserved)_?\d+\1[\]>]")
-UNFINISHED = "\ufffd"  # what a part of a character is shown as
+UNFINISHED = "\ufffd"  # shown for a part of a character
 
 
 class Turn(NamedTuple):
-    """What one side of a conversation said; `role` is system, user or assistant."""
+    """Turn of a conversation; `role` is system, user or assistant."""
 
     role: str
     content: str
 
 
 class ChatEnding(Enum):
-    """How a conversation ends: with the beginning of an answer, or with the last message, which goes on or is closed. By
-    transformers' settings."""
+    """Ending of a conversation: it begins an answer (ANSWER), continues the last message (CONTINUED) or closes it (CLOSED). The
+    values are transformers' settings."""
 
     ANSWER = MappingProxyType({"add_generation_prompt": True})
     CONTINUED = MappingProxyType({"add_generation_prompt": False, "continue_final_message": True})
@@ -45,12 +45,12 @@ class ChatEnding(Enum):
 
 
 def plain_conversation(turns: Sequence[Turn]) -> str:
-    """A conversation with a model that knows no roles: one text, a line for each turn, which it continues."""
+    """Return a conversation as one text with a line for each turn, for models that know no roles."""
     return "".join(f"{turn.content}\n" for turn in turns)
 
 
 def without_system(turns: Sequence[Message]) -> list[Message]:
-    """Return a conversation with what the system says before what the user says next."""
+    """Return a conversation without system messages: their texts are put before the text of the next user message."""
     told: list[Message] = []
     waiting: list[str] = []
     for turn in turns:
@@ -65,10 +65,10 @@ def without_system(turns: Sequence[Message]) -> list[Message]:
 
 
 class Tokenizer:
-    """transformers' tokenizer of a checkpoint folder. No code of the checkpoint is ever run."""
+    """Tokenizer of a checkpoint folder, by transformers. It never runs code of the checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where there is none in the folder."""
+        """Raise CheckpointError if the folder has no usable tokenizer."""
         self._folder = folder
         _ = self.own
 
@@ -77,11 +77,11 @@ class Tokenizer:
 
     @functools.cached_property
     def own(self) -> Any:
-        """As transformers has it. Raises CheckpointError."""
+        """Tokenizer object of transformers. Raises CheckpointError if it cannot be loaded."""
         from swarmnode.compute.model.lean import models_listed_once
 
-        # Not `import transformers`: that gives the module which another thread has begun to import, and transformers puts
-        # another one in its place at the end. On a node's first start the compute thread is at it.
+        # Not `import transformers`: that returns a module whose import another thread has begun, and transformers replaces that
+        # module at the end. On a node's first start, the compute thread imports it at the same time.
         transformers: Any = importlib.import_module("transformers")
         try:
             with models_listed_once():
@@ -92,24 +92,26 @@ class Tokenizer:
             raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects. Raises UsageError where it is no text."""
+        """Return the token ids of a prompt; with `special_tokens`, also those that the model expects around it. Raises UsageError
+        if `text` is not valid Unicode."""
         _utf8(text)
         return self._ids(text, special_tokens=special_tokens)
 
     @functools.cached_property
     def chat_template(self) -> Any:
-        """How a conversation is written, or several ways by their names; None where it does not say."""
+        """Chat template, or several by their names; None if the checkpoint has none."""
         return self.own.chat_template
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it knows how a conversation is written."""
+        """Whether the checkpoint has a chat template."""
         return bool(self.chat_template)
 
     def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of a conversation that the model is to answer, by the checkpoint's chat template: plain text where it has none.
+        """Return the token ids of a conversation that the model is to answer, by the checkpoint's chat template, or as plain text
+        if it has none.
 
-        Raises CheckpointError where the template cannot be used on it.
+        Raises CheckpointError if the template cannot be used.
         """
         if not self.has_chat_template:
             return self.encode(plain_conversation(turns))
@@ -118,7 +120,8 @@ class Tokenizer:
         return self.encode_messages(without_system(messages) if tells_system and not self.shows_system else messages)
 
     def shows(self, conversation: Callable[[str], tuple[list[Message], Sequence[Message]]]) -> bool:
-        """Whether the chat template shows a text in the messages and tools that `conversation` makes of it."""
+        """Return whether the chat template shows a text in the messages and tools that `conversation` builds around it; False if
+        the template cannot be used."""
         try:
             first, second = (self.encode_messages(*conversation(text)) for text in TRIALS)
         except CheckpointError:
@@ -127,7 +130,7 @@ class Tokenizer:
 
     @functools.cached_property
     def shows_system(self) -> bool:
-        """Whether the chat template knows what the system says."""
+        """Whether the chat template shows system texts."""
         return self.shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
 
     def encode_messages(
@@ -138,8 +141,21 @@ class Tokenizer:
         *,
         ending: ChatEnding = ChatEnding.ANSWER,
     ) -> list[int]:
-        """The same for a checkpoint that has a template: each message is whatever that one takes, and each tool a JSON schema as
-        OpenAI's API has it; `variables` are what else the template knows. Raises UsageError where a message is no text."""
+        """Return the token ids of a conversation for a checkpoint with a chat template.
+
+        Args:
+            messages: Messages in the format that the template takes.
+            tools: JSON schemas of tools, in the format of OpenAI's API.
+            variables: Further variables of the template.
+            ending: How the conversation ends.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            UsageError: A message is not valid Unicode.
+            CheckpointError: The template cannot be used, or a variable would override a setting.
+        """
         from jinja2 import TemplateError
 
         turns: list[Any] = list(messages)
@@ -147,7 +163,9 @@ class Tokenizer:
         _utf8(json.dumps([turns, offered], ensure_ascii=False, default=str))
         own = self.template_settings & variables.keys()
         if own:  # one of them is the template itself
-            raise CheckpointError(f"{', '.join(sorted(own))} cannot be set: that is no variable of a chat template")
+            raise CheckpointError(
+                f"{', '.join(sorted(own))} cannot be set: this is no variable of a chat template; leave it out"
+            )
         try:
             return self._chat_ids(turns, offered, {**variables, **ending.value})
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -155,33 +173,34 @@ class Tokenizer:
 
     @functools.cached_property
     def template_settings(self) -> frozenset[str]:
-        """What transformers lets a caller set about a conversation, and is therefore no variable of a template."""
+        """Names of the parameters of transformers' `apply_chat_template`; they cannot be variables of a template."""
         return frozenset(inspect.signature(self.own.apply_chat_template).parameters)
 
     def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text of any length, without special tokens."""
+        """Return the token ids of a text of any length, without special tokens."""
         return self._ids(text, special_tokens=False)
 
     @functools.cached_property
     def separator(self) -> int | None:
-        """The token between two documents: the end of text, where there is one."""
+        """Token between two documents: the end of text; None if the checkpoint has none."""
         token: int | None = self.own.eos_token_id
         return token
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: the end of text, and the one behind an answer in the chat template. Empty if the
-        checkpoint knows neither."""
+        """Ids of the tokens that end an answer: the end of text, and the token after an answer in the chat template. Empty if the
+        checkpoint has neither."""
         ends = (self._end_of_text(), self._end_of_turn())
         return tuple(dict.fromkeys(token for token in ends if token is not None))
 
     def _end_of_text(self) -> int | None:
-        """The end of text; None if the vocabulary lacks the one that transformers assumes where none is named."""
+        """Return the id of the end of text; None if the vocabulary lacks the token that transformers assumes by default."""
         token, text = self.separator, self.own.eos_token
         return token if token is not None and self.own.convert_ids_to_tokens(token) == text else None
 
     def _end_of_turn(self) -> int | None:
-        """The token that the chat template writes behind an answer; None if it writes none, or has another way with messages."""
+        """Return the id of the token that the chat template writes after an answer; None if there is none, or the template cannot
+        be used."""
         from jinja2 import TemplateError
 
         if not self.has_chat_template:
@@ -198,22 +217,22 @@ class Tokenizer:
         behind = behind.lstrip()
         tokens = {str(added): token for token, added in self.own.added_tokens_decoder.items() if str(added).strip()}
         end = max((token for token in tokens if behind.startswith(token)), key=len, default="")
-        # Some templates begin another answer whatever they are told: a role's name follows that token.
+        # Some templates always begin another answer: a role's name follows that token.
         return tokens[end] if found and end and not behind[len(end) :][:1].isalnum() else None
 
     @property
     def reasons(self) -> bool:
-        """Whether its model thinks before it answers, as the chat template says."""
+        """Whether the model reasons before it answers, by its chat template."""
         return THINK_END in str(self.chat_template)
 
     @functools.cached_property
     def has_response_template(self) -> bool:
-        """Whether the checkpoint says how its answers are written."""
+        """Whether the checkpoint has a response template, which defines the format of answers."""
         return getattr(self.own, "response_template", None) is not None
 
     def response_parser(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """transformers' parser of what follows this prompt, which wants special tokens, too. Raises CheckpointError where the
-        checkpoint says wrongly how its answers are written."""
+        """Return transformers' parser of the answer to `prompt`; it needs special tokens in the text. Raises CheckpointError if the
+        response template cannot be used."""
         offered: list[Any] = list(tools)
         try:
             return self.own.get_response_parser(prefix=list(prompt), tools=offered)
@@ -221,27 +240,27 @@ class Tokenizer:
             raise CheckpointError(f"the checkpoint's response template cannot be used: {error}") from error
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """The text of generated tokens, with special tokens where they are wanted."""
+        """Return the text of tokens, with special tokens if `special_tokens` is true."""
         return str(self.own.decode(list(ids), skip_special_tokens=not special_tokens))
 
     def decode_token(self, token: int) -> str:
-        """The text of one token by itself, also of a special one."""
+        """Return the text of a single token, even of a special one."""
         return self.decode([token], special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, also where they are a part of a character only."""
+        """Return the bytes of a token, even if they are only a part of a character."""
         text = self.decode_token(token)
         return text.encode() if UNFINISHED not in text else _bytes_of(self._piece(token)) or text.encode()
 
     def is_special(self, token: int) -> bool:
-        """Whether texts are told without this token."""
+        """Return whether the token is special, so that texts leave it out."""
         return not self.decode([token]) and bool(self.decode_token(token))
 
     def _piece(self, token: int) -> str:
         return str(self.own.convert_ids_to_tokens(token) or "")
 
     def unused(self, ids: Iterable[int]) -> int | None:
-        """The first of these ids that stands for nothing: no token has it, or one that was left for later. None where none does."""
+        """Return the first of `ids` that no token has, or whose token is reserved for later; None if all are in use."""
         return next((token for token in ids if not (piece := self._piece(token)) or UNUSED.fullmatch(piece)), None)
 
     def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
@@ -252,52 +271,53 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """Every byte of the text is a token: for models that were trained without a tokenizer."""
+    """Tokenizer for models that were trained without one: every byte of the text is a token."""
 
-    separator = 0  # text has no byte of this value
+    separator = 0  # text contains no byte of this value
 
     def __repr__(self) -> str:
         return "<ByteTokenizer>"
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The bytes of a prompt. Raises UsageError where it is no text."""
+        """Return the bytes of a prompt. Raises UsageError if `text` is not valid Unicode."""
         return list(_utf8(text))
 
     def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
-        """The bytes of a conversation, as one text."""
+        """Return the bytes of a conversation, written as one text."""
         return self.encode(plain_conversation(turns))
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """The text of generated bytes, of which none is special; tokens past 255 and bytes that are no UTF-8 are shown as such."""
+        """Return the text of generated bytes. Tokens above 255 and invalid UTF-8 become replacement characters."""
         return b"".join(bytes([token]) if token < 256 else b"\xff" for token in ids).decode(errors="replace")
 
     def decode_token(self, token: int) -> str:
-        """The text of one token by itself."""
+        """Return the text of a single token."""
         return self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
-        """The byte that a token is."""
+        """Return the byte of a token; for a token above 255, the bytes of a replacement character."""
         return bytes([token]) if token < 256 else UNFINISHED.encode()
 
     def is_special(self, token: int) -> bool:
-        """No token is."""
+        """Return False: no token is special."""
         return False
 
     def unused(self, ids: Iterable[int]) -> int | None:
-        """The first of these ids that is no byte. None where all are."""
+        """Return the first of `ids` above 255; None if all are bytes."""
         return next((token for token in ids if token > 255), None)
 
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as (GPT-2's): printable ones as themselves, others from 256 on."""
+    """Return the bytes by the characters that byte-level tokenizers write for them (GPT-2's): printable ones stand for themselves,
+    others are numbered from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes of a token as its tokenizer writes it: `<0xE2>`, or characters of the byte alphabet. Empty where it is neither."""
+    """Return the bytes of a token from its written form: `<0xE2>`, or characters of the byte alphabet. Empty if it is neither."""
     if fallback := BYTE.fullmatch(piece):
         return bytes([int(fallback[1], 16)])
     alphabet = _byte_alphabet()
@@ -305,24 +325,24 @@ def _bytes_of(piece: str) -> bytes:
 
 
 class Detokenizer:
-    """The text of tokens as they come, a whole character at a time.
+    """Converter of tokens to text while they arrive, a whole character at a time.
 
-    How a token is written depends on its neighbours, so each is decoded with those of the piece before it, as text-generation
-    servers do (TGI, vLLM): a token costs the same however long the text is.
+    The text of a token depends on its neighbours, so each is decoded together with the tokens of the last piece, as text-generation
+    servers do (TGI, vLLM). A token costs the same however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer | ByteTokenizer, *, special_tokens: bool = False) -> None:
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
         self._told: list[int] = []  # the tokens of the last piece
-        self._told_text = ""  # and what they are by themselves
-        self._open: list[int] = []  # what no piece has told yet
+        self._told_text = ""  # and their text by themselves
+        self._open: list[int] = []  # tokens that no piece contains yet
         self.rest = ""
 
     def __repr__(self) -> str:
         return f"<Detokenizer with {len(self._open)} tokens of an unfinished character>"
 
     def push(self, token: int) -> str:
-        """What this token adds; nothing where it ends in the middle of a character."""
+        """Add a token and return the text that it completes; empty if it ends within a character."""
         self._open.append(token)
         self.rest = self._decode(self._told + self._open)[len(self._told_text) :]
         if not self.rest or self.rest.endswith(UNFINISHED):
@@ -334,18 +354,18 @@ class Detokenizer:
 
 
 def _utf8(text: str) -> bytes:
-    """Raises UsageError where it holds half of a character."""
+    """Encode a text as UTF-8. Raises UsageError if it contains half of a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])
         raise UsageError(
-            f"this is no text: {half} in it is half of a character (a surrogate without the other)"
+            f"this is no valid text: {half} in it is half of a character (a lone surrogate); remove it"
         ) from None
 
 
 def stop_ids(folder: Path, tokenizer: Tokenizer | ByteTokenizer | None = None) -> tuple[int, ...]:
-    """Return the tokens that end a text: those that a checkpoint's configs name, and those of its `tokenizer`. Ids that are none
+    """Return the ids of the tokens that end a text: those that the configs in `folder` name, and those of `tokenizer`. Invalid ids
     are left out."""
     named: list[Any] = []
     for name in ("generation_config.json", "config.json"):
@@ -358,7 +378,7 @@ def stop_ids(folder: Path, tokenizer: Tokenizer | ByteTokenizer | None = None) -
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """How many token ids the model knows, where its config says so."""
+    """Return the number of token ids that the model knows; None if its config does not say."""
     size = read_config(folder / "config.json").get("vocab_size")
     return size if isinstance(size, int) else None
 

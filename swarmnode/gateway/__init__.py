@@ -1,1 +1,1 @@
-"""The gateway: a swarm over HTTP, as the tools that people have expect it."""
+"""HTTP gateway: serves swarms through the APIs of OpenAI, Anthropic and vLLM, for tools that know those."""

@@ -1,4 +1,4 @@
-"""The application: a gateway's endpoints, and how what fails is told."""
+"""Web application of the gateway: its endpoints, and the responses for errors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
 TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
-GONE = 499  # nginx's, for logs: nobody reads it
+GONE = 499  # nginx's status for a client that has closed the connection; no client receives it
 
 
 def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
-    """The ASGI application, with a page where there is to be one. FastAPI's pages of documentation are off: they would load scripts
-    from elsewhere."""
+    """Return the ASGI application of `gateway`; with a `page`, it has the page's endpoints too. FastAPI's own documentation pages
+    are off because they load scripts from other hosts."""
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
-    # Tried in this order.
+    # Requests are matched in this order.
     for each in (chat_completions, completions, responses, messages, encoders, models, monitoring):
         app.include_router(each.router)
     if page is not None:
@@ -42,7 +42,7 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
         for part in (static_files, swarms, members, machine):
             app.include_router(part.router)
     app.add_middleware(Guard, keys=gateway.keys, config=gateway.config)
-    if gateway.config.origins:  # outside of the guard: a browser asks without a key whether it may ask
+    if gateway.config.origins:  # outside the guard: a browser's preflight request carries no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(gateway.config.origins),
@@ -60,7 +60,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _not_valid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found: dict[str, list[str]] = {}  # what could be there instead, by field
+    found: dict[str, list[str]] = {}  # pydantic's messages by field
     for each in error.errors():
         if each["type"] == "json_invalid":
             return bad_request(
@@ -70,19 +70,19 @@ async def _not_valid(request: Request, error: Exception) -> Response:
     where, wanted = next(iter(found.items()))
     text = "; or: ".join(dict.fromkeys(wanted))
     if not where and "json" not in request.headers.get("content-type", ""):
-        text = "it is not read as JSON without Content-Type: application/json"
+        text = "send it with Content-Type: application/json, or it is not read as JSON"
     return bad_request(f"{where or 'the body'}: {text}", where or None).response()
 
 
 def _field(place: Sequence[int | str]) -> str:
-    """The field at a place in the body: of several types that it may have, pydantic names the one that it tried."""
+    """Return the dotted name of the field at `place` in the body, without the names of the types that pydantic tried there."""
     path = itertools.takewhile(lambda step: not TRIED_TYPE.fullmatch(str(step)), place[1:])
     return ".".join(map(str, path))
 
 
 async def _http_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    unread = isinstance(error.__cause__, ValueError | RecursionError)  # a body, by FastAPI
+    unread = isinstance(error.__cause__, ValueError | RecursionError)  # FastAPI could not parse the body
     text = f"the body cannot be read: {error.__cause__}" if unread else str(error.detail)
     response = ApiError(error.status_code, text).response()
     response.headers.update(error.headers or {})
@@ -94,8 +94,9 @@ async def _nobody_there(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """Starlette has logged it."""
-    return ApiError(500, "the gateway failed by a bug of its own; its log says where", kind="server_error").response()
+    """Return status 500 for an unexpected exception. Starlette raises the exception again afterwards, so that the server logs
+    it."""
+    return ApiError(500, "the gateway failed by a bug: report the traceback in its log", kind="server_error").response()
 
 
 HANDLERS: dict[int | type[Exception], Any] = {

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Bounds on what whoever connects may ask for. `origins` are the pages that browsers may call from (CORS): none."""
+    """Bounds on requests to the gateway. `origins` are the web origins whose pages browsers let call it (CORS); none by default."""
 
-    running: int = 256  # generations at once, of all keys
-    waiting: int = 256  # of one key, that wait for their turn
-    wait_s: float = 60.0  # for a turn
-    max_choices: int = 16  # of a request: n, times its prompts
+    running: int = 256  # generations at once, all keys together
+    waiting: int = 256  # requests of one key that wait for a place
+    wait_s: float = 60.0  # for a place
+    max_choices: int = 16  # texts of one request: n times its prompts
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 30.0  # for a body to arrive
-    write_timeout_s: float = 60.0  # for a reader to take what is there for it
-    default_new_tokens: int = 1024  # where a request does not say how many; fewer where they do not fit
-    loopback: bool = True  # only this machine connects: whoever asks under another name was led here by a page
+    write_timeout_s: float = 60.0  # for a client to take one piece of a stream
+    default_new_tokens: int = 1024  # if a request sets no maximum; fewer if they do not fit
+    loopback: bool = True  # only this machine connects: another name in Host means that a web page led the browser here
     origins: tuple[str, ...] = ()
-    compress: str = "auto"  # as what states go from peer to peer, for all that is asked here
+    compress: str = "auto"  # encoding of tensors between peers, for all requests to this gateway

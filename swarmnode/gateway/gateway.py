@@ -1,4 +1,4 @@
-"""A gateway: the models that it serves, and whom it serves them to."""
+"""Gateway of several swarms: the models that it serves, its API keys and its queue."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from swarmnode.net.tasks import Tasks
 
 
 class Gateway:
-    """`clients` are the swarms by the names under which they are served. `swarms` are their models; `models` are these and those
-    that adapters make of them."""
+    """Gateway to the swarms in `clients`, which are keyed by the names that the API serves them under. `swarms` are their models by
+    name; `models` are these and one more model per adapter."""
 
     def __init__(
         self,
@@ -36,14 +36,17 @@ class Gateway:
             for model in _models(name, client, self.queue, config, self._tasks)
         ]
         self.swarms = {model.name: model for model in served if model.parent is None}
-        self.models = {model.name: model for model in served} | self.swarms  # should one be called as another's adapter
+        self.models = {
+            model.name: model for model in served
+        } | self.swarms  # a swarm wins if an adapter's model has its name
 
     def __repr__(self) -> str:
         return f"<Gateway to {', '.join(self.models)}, {self.queue!r}>"
 
     @contextlib.asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
-        """Load what requests need, in the background; what is under way when the context ends is given up."""
+        """Load the swarms' tokenizers in the background while the context lasts. Loading that is unfinished when the context ends
+        is cancelled."""
         for name, model in self.swarms.items():
             self._tasks.spawn(model.loader.load(), f"loading of {name}")
         try:
@@ -52,20 +55,21 @@ class Gateway:
             await self._tasks.close()
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name; that of the only swarm where none is said. Raises ApiError."""
+        """Return the model called `name`; the only swarm's model if `name` is empty and the gateway has one swarm. Raises ApiError
+        (404) if there is no such model, or if `name` is empty and there are several swarms."""
         if not name and len(self.swarms) == 1:
             return next(iter(self.swarms.values()))
         if name not in self.models:
             known = ", ".join(self.models)
-            sentence = f"there is no model {name!r} here; there is {known}"
+            sentence = f"there is no model {name!r} here: choose one of {known}"
             if not name:
-                sentence = f"no model is named, and there are several here: {known}"
+                sentence = f"the request names no model: choose one of {known}"
             raise ApiError(404, sentence, code="model_not_found", parameter="model")
         return self.models[name]
 
 
 def _models(name: str, client: SwarmClient, queue: FairQueue, config: GatewayConfig, tasks: Tasks) -> list[ServedModel]:
-    """Of one swarm: its model, and what each of its adapters makes of that."""
+    """Return the model of one swarm, and one model for each of its adapters."""
     loader = TokenizerLoader(client, tasks)
     adapters = [
         ServedModel(f"{name}:{adapter}", client, loader, queue, config, adapter=adapter, parent=name)
@@ -75,14 +79,14 @@ def _models(name: str, client: SwarmClient, queue: FairQueue, config: GatewayCon
 
 
 def gateway_of(request: Request) -> Gateway:
-    """Whose request it is."""
+    """Return the gateway that received `request`."""
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway
 
 
 def key_of(request: Request) -> ApiKey:
-    """Who asks, as the guard has found."""
+    """Return the API key of `request`, which the guard has put into the request's state."""
     key = request.state.key
     assert isinstance(key, ApiKey)
     return key

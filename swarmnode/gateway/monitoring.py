@@ -1,4 +1,4 @@
-"""What watches the gateway asks: /health, /ready, /metrics."""
+"""Endpoints for monitoring: /health, /ready and /metrics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ router = APIRouter()
 
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """Whether this process lives."""
+    """Return status 200 as long as this process runs."""
     return {"status": "ok"}
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Whether each swarm has somebody for every unit of its model, and the tokenizers are loaded."""
+    """Return status 200 if every unit of each swarm's model has a holder and the tokenizers are loaded, else 503 with the
+    missing units and the swarms that are still loading."""
     swarms = gateway_of(request).swarms
     missing = {name: model.missing for name, model in swarms.items() if model.missing}
     loading = [name for name, model in swarms.items() if not model.loader.is_done]
@@ -30,6 +31,6 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Return the metrics of all swarms in Prometheus' text format."""
     sources = [Sources(name, model.client.readings) for name, model in gateway_of(request).swarms.items()]
     return Response(await exposed(sources), media_type=CONTENT_TYPE)

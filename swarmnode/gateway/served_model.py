@@ -1,5 +1,5 @@
-"""A swarm as a model of the API, by itself or as an adapter changes it: prompts become token ids, and requests choices that it
-generates."""
+"""A swarm's model, with or without an adapter, as a model of the gateway's API: turns prompts into token ids, and requests into
+streams of generated text."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ from swarmnode.serving.client.generation import GenerateOptions
 
 log = logging.getLogger(__name__)
 
-NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: give token ids to /v1/completions"
+NO_TOKENIZER = "this swarm's checkpoint has no tokenizer: send token ids to /v1/completions instead of text"
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0  # between attempts to load a tokenizer
-SHORT_CHARS = 2048  # some 0.5 ms of a tokenizer
-PROMPT_END_TOKENS = 8  # in which a template opens the reasoning
+SHORT_CHARS = 2048  # a tokenizer takes some 0.5 ms for them
+PROMPT_END_TOKENS = 8  # a template that opens the reasoning does it within these last tokens of the prompt
 
 
 class TokenizerLoader:
-    """That of the swarm of `client`. What loads it is one of `tasks`, however many wait for it."""
+    """Loader of the tokenizer of `client`'s swarm. One of `tasks` does the loading, however many requests wait for it."""
 
     def __init__(self, client: SwarmClient, tasks: Tasks) -> None:
         self._client = client
         self._tasks = tasks
         self._loading: asyncio.Task[Tokenizer | ByteTokenizer | None] | None = None
-        self.prompter: ChatPrompter | None = None  # once the tokenizer is there, where it has a chat template
+        self.prompter: ChatPrompter | None = None  # set after loading if the tokenizer has a chat template
 
     def __repr__(self) -> str:
         return f"<TokenizerLoader of {self._client!r}{'' if self.is_done else ', loading'}>"
 
     @property
     def is_done(self) -> bool:
-        """Whether it is there, or is known to be none."""
+        """Whether loading has ended: the tokenizer is there, or the checkpoint is known to have none."""
         return self._loading is not None and self._loading.done()
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
-        """The checkpoint's own, as SwarmClient has it. Raises NoRoute where nobody gives its files within the client's patience,
-        ApiError where it is not loaded by then, CheckpointError where it cannot be used."""
+        """Return the swarm's tokenizer, as `SwarmClient.tokenizer` does, after waiting for it at most the client's patience; None
+        if the checkpoint has none. Raises NoRoute if no peer provides the files in that time, ApiError (503) if loading takes
+        longer, CheckpointError if the tokenizer cannot be used."""
         if self._loading is not None and self._loading.done():
             return self._loading.result()
         loop, patience_s = asyncio.get_running_loop(), self._client.config.patience_s
@@ -65,26 +66,28 @@ class TokenizerLoader:
         try:
             return await asyncio.wait_for(asyncio.shield(loading), until_s - loop.time())
         except asyncio.TimeoutError:
-            sentence = f"the model's tokenizer is still being loaded after {patience_s:g} s: ask again"
+            sentence = f"the model's tokenizer is still loading after {patience_s:g} s: send the request again later"
             raise ApiError(503, sentence, kind="server_error", code="loading", retry_s=RETRY_S) from None
 
     async def load(self) -> None:
-        """Load it before anybody asks, as soon as its files are here. After a failure, try again."""
+        """Load the tokenizer before the first request needs it, as soon as peers provide its files. After any other failure, try
+        again after a pause, which doubles up to `MOST_PAUSE_S`."""
         pause_s = FIRST_PAUSE_S
         while not self.is_done:
             try:
                 await asyncio.shield(await self._begun())
             except NoRoute:
                 await self._client.changed()
-            except Exception as error:  # a library's, too: /ready waits for this
+            except Exception as error:  # also a library's own errors: /ready stays false until this succeeds
                 log.warning(
-                    "the tokenizer is not loaded, next try in %g s: %s: %s", pause_s, type(error).__name__, error
+                    "cannot load the tokenizer, trying again in %g s: %s: %s", pause_s, type(error).__name__, error
                 )
                 await asyncio.sleep(pause_s)
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     async def _begun(self) -> asyncio.Task[Tokenizer | ByteTokenizer | None]:
-        """What loads it, once the swarm has given the model's small files. Raises NoRoute."""
+        """Return the task that loads the tokenizer, and start it if there is none. Wait first until the swarm has provided the
+        model's small files. The task's result is None if the checkpoint has no tokenizer. Raises NoRoute."""
         await self._client.limits()
         if self._loading is None:
             self._loading = self._tasks.spawn(self._load(), "tokenizer", awaited=True)
@@ -96,14 +99,14 @@ class TokenizerLoader:
             if isinstance(tokenizer, Tokenizer) and tokenizer.has_chat_template:
                 self.prompter = await asyncio.to_thread(ChatPrompter, tokenizer)
         except BaseException:
-            self._loading = None  # who asks next tries again
+            self._loading = None  # the next request tries again
             raise
         return tokenizer
 
 
 class ServedModel:
-    """`queue` is shared with the other models of the gateway, and `loader` with those of the same swarm. `parent` is the name of
-    the swarm's model alone, where this is one of its adapters."""
+    """Model of the gateway's API: a swarm's model, or that model with one adapter. `queue` is shared by all models of the gateway,
+    `loader` by the models of one swarm. `parent` is the name of the swarm's own model if this one has an adapter, else None."""
 
     def __init__(
         self,
@@ -129,11 +132,11 @@ class ServedModel:
 
     @property
     def missing(self) -> list[int]:
-        """Units that nobody holds at the moment."""
+        """Units without a holder now."""
         return list(self.client.status()["missing"])
 
     def card(self) -> ModelCard:
-        """As clients list it."""
+        """Return the entry of this model for `/v1/models`."""
         manifest, prompter = self.client.manifest, self.loader.prompter
         return ModelCard(
             id=self.name,
@@ -146,13 +149,15 @@ class ServedModel:
         )
 
     def place(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
-        """A place among those who are served at once, while the context lasts. Raises ApiError where none becomes free."""
+        """Return a context manager that holds one of the gateway's places to generate for `key`. Entering it raises ApiError (429)
+        if no place becomes free in time."""
         return self._queue.place(key)
 
     # -- text and ids
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer:
-        """The checkpoint's own. Raises ApiError where it has none, UsageError where the model knows no text anyway."""
+        """Return the swarm's tokenizer. Raises ApiError if the checkpoint of a language model has none, UsageError if the model is
+        no language model, and what `TokenizerLoader.tokenizer` raises."""
         tokenizer = await self.loader.tokenizer()
         if tokenizer is None:
             self.client.check_language_model()
@@ -160,7 +165,8 @@ class ServedModel:
         return tokenizer
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The ids of a text. A short one is read sooner than a thread takes it. Raises ContextTooLong."""
+        """Return the token ids of `text`. A text of at most `SHORT_CHARS` is encoded in the event loop, because handing it to a
+        thread takes longer. Raises ContextTooLong if the text cannot fit into the model's context."""
         tokenizer, limits = await self.tokenizer(), await self.client.limits()
         limits.check_text(len(text))
         read = partial(tokenizer.encode, text, special_tokens=special_tokens)
@@ -173,36 +179,38 @@ class ServedModel:
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: ChatEnding = ChatEnding.ANSWER,
     ) -> list[int]:
-        """The ids of a conversation that the model is to answer, with the tools that it may call, and what else its template
-        knows. Raises ApiError where it knows no conversations, UsageError where it is no language model, ContextTooLong."""
+        """Return the prompt's token ids for a conversation: `messages`, the `tools` that the model may call, and further
+        `variables` of its chat template. Raises ApiError if the model has no chat template or the template refuses the messages,
+        UsageError if it is no language model, ContextTooLong if the messages cannot fit."""
         self.client.check_language_model()
         await self.tokenizer()
         if (prompter := self.loader.prompter) is None:
             raise bad_request(
-                f"{self.name} has no chat template, so it does not know how a conversation is written: use /v1/completions",
+                f"{self.name} has no chat template, so it cannot read conversations: use /v1/completions",
                 code="no_chat_template",
             )
         limits = await self.client.limits()
         limits.check_text(sum(len(message["content"]) for message in messages))
         if ending is ChatEnding.CONTINUED and messages[-1].get("tool_calls"):
-            raise bad_request("a message that calls tools has ended: give their results", "messages")
+            raise bad_request("a message that calls tools cannot be continued: send the tools' results", "messages")
         try:
             return await asyncio.to_thread(prompter.encode, messages, tools, variables, ending)
-        except CheckpointError as error:  # templates say so of roles and orders that they do not know
+        except CheckpointError as error:  # templates refuse roles and orders that they do not know
             raise bad_request(str(error), "messages") from error
 
     # -- generating
 
     def check_count(self, prompts: int, asked: SamplingFields) -> None:
-        """Raise ApiError where so many prompts make too many texts: before any of them is read."""
+        """Raise ApiError if `prompts` prompts make more texts than the gateway's `max_choices`; called before any prompt is
+        encoded."""
         if prompts * asked.texts > self._config.max_choices:
             raise bad_request(
-                f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)", "n"
+                f"a request may ask for at most {self._config.max_choices} texts (n times the prompts): lower n", "n"
             )
 
     async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
-        """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
-        cannot do, before anything is sent to a peer."""
+        """Return a stream for each text that the request asks for, prompt after prompt; generating begins when a stream is read.
+        Raises ApiError, or UsageError for what the model cannot do, before any session begins."""
         self.check_count(len(prompts), asked)
         tokenizer, stop_ids, stops = await self.loader.tokenizer(), await self.client.stop_ids(), asked.stops
         if tokenizer is None and stops:
@@ -247,7 +255,8 @@ class ServedModel:
         return choices
 
     async def _parser(self, prompt: list[int], tools: ToolUse | None, *, is_free: bool) -> ResponseParser | None:
-        """Of what follows this prompt of a chat. An answer that is not `is_free` to be whatever the model likes is JSON at once."""
+        """Return the parser of the answer to `prompt`; None if `tools` is None, as in a completion. If a grammar constrains the
+        answer (`is_free` is False), the parser expects no reasoning."""
         if tools is None:
             return None
         tokenizer = await self.tokenizer()
@@ -262,7 +271,8 @@ class ServedModel:
         return CommonParser(tools, ReasoningParser(begun=end.rstrip().endswith(THINK_BEGIN)))
 
     async def _new_tokens(self, prompt_length: int, asked: int | None) -> int:
-        """Who does not say how many gets some, and no more than fit: every session reserves memory for all of its positions."""
+        """Return the maximum of new tokens: `asked`, or if it is None the gateway's default, bounded by the context. The bound
+        matters because a session reserves memory for all of its positions."""
         if asked is not None:
             return asked
         limits = await self.client.limits()

@@ -24,11 +24,11 @@ def test_what_is_given_counts() -> None:
 @pytest.mark.parametrize(
     ("rule", "ratio", "feedback", "says"),
     [
-        ("zip", 0.0, False, "--compress zip: it is one of auto, none,"),
-        ("", 0.0, False, "--compress : it is one of"),
-        ("int8", 20.0, False, "go with --compress topk, adatopk, slowest"),
-        ("auto", 0.0, True, "go with --compress topk, adatopk, slowest"),
-        ("topk", 0.5, False, "--topk-ratio 0.5: it is a number from 1 to 1000000"),
+        ("zip", 0.0, False, "--compress zip: choose one of auto, none,"),
+        ("", 0.0, False, "--compress : choose one of"),
+        ("int8", 20.0, False, "need --compress topk, adatopk, slowest"),
+        ("auto", 0.0, True, "need --compress topk, adatopk, slowest"),
+        ("topk", 0.5, False, "--topk-ratio 0.5: give a number from 1 to 1000000"),
         ("topk", -3.0, False, "--topk-ratio -3"),
         ("adatopk", float("nan"), False, "--topk-ratio nan"),
         ("adatopk", float("inf"), False, "--topk-ratio inf"),

@@ -39,7 +39,7 @@ def test_what_is_bad_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--bandwidth"], "which"), ([FRIENDS, "--bandwidth"], "--yes"), (["nobody"], "nobody")]
+    ("arguments", "words"), [(["--bandwidth"], "name it"), ([FRIENDS, "--bandwidth"], "--yes"), (["nobody"], "nobody")]
 )
 def test_the_doctor_asks_before_it_sends(arguments: list[str], words: str, tmp_path: Path) -> None:
     assert_clear(invoke("doctor", *arguments, home=tmp_path), 2, words)
@@ -66,7 +66,7 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert 0 < by_precision["float32"]["fitting"] < 8 and by_precision["float32"]["machines"] > 1
     assert by_precision["nf4"]["fitting"] >= by_precision["float32"]["fitting"]
     assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
-    assert "Not one unit" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
+    assert "Not one layer" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
 
 

@@ -33,14 +33,14 @@ def test_topk2_is_sparseloco_but_for_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("every", "codec", "given", "says"),
     [
-        (1, "int8", {"average_keep": 0.1}, "goes with --average-codec topk or topk2"),
-        (1, "topk", {"average_keep": 1.5}, "--average-keep 1.5: it is a share above 0, up to 1"),
+        (1, "int8", {"average_keep": 0.1}, "needs --average-codec topk or topk2"),
+        (1, "topk", {"average_keep": 1.5}, "--average-keep 1.5: give a share above 0, up to 1"),
         (1, "topk", {"average_keep": -0.1}, "--average-keep -0.1"),
         (1, "topk", {"average_keep": float("nan")}, "--average-keep nan"),
-        (1, "none", {"outer_lr": 0.7}, "go with --average-every above 1"),
-        (8, "none", {"outer_lr": 0.0}, "--outer-lr 0: it is a number above 0"),
+        (1, "none", {"outer_lr": 0.7}, "need --average-every above 1"),
+        (8, "none", {"outer_lr": 0.0}, "--outer-lr 0: give a number above 0"),
         (8, "none", {"outer_lr": float("inf")}, "--outer-lr inf"),
-        (8, "none", {"outer_momentum": 1.0}, "--outer-momentum 1: it is a number from 0, below 1"),
+        (8, "none", {"outer_momentum": 1.0}, "--outer-momentum 1: give a number from 0, below 1"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(every: int, codec: str, given: dict[str, float], says: str) -> None:

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_command_founds_and_says_what_a_friend_types(folder: Path) -> None:
     done = invoke("host", "./tiny", "--private", "--uses", "3", "--expires", "7d", *LOOPBACK)
     assert done.returncode == 0, done.stderr
-    assert "volunteer, 3 peers, for 7 days" in done.stdout and "swarmnode run swarm2" in done.stdout
+    assert "volunteer, 3 machines, for 7 days" in done.stdout and "swarmnode run swarm2" in done.stdout
     assert "does not answer from here" in done.stdout
     line = next(word for word in done.stdout.split() if word.startswith("swarm2"))
     assert load_swarm(line).id == load_swarm(folder / "tiny.swarm").id
@@ -72,7 +72,7 @@ def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypat
     with monkeypatch.context() as dying:
         dying.setattr(SwarmHost, "run", dies)
         done = invoke("host", "./tiny", *LOOPBACK)
-    assert (done.returncode, len(begun)) == (0, 1) and "Beginning anew" in done.stderr
+    assert (done.returncode, len(begun)) == (0, 1) and "Starting again" in done.stderr
     assert invoke("host", "./tiny", *LOOPBACK).returncode == 0, "the same command, whose swarm is founded already"
 
 
@@ -81,7 +81,7 @@ def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypat
     [
         (("./tiny", "--memory", "6"), ("6GB",)),
         (("./tiny", "--device", "gpu"), ("--device gpu",)),
-        (("./tiny", "--expires", "soon"), ("span of time",)),
+        (("./tiny", "--expires", "soon"), ("not a duration",)),
         (("./tiny", "--listen", "4001"), ("not a multiaddr",)),
         (("./nowhere", *LOOPBACK), ("no such",)),
         (("nowhere.swarm",), ("no such file",)),

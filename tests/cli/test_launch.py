@@ -74,13 +74,13 @@ def test_a_file_is_written_once_and_for_its_owner(tmp_path: Path) -> None:
     file = tmp_path / ".aider.conf.yml"
     assert done.returncode == 0 and "openai/friends" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
     file.write_text("mine")
-    assert_clear(invoke(*asked, cwd=tmp_path), 1, "there already")
+    assert_clear(invoke(*asked, cwd=tmp_path), 1, "already exists")
     assert file.read_text() == "mine"
 
 
 def test_what_cannot_be_is_told() -> None:
-    assert_clear(invoke("launch", "emacs"), 2, "not known", "open-webui")
+    assert_clear(invoke("launch", "emacs"), 2, "unknown", "open-webui")
     assert_clear(invoke("launch", "aider", "--url", "localhost:8000"), 2, "http://")
     assert_clear(invoke("launch", "aider", "--url", "http://127.0.0.1:9/v1"), 1, "no gateway answers", "serve")
     with gateway() as url:
-        assert_clear(invoke("launch", "aider", "--url", url), 1, "wants a key")
+        assert_clear(invoke("launch", "aider", "--url", url), 1, "needs a key")

@@ -101,8 +101,8 @@ def test_defaults_and_order_may_be_a_commands_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--fruit", "fig"), "--fruit fig: it is one of apple, pear, plum"),
-        (("--size", "6"), "--size 6: of what?"),
+        (("--fruit", "fig"), "--fruit fig: choose one of apple, pear, plum"),
+        (("--size", "6"), "--size 6: the unit is missing"),
     ],
 )
 def test_what_cannot_be_names_its_flag(arguments: tuple[str, ...], says: str) -> None:

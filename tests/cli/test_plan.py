@@ -133,12 +133,12 @@ def test_units_with_fewer_holders_than_asked_are_told(
     value = plan(network, *asked_for)
     assert (value["holders"], value["units_with_fewer"]) == (asked, fewer)
     text = " ".join(invoke("plan", str(network), *asked_for).stdout.split())
-    assert (f"12 of 12 units have fewer than {asked} holders" in text) == (fewer > 0)
+    assert (f"12 of 12 layers have fewer than {asked} holders" in text) == (fewer > 0)
 
 
 def test_holders_are_weighed_by_the_model_alone(network: Path) -> None:
     done = invoke("plan", str(network), "--stages", "2", "--replicas", "4", *SIZES, "--holders", "1")
-    assert_clear(done, 2, "--holders is for plans with --model: here --replicas says it")
+    assert_clear(done, 2, "--holders needs --model; without a model, --replicas has this role")
 
 
 def test_a_page_shows_the_plan(network: Path, tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_model_that_does_not_fit(network: Path, tmp_path: Path) -> None:
         (("--model", "x", "--activation-gb", "1"), "follow from --model"),
         (("--model", "/none"), "no such file"),
         (("--report", "/no/such/folder/plan.html", "--stages", "4"), "no such folder"),
-        (("--model", "x", "--dtype", "int3"), "--dtype int3: choose fp32, bf16, fp16"),
-        (("--model", "x", "--gpu", "Voodoo"), "--gpu Voodoo: known are"),
+        (("--model", "x", "--dtype", "int3"), "--dtype int3: choose one of fp32, bf16, fp16"),
+        (("--model", "x", "--gpu", "Voodoo"), "--gpu Voodoo: this GPU is unknown; choose one of"),
     ],
 )
 def test_refusals(network: Path, arguments: tuple[str, ...], words: str) -> None:

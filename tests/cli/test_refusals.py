@@ -36,7 +36,7 @@ def test_create_writes_a_private_file_and_prints_an_invite_alone(tiny: TinyModel
     done = invoke("create", str(tmp_path / "mine"), "--model", str(tiny.folder), "--quiet")
     assert done.stdout.startswith("swarm1") and len(done.stdout.split()) == 1
     assert file.stat().st_mode & 0o777 == 0o600
-    assert_clear(invoke("create", str(tmp_path / "mine"), "--model", "x"), 2, "exists already")
+    assert_clear(invoke("create", str(tmp_path / "mine"), "--model", "x"), 2, "already exists")
 
 
 @pytest.mark.parametrize("command", [("run",), ("serve",), ("generate", "text")], ids=" ".join)

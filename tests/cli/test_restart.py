@@ -40,7 +40,7 @@ def test_the_same_command_begins_anew(
         begin_anew(ExecutorDied("the compute thread died"), lived_s)
     assert replaced == [pause, (sys.executable, [sys.executable, "-m", "swarmnode", "run", "some.swarm"])]
     assert os.environ[COUNT] == count
-    assert f"the compute thread died. Beginning anew in {pause:.0f} s" in capsys.readouterr().err
+    assert f"the compute thread died. Starting again in {pause:.0f} s" in capsys.readouterr().err
 
 
 def test_pauses_double_up_to_the_longest() -> None:

@@ -50,7 +50,7 @@ def test_days(text: str, days: set[int]) -> None:
         ({"days": "mon-"}, "mon-fri"),
         ({"max_load": "0.5"}, "25%"),
         ({"max_load": 25}, "in quotes"),
-        ({"only_idle": "soon"}, "span of time"),
+        ({"only_idle": "soon"}, "not a duration"),
         ({"exclusive": "steam"}, "list"),
         ({"exclusive": [1]}, "list"),
         ({"on_mains": "yes"}, "true or false"),

@@ -76,7 +76,7 @@ def test_the_same_seed_gives_the_same_bits_in_another_process(files, tmp_path, m
     [
         (["--workload", "dance"], ["serve or train"]),
         (["--churn", "often"], ["10%"]),
-        (["--churn", "-5%"], ["between 0 and 100"]),
+        (["--churn", "-5%"], ["from 0 to 100"]),
         (["--gpu", "abacus"], ["RTX 3090"]),
         (["--report", "/no/such/folder/a.html"], ["no such folder"]),
         (["--workload", "train", "--compress", "zip"], ["int8"]),
@@ -124,9 +124,7 @@ def test_who_is_left_out_of_a_plan_stands_by_until_somebody_is_lost(files, tmp_p
     )
     train = ("--workload", "train", "--microbatches", "4", "--plan", two)
     done = simulate(files, *train)
-    assert "1 of 3 devices are not in the plan: they stand by until somebody of it is lost." in " ".join(
-        done.stdout.split()
-    )
+    assert "1 of 3 devices are not in the plan: they stand by until one in it is lost." in " ".join(done.stdout.split())
     calm = json.loads(simulate(files, *train, "--json").stdout)
     assert calm["standing_by"] == [0]
     trace = tmp_path / "trace.json"
@@ -139,7 +137,7 @@ def test_who_is_left_out_of_a_plan_stands_by_until_somebody_is_lost(files, tmp_p
 
 def test_plans_for_something_else_are_refused(files, tmp_path):
     train = ("--workload", "train")
-    assert_clear(simulate(files, "--plan", plan_file(tmp_path)), 2, "plans are for training")
+    assert_clear(simulate(files, "--plan", plan_file(tmp_path)), 2, "--plan works only for training")
     long = plan_file(tmp_path, stages=[{"units": [0, 9], "devices": [0]}])
     assert_clear(simulate(files, "--plan", long, *train), 2, "for 9 units, and the model has 6")
     wide = plan_file(tmp_path, stages=[{"units": [0, 6], "devices": [7]}])

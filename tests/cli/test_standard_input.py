@@ -47,12 +47,12 @@ def test_ids_are_not_looked_for_in_a_pipe(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("command", "piped", "words"),
     [
-        (("generate",), b"", "nothing came"),
-        (("generate", "-"), b"\xff\xfe\n", "not text in UTF-8"),
+        (("generate",), b"", "standard input was empty"),
+        (("generate", "-"), b"\xff\xfe\n", "not UTF-8 text"),
         (("generate", "friends"), b"x" * ((1 << 24) + 1), "more than 16 MiB"),
-        (("join", "-"), b"\x80", "not text in UTF-8"),
-        (("join",), b"\n", "nothing came"),
-        (("status", "-"), b"", "nothing came"),
+        (("join", "-"), b"\x80", "not UTF-8 text"),
+        (("join",), b"\n", "standard input was empty"),
+        (("status", "-"), b"", "standard input was empty"),
     ],
 )
 def test_what_cannot_be_used_is_told(command: tuple[str, ...], piped: bytes, words: str, tmp_path: Path) -> None:

@@ -147,4 +147,4 @@ def test_fetched_weights_are_listed_and_pruned(tmp_path: Path) -> None:
     assert "freed" in invoke("weights", "prune", "--unused", "30d", home=tmp_path).stdout and not old.folder.exists()
     used.close()
     assert invoke("weights", "prune", home=tmp_path).returncode == 0 and not used.folder.exists()
-    assert "Nothing" in invoke("weights", "list", home=tmp_path / "new").stdout
+    assert "No weights" in invoke("weights", "list", home=tmp_path / "new").stdout

@@ -37,23 +37,23 @@ def test_who_came_went_moved_or_changed() -> None:
     after = picture(("alice", (0, 3), "draining"), ("carol", (3, 6), "loading"))
     assert sorted(changes(FIRST, after)) == [
         f"alice ({'12D3alice'[-8:]}) is draining",
-        f"bob ({'12D3bob'[-8:]}) is gone; it held units 3:6",
-        f"carol ({'12D3carol'[-8:]}) has come, for units 3:6",
+        f"bob ({'12D3bob'[-8:]}) has left; it held layers 3:6",
+        f"carol ({'12D3carol'[-8:]}) has joined with layers 3:6",
     ]
     moved = picture(("alice", (3, 6), "joining"), ("bob", (0, 0), "paused"))
     assert [line.split(") ")[1] for line in changes(FIRST, moved)] == [
-        "moves from units 0:3 to units 3:6",
-        "moves from units 3:6 to no units",
+        "moves from layers 0:3 to layers 3:6",
+        "moves from layers 3:6 to no layers",
     ]
 
 
 def test_which_texts_asked_for_here_were_moved() -> None:
     before, after = {**FIRST, "reroutes": {"lost": 2, "busy": 1}}, {**FIRST, "reroutes": {"lost": 5, "timed_out": 1}}
     assert list(changes(before, after)) == [
-        "3 texts asked for here moved to another route (lost)",
-        "1 text asked for here moved to another route (timed out)",
+        "3 texts of yours moved to another route (lost)",
+        "1 text of yours moved to another route (timed out)",
     ]
-    assert list(changes(after, before)) == ["1 text asked for here moved to another route (busy)"], "one was begun anew"
+    assert list(changes(after, before)) == ["1 text of yours moved to another route (busy)"], "one was begun anew"
 
 
 async def test_the_gateways_of_a_home_are_asked(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_lines_tell_what_matters_and_repeat_themselves_seldom(capsys: pytest.Cap
     assert line == "step 10 of 100  loss 2.5000  256 tokens/s  0.50 s/step  3 peers  45 s left"
     for now_s in range(15):  # noqa: B007  (the clock reads it)
         view.waiting("units 2, 3", (2, 3))
-    assert capsys.readouterr().out.splitlines() == ["waiting: units 2-3 have nobody"] * 2
+    assert capsys.readouterr().out.splitlines() == ["waiting: no machine holds layers 2-3"] * 2
     view.step(report(10))
     assert capsys.readouterr().out.startswith("step 11 of 100")
 
@@ -84,7 +84,7 @@ def test_a_log_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
 
 def test_words_for_units_and_times() -> None:
     assert ranges([1, 3, 4, 5]) == ["1", "3-5"]
-    assert waiting_text("", (0, 1, 5)) == "waiting: units 0-1, 5 have nobody"
+    assert waiting_text("", (0, 1, 5)) == "waiting: no machine holds layers 0-1, 5"
     assert [format_duration(seconds) for seconds in (0.4, 59, 61, 3600, 7260)] == [
         "0 s",
         "59 s",

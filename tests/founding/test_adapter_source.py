@@ -95,7 +95,7 @@ def test_the_command_says_what_is_wrong(source: ModelSource, verse: Path, tmp_pa
     twice = invoke(*found, "--adapter", f"verse={verse}", "--adapter", f"Verse={verse}", cwd=tmp_path)
     assert_clear(twice, 2, "same name")
     trains = invoke(*found, "--mode", "train", "--adapter", f"verse={verse}", cwd=tmp_path)
-    assert_clear(trains, 2, "--adapter goes with --model and --mode serve")
+    assert_clear(trains, 2, "--adapter needs --model and --mode serve")
     assert not list(tmp_path.glob("poets*")), "nothing is left of what failed"
     done = invoke(*found, "--adapter", f"verse={verse}", "--json", cwd=tmp_path)
     assert done.returncode == 0 and '"adapters": ["verse"]' in " ".join(done.stdout.split())

@@ -129,7 +129,7 @@ async def test_prompts_are_counted_before_any_is_read(
         monkeypatch.setattr(type(tokenizer), "encode", lambda _self, text: read.append(text))
         for asked in ({"prompt": ["hens"] * 17}, {"prompt": ["hens"] * 9, "n": 2}):
             answer = await served.http.post("/v1/completions", json={"model": MODEL, **asked})
-            assert answer.status_code == 400 and "texts at once" in answer.json()["error"]["message"]
+            assert answer.status_code == 400 and "at most 16 texts" in answer.json()["error"]["message"]
         assert not read
         for path in ("/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/messages"):
             answer = await served.http.post(path, json={"messages": [[]] * 30_000, "input": [[]] * 30_000})

@@ -75,8 +75,8 @@ async def test_what_cannot_go_on_is_refused(founded: Founded, tmp_path: Path) ->
         called = {"id": "x", "name": "count", "input": {}, "type": "tool_use"}
         for path, body, words in (
             (CHAT, {"messages": ASKED, "continue_final_message": True}, "of the assistant"),
-            (CHAT, {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "not both"),
-            (MESSAGES, {"messages": [*ASKED, {"role": "assistant", "content": [called]}]}, "give their results"),
+            (CHAT, {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "set only one"),
+            (MESSAGES, {"messages": [*ASKED, {"role": "assistant", "content": [called]}]}, "send the tools' results"),
         ):
             answer = await served.http.post(path, json=body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]

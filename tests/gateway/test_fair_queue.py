@@ -46,7 +46,7 @@ async def test_who_waits_in_vain_or_goes_leaves_nothing_behind() -> None:
     queue, key = FairQueue(running=1, waiting=2, wait_s=0.5), ApiKey("one")
     first, waiting, leaving = (asyncio.ensure_future(work(queue, key)) for _ in range(3))
     await asyncio.sleep(0.1)
-    with pytest.raises(ApiError, match="waiting already"):
+    with pytest.raises(ApiError, match="already waiting"):
         await work(queue, key)
     leaving.cancel()
     with pytest.raises(ApiError, match="no place") as refused:

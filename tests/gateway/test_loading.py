@@ -40,7 +40,7 @@ async def test_requests_wait_for_the_tokenizer_for_as_long_as_they_are_patient(
         for answer in refused:
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert answer.json()["error"]["code"] == "loading"
-            assert "still being loaded after 4 s" in answer.json()["error"]["message"]
+            assert "still loading after 4 s" in answer.json()["error"]["message"]
         waiting = asyncio.ensure_future(served.http.post(CHAT, json=ASKED))
         await asyncio.sleep(1.0)
         assert len(calls) == 1, "it is loaded once, whoever waits and goes away"

@@ -93,7 +93,7 @@ async def test_tools_in_responses(founded: Founded, tmp_path: Path, monkeypatch:
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "4 hens"}
         heard = [*SAID, *(item.model_dump(exclude_none=True) for item in whole.output[:2]), result]
         await served.openai.responses.create(**{**asked, "input": heard, "tool_choice": "none"})
-        with pytest.raises(openai.BadRequestError, match="no call before it has the id 'x'"):
+        with pytest.raises(openai.BadRequestError, match="the id 'x' of a tool's result belongs to no earlier call"):
             await served.openai.responses.create(**{**asked, "input": [*SAID, {**result, "call_id": "x"}]})
     assert "count" in tokenizer.decode(prompts[0]) and "count" not in tokenizer.decode(prompts[-1])
     assert tokenizer.decode(prompts[-1]).endswith("4 hens")
@@ -130,7 +130,7 @@ async def test_tools_in_messages(founded: Founded, tmp_path: Path, monkeypatch: 
         ]
         turns = [*SAID, whole.model_dump(include={"role", "content"}), {"role": "user", "content": results}]
         await client.messages.create(**{**asked, "messages": turns, "tool_choice": {"type": "none"}})
-        with pytest.raises(anthropic.BadRequestError, match="no call before it has the id"):
+        with pytest.raises(anthropic.BadRequestError, match="of a tool's result belongs to no earlier call"):
             await client.messages.create(**{**asked, "messages": [*SAID, turns[-1]]})
     heard = tokenizer.decode(prompts[-1])
     assert heard.endswith("5 hens") and "4 hens" in heard and "count" not in heard

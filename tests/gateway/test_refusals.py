@@ -35,8 +35,8 @@ def formatted(schema: dict[str, Any]) -> dict[str, Any]:
 BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"model": "gpt-4", "messages": HI}, 404, "there is no model 'gpt-4'"),
     (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, {"messages": IMAGE}, 400, "text only"),
-    (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "'user' needs content"),
+    (CHAT, {"messages": IMAGE}, 400, "only text"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "'user' has no content"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": 7}]},
@@ -77,20 +77,30 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"function": {"name": "x"}}}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "tools": [{"type": "retrieval"}]}, 400, "tools"),
     (CHAT, {"messages": HI, "tools": [{"function": {"name": "x", "parameters": 7}}]}, 400, "tools"),
-    (CHAT, {"messages": [{"role": "tool", "content": "4", "tool_call_id": "x"}]}, 400, "no call before it"),
+    (CHAT, {"messages": [{"role": "tool", "content": "4", "tool_call_id": "x"}]}, 400, "belongs to no earlier call"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "no variable"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, 400, "chat template"),
     (RESPONSES, {"input": []}, 400, "1 to 4096 items"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "text only"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "only text"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, 400, "not JSON"),
     (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "web_search"),
-    (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 400, "not kept"),
-    (RESPONSES, {"input": "hi", "conversation": {"id": "x"}}, 400, "conversation: answers and prompts are not kept"),
-    (RESPONSES, {"input": "hi", "prompt": {"id": "x"}}, 400, "prompt: answers"),
-    (RESPONSES, {"input": "hi", "background": True}, 400, "background: answers are not kept here"),
+    (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 400, "nothing is stored"),
+    (
+        RESPONSES,
+        {"input": "hi", "conversation": {"id": "x"}},
+        400,
+        "conversation is not supported, because nothing is stored here",
+    ),
+    (RESPONSES, {"input": "hi", "prompt": {"id": "x"}}, 400, "prompt is not supported"),
+    (
+        RESPONSES,
+        {"input": "hi", "background": True},
+        400,
+        "background is not supported, because answers are not stored",
+    ),
     (RESPONSES, {"input": None}, 400, "input: Input should be a valid string"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "text only"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "only text"),
     (MESSAGES, {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_20250124"),
     (MESSAGES, {"messages": HI, "tool_choice": {"type": "tool"}}, 400, "tool with a name"),
     (MESSAGES, {"messages": HI, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
@@ -159,9 +169,9 @@ async def test_a_conversation_longer_than_the_model_is_refused_before_any_prefil
 async def test_of_several_models_one_has_to_be_named(founded: Founded, tmp_path: Path) -> None:
     async with serving(founded, tmp_path) as served:
         gateway = Gateway({"hens": served.client, "foxes": served.client})
-        with pytest.raises(ApiError, match="no model is named, and there are several here: hens, foxes"):
+        with pytest.raises(ApiError, match="the request names no model: choose one of hens, foxes"):
             gateway.model("")
-        with pytest.raises(ApiError, match="there is no model 'wolves' here; there is hens, foxes"):
+        with pytest.raises(ApiError, match="there is no model 'wolves' here: choose one of hens, foxes"):
             gateway.model("wolves")
 
 

@@ -95,7 +95,7 @@ async def test_the_socket_of_a_process_that_is_silent_is_left_alone(
         async with server_of(Lending()).listening(tmp_path, "a") as second:
             assert second == tmp_path / "control" / "a-2.sock" and path.is_socket()
         done = invoke("pause", "a", home=tmp_path)
-        assert_clear(done, 1, "a: it gives no answer")
+        assert_clear(done, 1, "a: it does not answer")
         assert "no answer" in invoke("ps", home=tmp_path).stdout
 
 

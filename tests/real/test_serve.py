@@ -123,7 +123,7 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
         next(node for node in alive if MARKUP.format(node.name) == writer).kill()
         length = len(page.evaluate(LAST))
         happened = page.wait_until("document.querySelector('#writers .happened')?.textContent")
-        assert happened.startswith(f"{writer} went away") and "took over units 0–3" in happened
+        assert happened.startswith(f"{writer} left") and "took over layers 0–3" in happened
         page.wait_until(f"{LAST}.length > {length + 20}")
         page.evaluate("location.hash = '#swarm'")
         left = len(alive) - 1

@@ -1,1 +1,1 @@
-"""Commands of who hosts a swarm."""
+"""Commands for hosting a swarm."""

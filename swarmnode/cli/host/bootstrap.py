@@ -1,4 +1,4 @@
-"""`swarmnode bootstrap`: where newcomers find the swarm."""
+"""Command `swarmnode bootstrap`: run a peer through which new machines find the swarm."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BootstrapOptions(NodeOptions):
     """Options of a bootstrap peer."""
 
     host_maddrs: tuple[str, ...] = addresses_option(
-        "Listen here too, beside the addresses that the invite promises. Repeatable.", "--host-maddr"
+        "Listen at this address, in addition to the invite's. Repeatable.", "--host-maddr"
     )
     max_cache_bytes: int | None = size_option(
-        "Disk space for training states, so that none is lost with its node; default: a quarter of what is free.",
+        "Disk space for backups of training states; default: a quarter of the free space.",
         "--disk",
     )
     name: str = option("bootstrap", "Name shown to others.", parse=parse_name)
@@ -38,7 +38,8 @@ def bootstrap(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Run a bootstrap peer: newcomers find the swarm here; it relays for peers behind NAT, gives out weights, computes nothing.
+    """Run a bootstrap peer: new machines find the swarm through it. It relays for machines behind NAT and hands out
+    weights, but computes nothing.
 
     Example: swarmnode bootstrap friends.swarm
     """
@@ -60,7 +61,7 @@ def bootstrap(
                 for address in addresses:
                     say(f"  {address}")
                 hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(str(loaded.file))}"
-                say(f"{hint}\nCtrl-C stops it.")
+                say(f"{hint}\nPress Ctrl-C to stop.")
             async with watch.over(loaded.name, peer.host.readings):
                 await peer.run(stop)
         finally:

@@ -1,4 +1,4 @@
-"""`swarmnode create`: found a swarm."""
+"""Command `swarmnode create`: found a swarm."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class NewModelOptions:
     model: str = option(
         "",
         "Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
-        "organisation/model@revision); quantised ones are dequantised.",
+        "organisation/model@revision). Quantised weights are dequantised.",
         metavar="PATH|HUB_ID",
     )
     config: Path | None = path_option(
-        "Train from random weights: a folder with a config.json of transformers, and a tokenizer if there is one.",
+        "Train from random weights: a folder with a transformers config.json and, if any, a tokenizer.",
         metavar="DIR",
     )
     module: str = option(
         "",
-        "Any torch module: a function that returns it with an example batch, or an exported program.",
+        "Torch module: a function that returns it with an example batch, or an exported program.",
         metavar="PACKAGE.MODULE:FUNCTION|FILE.pt2",
     )
-    task: str = option("auto", "What --model is served for; auto: as its config says.", choices=TASKS)
-    seed: int = option(0, "Of the random weights of --config.", min=0, max=2**63 - 1)
-    byte_level: bool = option(False, "Bytes are tokens: leave the tokenizer out.")
-    units: int = option(0, "About how many units to cut a --module into.", show_default=False)
+    task: str = option("auto", "What --model does for clients; auto: as its config says.", choices=TASKS)
+    seed: int = option(0, "Seed of the random weights of --config.", min=0, max=2**63 - 1)
+    byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
+    units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
 
     def check(self) -> None:
         """Check that the options go together. Raises UsageError if they do not."""
@@ -55,22 +55,22 @@ class NewModelOptions:
             raise UsageError("give exactly one of --model, --config and --module")
         if self.mode == "serve" and self.config:
             raise UsageError(
-                "a swarm that serves needs trained weights (--model, --module); --config goes with --mode train"
+                "a swarm that serves needs trained weights (--model, --module); --config needs --mode train"
             )
         if self.task != "auto" and not self.serves_checkpoint:
-            raise UsageError("--task goes with --model and --mode serve")
+            raise UsageError("--task needs --model and --mode serve")
         if self.units and not self.module:
-            raise UsageError("--units goes with --module; a language model's units are its layers")
+            raise UsageError("--units needs --module; a language model is always cut into its layers")
         if self.byte_level and (self.module or self.mode == "serve"):
-            raise UsageError("--byte-level goes with a language model and --mode train")
+            raise UsageError("--byte-level needs a language model and --mode train")
 
     @property
     def serves_checkpoint(self) -> bool:
-        """Whether the swarm serves a checkpoint as it is."""
+        """Whether the swarm serves a checkpoint that already exists."""
         return self.mode == "serve" and bool(self.model)
 
     def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
-        """Return the model; weights that did not exist yet are written into the folder `weights`."""
+        """Return the model. Weights that do not exist yet are written into the folder `weights`."""
         from swarmnode.founding.model_source import from_checkpoint, from_config, from_model, from_module
 
         trains = self.mode == "train"
@@ -87,10 +87,10 @@ class NewModelOptions:
 
 @dataclass(frozen=True)
 class CreateDoorOptions(DoorOptions):
-    """Addresses of a new bootstrap peer, or of peers that run already, by the names of the fields of Bootstraps."""
+    """Addresses of a new bootstrap peer, or of running ones, by the names of the fields of Bootstraps."""
 
     running: list[str] = option(
-        [], "A bootstrap peer that runs already (multiaddr with /p2p/). Repeatable.", "--bootstrap", metavar="MADDR"
+        [], "Use this running bootstrap peer (multiaddr with /p2p/). Repeatable.", "--bootstrap", metavar="MADDR"
     )
 
 
@@ -98,30 +98,30 @@ class CreateDoorOptions(DoorOptions):
 class MembershipOptions:
     """Options of membership and priority."""
 
-    private: bool = option(False, "Only those whom you invite belong to it; NAME.owner is your key.")
-    public: bool = option(
-        False, "Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers."
+    private: bool = option(False, "Admit only machines that you invite; NAME.owner is your key.")
+    public: bool = option(False, "Let everyone join; NAME.owner is your key, to revoke machines.")
+    priority: str = option(
+        "none", "Whose sessions go first; credit: those of machines that served others.", choices=PRIORITIES
     )
-    priority: str = option("none", "Whose sessions go first: credit is those who served others.", choices=PRIORITIES)
 
 
 @command
 def create(
     *,
-    name: str = argument(..., "Name of the swarm; NAME.swarm is written.", metavar="NAME"),
+    name: str = argument(..., "Name of the swarm; its file is NAME.swarm.", metavar="NAME"),
     model: NewModelOptions,
     adapters: dict[str, Path] = ADAPTERS,
     doors: Annotated[CreateDoorOptions, "running listen announce"],
     membership: MembershipOptions,
     owner: OwnerOptions,
-    force: bool = option(False, "Overwrite an existing NAME.swarm and NAME-weights."),
-    quiet: bool = option(False, "Print the invite alone.", "--quiet", "-q"),
+    force: bool = option(False, "Overwrite existing files NAME.swarm and NAME-weights."),
+    quiet: bool = option(False, "Print only the invite.", "--quiet", "-q"),
     as_json: bool = JSON,
 ) -> None:
-    """Found a swarm that serves or trains a model: write NAME.swarm and print an invite.
+    """Found a swarm that serves or trains a model.
 
-    Weights that --config or --module bring forth, or that were quantised, are written to NAME-weights, adapters to NAME-adapters.
-    Keep NAME.swarm to yourself; hand out the invite.
+    It writes NAME.swarm and prints an invite. Keep NAME.swarm to yourself; hand out the invite. New weights (of --config, --module
+    or a quantised model) go to NAME-weights, adapters to NAME-adapters.
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
@@ -133,10 +133,10 @@ def create(
     """
     private, silent = membership.private, quiet or as_json
     if private and membership.public:
-        fail("a swarm is --private or --public, not both", 2)
+        fail("give either --private or --public, not both", 2)
     model.check()
     if adapters and not model.serves_checkpoint:
-        fail("--adapter goes with --model and --mode serve", 2)
+        fail("--adapter needs --model and --mode serve", 2)
     from swarmnode.founding.bootstraps import Bootstraps
 
     path = new_swarm_file(name, force=force)
@@ -165,18 +165,18 @@ def create(
 
 
 def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:
-    """What was written, what to keep, and what to do next."""
+    """Print the written files, the ones to keep, and the next steps."""
     for remark in model_source.remarks:
         say(f"Note: {remark}")
     file = shlex.quote(str(path))
     say(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
     if swarm.owner:
         key = path.with_suffix(".owner")
-        say(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
+        say(f"{key} is the key to the swarm: keep it and its password; they cannot be replaced.")
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
     elif model_source.model.task:
-        say(f"When they run: swarmnode serve {file}, and ask /{DOORS[model_source.model.task]}")
+        say(f"When they run: swarmnode serve {file}, and call /{DOORS[model_source.model.task]}")
     elif model_source.kind == "graph":
         say(f"When they run: swarmnode infer {file} --input FILE.npz")
     say(_reach(swarm))
@@ -187,15 +187,17 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
 
 
 def _reach(swarm: Swarm) -> str:
-    """From where the invite leads to the swarm."""
+    """Return the sentence that tells from where the invite leads to the swarm."""
     from swarmnode.net.addressing.addresses import is_public, without_peer
 
     if not swarm.reaches_others:
-        return "This invite works on this machine only; for others, give --listen and --announce addresses."
+        return (
+            "This invite works only on this machine. To let others in, create the swarm with --listen and --announce."
+        )
     addresses = ", ".join(map(without_peer, swarm.bootstraps))
     if any(map(is_public, swarm.bootstraps)):
         return f"The invite leads to {addresses}."
-    return f"The invite leads to {addresses}: this network only. For the internet, give --announce your address there."
+    return f"The invite leads to {addresses}, for this network only. For the internet, add --announce ADDRESS."
 
 
 def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:

@@ -1,4 +1,4 @@
-"""`swarmnode host`: a swarm for friends, with one command."""
+"""Command `swarmnode host`: host a swarm for friends with one command."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ TRY_S = 3.0
 class HostDoorOptions(DoorOptions):
     """Addresses of the bootstrap peer that `host` starts."""
 
-    listen: list[str] = listen_option(f"Where newcomers knock; default: port {PORT} of every address of this machine.")
+    listen: list[str] = listen_option(f"Address where new machines connect; default: port {PORT} at every address.")
 
 
 @dataclass(frozen=True)
 class AdmissionOptions:
     """Options of membership. `uses` and `life_s` are fields of InviteTerms."""
 
-    private: bool = option(False, "Only those whom you invite belong to it.")
-    uses: int = option(USES, "How many peers may use the invite to a --private swarm; 0: any number.")
+    private: bool = option(False, "Admit only machines that you invite.")
+    uses: int = option(USES, "With --private: how many machines can use the invite; 0: any number.")
     life_s: float | None = option(
-        "30d", "When memberships by it end: 12h, 7d, 4w, never.", "--expires", metavar="7d", parse=parse_life
+        "30d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
     )
 
 
 @command
 def host(
     *,
-    model: str = argument(..., "Checkpoint: a folder, or a hub id; or a .swarm file of yours.", metavar="MODEL"),
+    model: str = argument(..., "Checkpoint (a folder or hub id), or a .swarm file of yours.", metavar="MODEL"),
     name: str = option("", "Name of the swarm; default: the model's."),
     admission: AdmissionOptions,
     doors: HostDoorOptions,
@@ -76,9 +76,10 @@ def host(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Found a swarm for a model, open its door, lend this machine, and print the line that a friend types. Ctrl-C ends all of it.
+    """Host a swarm for a model with one command.
 
-    It writes NAME.swarm in this folder, and goes on with it the next time.
+    It founds the swarm, lets machines join, lends this machine, and prints the line that a friend types. Ctrl-C ends all of it. It
+    writes NAME.swarm into this folder, and uses that file the next time.
 
     Example: swarmnode host ./llama --private
     """
@@ -116,7 +117,7 @@ def host(
 
 @dataclass(frozen=True)
 class Founding:
-    """Request for a swarm: of a checkpoint, or in a file."""
+    """Request for a swarm, either of a checkpoint or in an existing .swarm file."""
 
     model: str
     name: str
@@ -127,17 +128,18 @@ class Founding:
     quiet: bool
 
     def swarm(self) -> tuple[Swarm, Path, SigningKey | None]:
-        """Return the swarm of this model, founded now unless an earlier call did so here; its file; and of a private one the
-        owner's key. Raises UsageError, CheckpointError, LocalError."""
+        """Return the swarm, which is founded now unless an earlier call did so here; its file; and for a private swarm the owner's
+        key, else None. Raises UsageError, CheckpointError, LocalError."""
         swarm, path = self._known()
         if swarm is None:
             return self._founded(path)
         if swarm.manifest is not None and not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
-            fail(f"{path} is founded already; --adapter is for a new swarm: choose another name with --name", 2)
+            fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         return swarm, path, self.owner.key_of(path) if swarm.private else None
 
     def _known(self) -> tuple[Swarm | None, Path]:
-        """Return the swarm of this model that an earlier call founded here, None if there is none, and its file."""
+        """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
+        if the file is of another model, or is missing."""
         from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
         from swarmnode.swarm.storage.user_file import is_user_file
 
@@ -145,13 +147,13 @@ class Founding:
         path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
         if not is_user_file(path):
             if is_file:
-                fail(f"{self.model}: no such file; give a checkpoint to found a swarm", 2)
+                fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
             return None, new_swarm_file(self.name or _name_of(self.model))
         swarm = load_swarm(path)
         if not is_file and not _is_of(swarm, self.model):
             fail(f"{path} is a swarm of another model; choose another name with --name", 2)
         if (self.doors.listen or self.doors.announce) and not is_begun_anew():
-            fail(f"{path} says already where newcomers knock; --listen and --announce are for a new swarm", 2)
+            fail(f"{path} already has addresses; --listen and --announce are for a new swarm: leave them out", 2)
         return swarm, path
 
     def _founded(self, path: Path) -> tuple[Swarm, Path, SigningKey | None]:
@@ -178,7 +180,7 @@ class Founding:
 
 
 def _name_of(model: str) -> str:
-    """A swarm's name out of a model's: its last part, of letters that need no quotes."""
+    """Return a swarm's name that follows from its model's: the last part of the path, in characters that need no quotes."""
     return (
         re.sub(r"[^\w.-]+", "-", Path(model).expanduser().absolute().name.removesuffix(".gguf")).strip("-.") or "swarm"
     )
@@ -196,7 +198,7 @@ def _is_of(swarm: Swarm, model: str) -> bool:
 
 
 def _free_everywhere() -> str:
-    """The usual port where it is free, so that a router's rule goes on to hold; else any other."""
+    """Return the listen address with the usual port if it is free, so that a router's rule stays valid; else with any free port."""
     from swarmnode.errors import LocalError
     from swarmnode.net.addressing.addresses import check_port_free, free_port
 
@@ -204,12 +206,12 @@ def _free_everywhere() -> str:
     try:
         check_port_free(address)
     except LocalError:
-        return f"/ip4/0.0.0.0/tcp/{free_port('0.0.0.0')}"  # nosec B104  # a host is there for others
+        return f"/ip4/0.0.0.0/tcp/{free_port('0.0.0.0')}"  # nosec B104  # a host is meant for others
     return address
 
 
 def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> str:
-    """A line for a friend, entered into the book."""
+    """Return an invite for a friend, and enter it into the owner's list."""
     from swarmnode.membership.owner import issue_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 
@@ -220,23 +222,21 @@ def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> st
 async def _welcome(
     swarm: Swarm, path: Path, invite: str, reached: list[str], terms: InviteTerms, tell: Tell, *, nat: bool
 ) -> None:
-    """What the host wants to know once the door is open: where it stands, whether it answers there, and what a friend types."""
+    """Tell the host where new machines connect, whether those addresses answer, and what a friend types."""
     from swarmnode.net.addressing.addresses import is_loopback, is_public
     from swarmnode.net.addressing.probe import answers
 
     tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
-    lines = [f"{path.name}: newcomers knock at"]
+    lines = [f"New machines connect to {path.name} at"]
     lines += [f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()]
     if all(map(is_loopback, reached)):
-        lines.append(
-            "Only this machine reaches these; for others, found it with a --listen address that they can dial."
-        )
+        lines.append("Only this machine reaches these. To let others in, create the swarm with --listen ADDRESS.")
     elif not any(map(is_public, reached)):
-        more = "the router mapped none (UPnP)" if nat else "or try --nat"
-        lines.append(f"Only this network reaches these; for the internet forward a port and give --announce; {more}.")
+        more = "the router opened none (UPnP)" if nat else "or try --nat"
+        lines.append(f"Only this network reaches these. For the internet, forward a port and give --announce; {more}.")
     life = "for ever" if terms.life_s is None else f"for {terms.life_s / 86_400:.3g} days"
-    uses = counted(terms.uses, "peer") if terms.uses else "any number of peers"
-    whom = f"volunteer, {uses}, {life}" if swarm.private else "everybody who has the line, for ever"
+    uses = counted(terms.uses, "machine") if terms.uses else "any number of machines"
+    whom = f"volunteer, {uses}, {life}" if swarm.private else "anyone with this line, for ever"
     ask = f'swarmnode generate {shlex.quote(str(path))} "Once upon a time"'
-    lines += [f"A friend types ({whom}):", f"  swarmnode run {invite}", f"You ask it with:\n  {ask}"]
+    lines += [f"A friend types ({whom}):", f"  swarmnode run {invite}", f"You use it with:\n  {ask}"]
     tell("hosting", "\n".join(lines), invite=invite, file=str(path), addresses=tried)

@@ -1,4 +1,4 @@
-"""`swarmnode members`, `invite` and `revoke`: who belongs to a swarm, and who shall."""
+"""Commands `swarmnode members`, `invite` and `revoke`: show, admit and exclude members of a swarm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_CHARS = 8  # of an invite's id
-SOON_S = 48 * 3600.0  # an end that is nearer is told to the minute
+SOON_S = 48 * 3600.0  # a nearer end is shown to the minute
 ROLES = ("volunteer", "client", "trainer", "bootstrap")
 
 
@@ -29,16 +29,16 @@ def revoke(
     *,
     swarm: str = SWARM_FILE,
     who: str = argument(
-        ..., "A peer's id, its end or its name, or an invite or the beginning of its id.", metavar="PEER|INVITE"
+        ..., "A machine's id, the id's end or its name; or an invite or its id's beginning.", metavar="PEER|INVITE"
     ),
     owner: OwnerOptions,
     home: Path = HOME,
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """End a membership: within a minute nobody speaks with the peer any more, and its links are cut, though you go offline.
+    """End a membership. Within a minute, all members cut their links to the machine and refuse it, even if you go offline.
 
-    A peer that is revoked may come back as another one while its invite has uses left: revoke the invite too.
+    A revoked machine can come back under another id while its invite has uses left: revoke the invite too.
 
     Example: swarmnode revoke friends.swarm 5TqWZRpY
     """
@@ -72,26 +72,26 @@ def revoke(
         print_json({"peer": peer, "invite": invite.hex() if invite else None, "told": told})
     elif told:
         say(
-            f"Revoked {peer or 'invite ' + (invite or b'').hex()}: {counted(told, 'peer')} heard it, and others will from them."
+            f"Revoked {peer or 'invite ' + (invite or b'').hex()}: {counted(told, 'machine')} got the news and will pass it on."
         )
     else:
-        say(f"Revoked, and kept in {book.path}; nobody is online. It spreads when a node of yours runs with {swarm}.")
+        say(f"Revoked and saved in {book.path}; no machine is online. To spread it, run a node with {swarm}.")
 
 
 @dataclass(frozen=True)
 class InviteOptions:
-    """Options of an invite. Each but `role` is the field of InviteTerms of its name."""
+    """Options of an invite. Each except `role` is the field of InviteTerms with the same name."""
 
-    peer: str = option("", "For this peer alone; `swarmnode id` prints it there.", metavar="ID")
-    role: str = option("volunteer", "What the member may do: lend, ask, train, be a bootstrap peer.", choices=ROLES)
+    peer: str = option("", "Only for this machine; run `swarmnode id` there to get its id.", metavar="ID")
+    role: str = option("volunteer", "What the member may do: lend, use, train, or be a bootstrap peer.", choices=ROLES)
     life_s: float | None = option(
-        "365d", "When the memberships by it end: 12h, 7d, 4w, or never.", "--expires", metavar="7d", parse=parse_life
+        "365d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
     )
-    uses: int = option(0, "How many peers may use it; default: any number.", metavar="N")
+    uses: int = option(0, "How many machines can use the invite; default: any number.", metavar="N")
     group: str = option(
-        "", "What you vouch for: a region or a club, to which clients may restrict routes.", metavar="NAME"
+        "", "Group that you vouch for, as a region or a club; clients can restrict routes to it.", metavar="NAME"
     )
-    note: str = option("", "For your own book; not in the invite.")
+    note: str = option("", "Note for your own list; not in the invite.")
 
 
 @command
@@ -99,11 +99,11 @@ def invite(
     *,
     swarm: str = SWARM_FILE,
     terms: InviteOptions,
-    qr: bool = option(False, "Show it as a QR code, too."),
+    qr: bool = option(False, "Also show the invite as a QR code."),
     owner: OwnerOptions,
     as_json: bool = JSON,
 ) -> None:
-    """Print an invite to a private swarm. Who has it joins with `swarmnode run INVITE`, while you may be offline.
+    """Print an invite to a private swarm. Anyone with the invite can join, by `swarmnode run INVITE`, even while you are offline.
 
     Example: swarmnode invite friends.swarm --role volunteer --uses 3 --expires 30d
     """
@@ -126,21 +126,24 @@ def invite(
 
 
 def qr_code(line: str) -> str:
-    """The invite as a QR code of half blocks. Raises UsageError where it is too long for one."""
+    """Return the invite as a QR code of half blocks. Raises UsageError if the line is too long for a QR code."""
     from swarmnode.errors import UsageError
     from swarmnode.membership.owner import InviteQr
 
     try:
         return InviteQr(line).terminal()
     except ValueError:
-        raise UsageError(f"an invite of {len(line)} characters fits into no QR code: hand out the line above") from None
+        raise UsageError(
+            f"an invite of {len(line)} characters is too long for a QR code: hand out the line above"
+        ) from None
 
 
 @command
 def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs: Verbosity) -> None:
-    """Show the members of a swarm, and with the owner's .swarm file the invites that were given out.
+    """Show the members of a swarm.
 
-    Members who only ask are seen when they came by an invite with --uses; nobody keeps a list of the others.
+    With the owner's .swarm file, it also shows the issued invites. Members who only use the swarm appear if they joined by an
+    invite with --uses; the others are recorded nowhere.
 
     Example: swarmnode members friends.swarm
     """
@@ -168,7 +171,7 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
 
 
 def members_table(picture: dict[str, Any]) -> Table:
-    """One row per member."""
+    """Return a table with one row per member."""
     from swarmnode.cli.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
@@ -183,20 +186,20 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
-    """One row per invite that was given out."""
+    """Return a table with one row per invite that was issued."""
     from swarmnode.cli.terminal.tables import new_table
 
-    table = new_table("invites given out", ("id", "role", "used", "for", "group", "until", "note"))
+    table = new_table("issued invites", ("id", "role", "used", "for", "group", "until", "note"))
     for invite in invites:
         until = "revoked" if invite["revoked"] else end(invite["expires_at"])
         used = f"{invite['used']} of {invite['uses']}" if invite["uses"] else str(invite["used"])
-        whom = (invite["peer"] or "anybody")[-8:]
+        whom = (invite["peer"] or "anyone")[-8:]
         table.add_row(invite["id"][:SHOWN_CHARS], invite["role"], used, whom, invite["group"], until, invite["note"])
     return table
 
 
 def end(unix_s: int | None) -> str:
-    """When something ends, in the reader's own time."""
+    """Return a time in the reader's own time zone, as text: "for ever" for None, "expired" if it has passed."""
     if unix_s is None:
         return "for ever"
     left_s = unix_s - time.time()

@@ -1,1 +1,1 @@
-"""Commands of who lends this machine."""
+"""Commands for lending this machine."""

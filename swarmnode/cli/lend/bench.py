@@ -1,4 +1,4 @@
-"""`swarmnode bench`: how fast this machine is, beside the cards that are known."""
+"""Command `swarmnode bench`: measure how fast this machine is, beside known GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.capacity.module_speed import LayerShape
     from swarmnode.compute.device import Device
 
-POSITIONS = 64  # of a prompt's chunk
+POSITIONS = 64  # in a chunk of a prompt
 
 
 @command
@@ -22,16 +22,17 @@ def bench(
     *,
     model: str = argument(
         "",
-        "Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
+        "Measure layers of this model (a folder or hub id; only the config is read); default: Llama 2 7B.",
         metavar="[MODEL]",
     ),
     node: Annotated[NodeOptions, "device dtype threads"],
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Measure this machine: each module of a layer, memory and disk, beside what known cards do. At most a config is downloaded.
+    """Measure this machine beside known GPUs.
 
-    A unit is a layer of this size. Measured figures of cards are Helix's, the others follow from datasheets.
+    It measures each module of a layer, memory and disk, and downloads at most a config. Speeds are in layers of this size. For
+    known GPUs, measured figures are Helix's; the others follow from datasheets.
 
     Example: swarmnode bench --device cuda
     """
@@ -84,7 +85,7 @@ def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[
 
 
 def _cards(layer_parameters: int) -> list[dict[str, Any]]:
-    """What known cards do with such layers."""
+    """Return the speeds of known GPUs for layers of this size, the fastest first."""
     from swarmnode.plan.offline.gpus import known_gpus
     from swarmnode.simulate.environment.devices import BACKWARD, known_card
 
@@ -111,14 +112,14 @@ def _show(title: str, measured: dict[str, Any], cards: list[dict[str, Any]]) -> 
 
     millions, dtype = measured["layer_parameters"] / 1e6, measured["dtype"]
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
-    say(f"{title}; the disk takes {written:.2f} GB/s and gives {read:.2f} GB/s")
+    say(f"{title}; the disk writes {written:.2f} GB/s and reads {read:.2f} GB/s")
     columns = ("ms of a pass", "one token", f"{POSITIONS} of a prompt", "and trained")
     modules = new_table(f"a layer of {millions:,.1f} M parameters in {dtype}", columns, numbers=columns[1:])
     for module in measured["modules"]:
         times_s = module["decode_s"], module["prompt_s"], module["training_s"]
         modules.add_row(module["name"], *(f"{1e3 * time_s:,.2f}" for time_s in times_s))
-    speeds_of = ("units/s", "one by one", "prompts", "training", "GB", "GB/s")
-    table = new_table("beside known cards", speeds_of, numbers=speeds_of[1:])
+    speeds_of = ("layers/s", "one by one", "prompts", "training", "GB", "GB/s")
+    table = new_table("beside known GPUs", speeds_of, numbers=speeds_of[1:])
     for row in ({**measured, "device": "this machine"}, *cards):
         speeds = row["decode_units_per_s"], row["prefill_units_per_s"], row["training_units_per_s"]
         sizes = row["memory_bytes"] / 1e9, row["memory_bytes_per_s"] / 1e9

@@ -1,4 +1,4 @@
-"""`swarmnode config`: what a node would run with, and where each of it comes from."""
+"""Commands `swarmnode config` and `swarmnode id`: show the options of a node with their sources, and the machine's peer id."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
 
 @command
 def show_identity(
-    client: bool = option(False, "The id of this machine's clients (generate, status, train)."), home: Path = HOME
+    client: bool = option(False, "Print the id that generate, status and train use."), home: Path = HOME
 ) -> None:
-    """Print this machine's peer id, for an invite that is for it alone (`swarmnode invite --peer`).
+    """Print this machine's peer id.
+
+    You need it for an invite to this machine alone (`swarmnode invite --peer`).
 
     Example: swarmnode id
     """
@@ -31,10 +33,12 @@ def show_identity(
 def config(
     context: typer.Context,
     *,
-    show: bool = option(False, "Print each option, its value, and where that comes from."),
+    show: bool = option(False, "Print each option, its value, and the value's source."),
     as_json: bool = JSON,
 ) -> None:
-    """Check what `run` would take from the flags given here, the environment and node.toml. Further options are those of `run`.
+    """Check the options that `run` would use.
+
+    They come from the flags given here, the environment and node.toml. Add any options of `run`.
 
     Example: swarmnode config --show --memory 6GB
     """
@@ -49,7 +53,7 @@ def config(
         print_json(rows)
         return
     if not show:
-        say(f"What is set is in order; --show prints it. {FILE} in the home folder, the environment and flags count.")
+        say(f"All options are valid. --show prints them, from flags, the environment and {FILE} in the home folder.")
         return
     from swarmnode.cli.terminal import tables
 

@@ -1,4 +1,4 @@
-"""`swarmnode credit`: what others have signed for that this machine did for them."""
+"""Command `swarmnode credit`: show the receipts that clients have signed for this machine's work."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ SHOWN_CLIENTS = 20
 def credit(
     where: str = argument(
         "",
-        "A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
+        "A swarm, for the receipts of this machine's nodes, or a folder of receipts; default: the swarm you used last.",
         metavar="[SWARM|FOLDER]",
     ),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show what clients have signed for that this machine's nodes did for them, by client, and what of it counts as credit.
+    """Show the receipts for the work of this machine's nodes.
 
-    Of one client alone nothing counts, of two alike half: who serves nobody but friends could have any receipt.
+    Clients sign them, and they count as credit, discounted: receipts of a single client do not count, those of two equal ones count
+    half. Your friends could sign anything for you.
 
     Example: swarmnode credit friends
     """
@@ -47,7 +48,7 @@ def credit(
         print_json([{**summary(one), "by_client": dict(one.credit.by_client)} for one in found])
         return
     if not found:
-        say("No receipts here yet. Clients sign for what a node did for them when a session is over.")
+        say("No receipts here yet. Clients sign for a node's work when a session ends.")
         return
     from swarmnode.cli.terminal.tables import show
 
@@ -55,25 +56,25 @@ def credit(
         say(_sentence(one))
         show(_table(one))
     if (energy := energy_used(home)) is not None:
-        say(f"The cards of this machine drew {energy} while its nodes ran.")
+        say(f"This machine's GPUs drew {energy} while its nodes ran.")
 
 
 def _sentence(one: WorkerCredit) -> str:
     credit, clients = one.credit, counted(one.credit.clients, "client")
     return (
-        f"Node {one.worker[-8:]}: {clients} signed for {credit.signed:,} units x tokens ({credit.served:,} served, "
-        f"{credit.trained:,} trained, which counts thrice). {_discount(credit)}"
+        f"Node {one.worker[-8:]}: {clients} signed for {credit.signed:,} layers x tokens ({credit.served:,} served, "
+        f"{credit.trained:,} trained, which counts three times). {_discount(credit)}"
     )
 
 
 def _discount(credit: Credit) -> str:
     if credit.clients == 1:
         return (
-            "Nothing of it counts as credit, since a single client could be your own and sign for anything. "
-            "Among people who know one another what was signed is the figure to go by."
+            "None of it counts as credit, because a single client could be your own and sign for anything. "
+            "Among people who know one another, go by the amount signed."
         )
     return (
-        f"Of that {credit.counted:,.0f} counts as credit: the fewer clients, the less of what they sign "
+        f"Of that, {credit.counted:,.0f} counts as credit: the fewer the clients, the less their receipts count "
         f"(discounted by their concentration of {credit.concentration:.2f})."
     )
 
@@ -83,7 +84,7 @@ def _table(one: WorkerCredit) -> Table:
 
     credit = one.credit
     total = credit.signed
-    table = new_table("", ("client", "units x tokens", "share"), numbers=("units x tokens", "share"))
+    table = new_table("", ("client", "layers x tokens", "share"), numbers=("layers x tokens", "share"))
     ranked = sorted(credit.by_client.items(), key=lambda item: (-item[1], item[0]))
     for client, work in ranked[:SHOWN_CLIENTS]:
         table.add_row(client[-8:], f"{work:,}", f"{work / total:.1%}")

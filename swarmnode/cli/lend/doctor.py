@@ -1,4 +1,4 @@
-"""`swarmnode doctor`: what may keep this machine from taking part, and what to do about it."""
+"""Command `swarmnode doctor`: find what keeps this machine from taking part, and how to mend it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ JOIN_PATIENCE_S = 15.0
 
 @command
 def doctor(
-    swarm: str = argument(
-        "", "Also try whether its bootstrap peers answer, and what its peers speak.", metavar="[SWARM]"
-    ),
-    online: bool = option(
-        False, "Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP."
-    ),
-    bandwidth: bool = option(False, "Also test up- and download with some peers of the swarm; asks first."),
-    yes: bool = option(False, "Do not ask."),
+    swarm: str = argument("", "Also test whether this swarm answers and speaks your version.", metavar="[SWARM]"),
+    online: bool = option(False, "Also check clock, kind of NAT and UPnP, by asking internet servers and the router."),
+    bandwidth: bool = option(False, "Also test upload and download with machines of the swarm; asks first."),
+    yes: bool = option(False, "Do not ask before the test."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Examine this machine: versions, device, memory, disk, limits, network. Exit code 1 where something is bad.
+    """Examine this machine and what it needs to take part.
+
+    It checks versions, device, memory, disk, limits and network. The exit code is 1 if something is bad.
 
     Example: swarmnode doctor friends --bandwidth
     """
     if bandwidth and not swarm:
-        fail("--bandwidth tests with peers of a swarm: say which, as in swarmnode doctor friends --bandwidth", 2)
+        fail("--bandwidth tests with machines of a swarm: name it, as in swarmnode doctor friends --bandwidth", 2)
     if bandwidth and not yes:
         _ask_for_bandwidth(swarm)
     from swarmnode.examination.machine import examine_machine
@@ -66,16 +64,16 @@ def doctor(
 
 def _ask_for_bandwidth(swarm: str) -> None:
     if is_piped():
-        fail("--bandwidth asks first, and nobody can answer here: add --yes", 2)
+        fail("--bandwidth asks first, but there is no terminal: add --yes", 2)
     from swarmnode.measuring.bandwidth import TEST_BYTES
 
     most = f"{BANDWIDTH_PEERS * TEST_BYTES / 1e6:.1f} MB"
-    question = f"This sends up to {most} to {BANDWIDTH_PEERS} peers of {swarm}, and takes as much. Go on?"
+    question = f"This sends up to {most} to {BANDWIDTH_PEERS} machines of {swarm} and receives as much. Go on?"
     typer.confirm(question, default=True, abort=True, err=True)
 
 
 async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Finding]:
-    """From outside; then as a client of it, where somebody answers."""
+    """Examine a swarm's bootstrap peers from outside; then join as a client if one of them answers."""
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.examination.machine import Finding, examine_bootstraps, judge_bandwidth, judge_versions
 
@@ -87,7 +85,7 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
             measured = await client.bandwidth(BANDWIDTH_PEERS) if bandwidth else None
             findings.append(judge_versions(client.peer_versions))
     except (NetworkDown, LocalError) as error:
-        remedy = "ask whoever invited you, or the swarm's host"
+        remedy = "ask the person who invited you, or the swarm's host"
         return [*findings, Finding("membership", "bad", str(error), remedy)]
     return findings + (judge_bandwidth(measured) if measured is not None else [])
 

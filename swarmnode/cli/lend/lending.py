@@ -1,4 +1,4 @@
-"""`swarmnode pause`, `resume`, `finish`, `reload` and `stop`: what the owner wants of the nodes that run on this machine."""
+"""Commands for the nodes that run on this machine: `swarmnode ps`, `pause`, `resume`, `finish`, `reload` and `stop`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from swarmnode.node.node import Node
 
 NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
-NAME = argument("", "The node, as `swarmnode ps` calls it; default: all.", metavar="[NAME]")
-WAIT = option(60.0, "How long to wait until it is so; 0: not at all.", "--wait", metavar="SECONDS", min=0.0, max=600.0)
-SILENT = "it gives no answer: it is stopped (SIGSTOP), or hangs"
+NAME = argument("", "Name of the node in `swarmnode ps`; default: all nodes.", metavar="[NAME]")
+WAIT = option(
+    60.0, "How long to wait until it is done; 0: do not wait.", "--wait", metavar="SECONDS", min=0.0, max=600.0
+)
+SILENT = "it does not answer: it is stopped (SIGSTOP) or hangs; if it stays so, end its process"
 KEEP = ("disk", "memory")
-REASON = option("", "Shown by `swarmnode ps`.", "--reason")
+REASON = option("", "Reason that `swarmnode ps` shows.", "--reason")
 
 
 @contextlib.asynccontextmanager
@@ -35,8 +37,9 @@ async def attended(
     name: str = "",
     reload: Callable[[], str] | None = None,
 ) -> AsyncIterator[None]:
-    """Its socket in the home folder and its metrics are there while the context lasts. `name` is what `ps` calls it; default: the
-    swarm's. `reload` reads its options again; None if it has none. Raises LocalError where one of them cannot be."""
+    """Serve the node's control socket, in the home folder, and its metrics while the context lasts. `name` is its name in `ps`; by
+    default the swarm's. `reload` reads the node's options again; None if it has none. Raises LocalError if the folder cannot be
+    written or the metrics cannot be served."""
     from swarmnode.lending.control_server import ControlServer
 
     control = ControlServer(node.lending, stop, node.describe, node.why, reload)
@@ -47,13 +50,15 @@ async def attended(
 @command
 def pause(
     name: str = NAME,
-    keep: str = option("disk", "Where the weights stay: memory goes on sooner, disk frees all.", metavar="disk|memory"),
+    keep: str = option("disk", "Keep the weights in memory, to resume sooner, or only on disk.", metavar="disk|memory"),
     reason: str = REASON,
     wait: float = WAIT,
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Free this machine: sessions move to other peers, the device is given back. `swarmnode resume` goes on.
+    """Free this machine until `swarmnode resume`.
+
+    Running sessions move to other machines, and the device is released.
 
     Example: swarmnode pause --keep memory
     """
@@ -64,7 +69,7 @@ def pause(
 
 @command
 def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Lend again after `pause` or `finish`. Rules that hold a node back go on to do so.
+    """Lend again after `pause` or `finish`. Rules (hours, load, …) still apply.
 
     Example: swarmnode resume
     """
@@ -74,12 +79,12 @@ def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: boo
 @command
 def finish(
     name: str = NAME,
-    leave: bool = option(False, "End the node then, as `swarmnode stop` does."),
+    leave: bool = option(False, "Then end the node, as `swarmnode stop` does."),
     reason: str = REASON,
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Let what runs come to its end, take nothing new, and then pause; the node stays, so that `swarmnode resume` goes on.
+    """Finish the running work, accept nothing new, and then pause. The node stays, and `swarmnode resume` continues.
 
     Example: swarmnode finish friends --leave
     """
@@ -88,7 +93,7 @@ def finish(
 
 @command
 def reload(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Let a node read node.toml again: its rules and rates change at once, and it says what needs a restart.
+    """Let a node read node.toml again. Its rules and rates change at once; it tells you which options need a restart.
 
     Example: swarmnode reload friends
     """
@@ -97,7 +102,9 @@ def reload(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 @command
 def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Let a node leave its swarm in order, as Ctrl-C does where it runs.
+    """Let a node leave its swarm in order.
+
+    It does what Ctrl-C does in the node's terminal.
 
     Example: swarmnode stop friends
     """
@@ -109,7 +116,7 @@ def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any)
 
     nodes, failed = running_nodes(home), list[str]()
     if name and name not in nodes:
-        fail(f"no node {name} runs here; `swarmnode ps` lists those that do", 2)
+        fail(f"no node {name} runs here; `swarmnode ps` lists the running ones", 2)
     alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}
     if not alive:
         fail("no node runs here; start one with `swarmnode run`")
@@ -126,13 +133,15 @@ def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any)
 
 
 def state_text(answer: dict[str, Any]) -> str:
-    """The state, and why it is so."""
+    """Return the state of a node, with the reason if there is one."""
     return f"{answer['state']} ({answer['reason']})" if answer.get("reason") else str(answer["state"])
 
 
 @command
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the nodes and gateways that run on this machine: what they do, and why not more.
+    """List the nodes and gateways that run on this machine.
+
+    It shows their work, their state, and the reason for it.
 
     Example: swarmnode ps
     """
@@ -149,11 +158,11 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
         print_json(answers)
         return
     if not answers:
-        say("No node runs here.")
+        say("No node runs here. Start one with `swarmnode run`.")
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
-    columns = ("node", "does", "swarm", "pid", "state", "units", "sessions")
+    columns = ("node", "does", "swarm", "pid", "state", "layers", "sessions")
     table = new_table("", columns, numbers=("pid", "sessions"))
     for answer in answers:
         span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""

@@ -1,4 +1,4 @@
-"""`swarmnode run`: a volunteer's node."""
+"""Command `swarmnode run`: lend this machine as a volunteer's node."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def run(
     config_file: Path = CONFIG,
     node: NodeOptions,
     serve_port: int = port_option(
-        "Answer OpenAI's API for the swarm and show its page, at this port of loopback, as `swarmnode serve` does.",
+        "Also serve the swarm's API and page at this loopback port, as `swarmnode serve` does.",
         "--serve",
     ),
-    page: bool = option(False, f"The same, at port {PORT}."),
+    page: bool = option(False, f"Same as --serve {PORT}."),
     as_json: bool = EVENTS,
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Lend this machine to a swarm. Ctrl-C lets running sessions move to others before it leaves; twice leaves now.
+    """Lend this machine to a swarm. Ctrl-C moves running sessions to other machines and leaves; press it twice to leave now.
 
-    It leaves, too, where its terminal closes; under nohup or as a service it stays.
+    It also leaves if its terminal closes; under nohup or as a service it stays.
 
-    Where its card fails it leaves, waits, and begins anew; the pause doubles each time, up to five minutes.
+    If its GPU fails, it leaves, waits and starts again. The pause doubles each time, up to five minutes.
 
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
@@ -80,7 +80,7 @@ def run(
 
 
 def _gateway(port: int | None, home: Path, *, as_json: bool) -> GatewayAddress | None:
-    """Where to answer OpenAI's API, if anywhere. Raises LocalError where the port is taken."""
+    """Return the address of the gateway; None without a port. Raises LocalError if the port is taken."""
     from swarmnode.net.addressing.addresses import check_port_free
 
     if port:
@@ -89,7 +89,7 @@ def _gateway(port: int | None, home: Path, *, as_json: bool) -> GatewayAddress |
 
 
 def _give_way(node: NodeOptions) -> None:
-    """To other programs, at the CPU and at the disk."""
+    """Lower this process's priority at the CPU, and at the disk if the options say so."""
     from swarmnode.lending.idle_detection import yield_cpu, yield_disk
 
     yield_cpu(node.nice)
@@ -98,24 +98,26 @@ def _give_way(node: NodeOptions) -> None:
 
 
 def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> tuple[Swarm, Node]:
-    """The swarm that is meant, and a node for it, which ends the pause. Raises UsageError where its plan is for another one."""
+    """Return the swarm that `swarm` names, and a node for it, which ends `pause` once everything is imported. Raises LocalError
+    if a device is missing, UsageError if the plan is for another swarm."""
     from swarmnode.compute.device import probe_devices
     from swarmnode.node.node import Node
 
     def note(event: str, text: str, **details: Any) -> None:
-        if event == "machine":  # by which everything is imported
+        if event == "machine":  # everything is imported by then
             pause.end()
         tell(event, text, **details)
 
     loaded = open_swarm(swarm, config.host.home)
-    probe_devices(config.stage.device)  # raises where one is not here, before anything is joined
+    probe_devices(config.stage.device)  # raises if a device is missing, before the node joins
     if config.plan is not None:
         config.plan.check_swarm(loaded.id.hex())
     return loaded, Node(loaded, config, note)
 
 
 def _reloader(context: typer.Context, node: Node) -> Callable[[], str]:
-    """Return a function that reads the options again, flags and file, changes what can change in a running node and says so.
+    """Return a function that reads the options again, from flags and file, and applies them to a running node as far as
+    possible. It returns a sentence that tells what happened.
 
     It raises LocalError if the options are wrong; then nothing changes.
     """
@@ -125,16 +127,17 @@ def _reloader(context: typer.Context, node: Node) -> Callable[[], str]:
             again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
             rest = node.follow(build(NodeOptions, again.params).config())
         except (SwarmnodeError, WrongUsage) as error:
-            raise LocalError(f"the options are not changed: {error}") from None
-        except typer.Exit:  # what is wrong has been said
-            raise LocalError("the options are not changed; its log says why") from None
-        return f"the options were read again{'; a restart is needed for ' if rest else ''}{', '.join(rest)}"
+            raise LocalError(f"the options stay as they were: {error}") from None
+        except typer.Exit:  # the error has been printed
+            raise LocalError("the options stay as they were; the node's log says why") from None
+        return f"the options were read again{'; restart the node for ' if rest else ''}{', '.join(rest)}"
 
     return reload
 
 
 def _reload_on_hangup(reload: Callable[[], str]) -> None:
-    """Without a terminal, as a service, SIGHUP asks for the options to be read again; with one it says that the terminal closes."""
+    """Read the options again on SIGHUP if the process has no terminal, as a service. With a terminal, SIGHUP means that it
+    closes."""
 
     def told() -> None:
         try:

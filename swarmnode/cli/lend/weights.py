@@ -1,4 +1,4 @@
-"""`swarmnode weights`: what was fetched to this machine, and how to be rid of it."""
+"""Command `swarmnode weights`: list and remove the weights that this machine has fetched."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.formatting import parse_duration
 
-app = typer.Typer(help="Weights that were fetched to this machine.", no_args_is_help=True)
+app = typer.Typer(help="List and remove the weights that this machine has fetched.", no_args_is_help=True)
 
 
 class FetchedWeights(NamedTuple):
-    """One swarm's; `swarm` is its name where this machine knows it, else the beginning of its id."""
+    """Fetched weights of one swarm. `swarm` is its name if this machine knows it, else the beginning of its id."""
 
     swarm: str
     folder: Path
@@ -27,7 +27,7 @@ class FetchedWeights(NamedTuple):
 @app.command("list")
 @command
 def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List what was fetched, by swarm.
+    """List fetched weights by swarm.
 
     Example: swarmnode weights list
     """
@@ -36,7 +36,7 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
         print_json([{**each._asdict(), "folder": str(each.folder)} for each in found])
         return
     if not found:
-        say("Nothing was fetched yet.")
+        say("No weights have been fetched yet.")
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
@@ -49,12 +49,12 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
 @app.command()
 @command
 def prune(
-    swarm: str = argument("", "As `weights list` calls it; default: all.", metavar="[SWARM]"),
-    unused: float = option(0.0, "Only what nobody has used for so long.", text="", metavar="30d", parse=parse_duration),
+    swarm: str = argument("", "Name in `weights list`; default: all.", metavar="[SWARM]"),
+    unused: float = option(0.0, "Only weights unused for this long.", text="", metavar="30d", parse=parse_duration),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Remove fetched weights. What a node uses now stays.
+    """Remove fetched weights. Weights that a node is using stay.
 
     Example: swarmnode weights prune --unused 30d
     """
@@ -62,20 +62,20 @@ def prune(
 
     fetched = [each for each in _fetched(home) if swarm in ("", each.swarm)]
     if swarm and not fetched:
-        fail(f"no weights of {swarm!r} are here; `swarmnode weights list` tells of which there are", 2)
+        fail(f"no weights of {swarm!r} are here; `swarmnode weights list` shows the others", 2)
     doomed = [each for each in fetched if each.unused_s >= unused]
     freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
     if as_json:
         print_json({"freed_bytes": freed_bytes})
         return
     for name, size_bytes in freed_bytes.items():
-        say(f"{name}: {size_bytes / 1e9:.2f} GB freed" if size_bytes else f"{name}: in use, it stays")
+        say(f"{name}: {size_bytes / 1e9:.2f} GB freed" if size_bytes else f"{name}: in use, kept")
     if not doomed:
         say("Nothing to remove.")
 
 
 def _fetched(home: Path) -> list[FetchedWeights]:
-    """The largest first."""
+    """Return all fetched weights, the largest first."""
     from swarmnode.swarm.storage.chunk_folder import used_bytes
     from swarmnode.swarm.storage.weight_cache import FOLDER, last_used
 
@@ -89,7 +89,7 @@ def _fetched(home: Path) -> list[FetchedWeights]:
 
 
 def _names(home: Path) -> dict[str, str]:
-    """Names of swarms that this machine knows, by their folders'."""
+    """Return the names of the joined swarms, by their folders' names."""
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.swarmfile import load_swarm
     from swarmnode.swarm.storage.weight_cache import folder_name

@@ -1,4 +1,4 @@
-"""`swarmnode why`: the facts behind what a node, a peer or a swarm does."""
+"""Command `swarmnode why`: show the facts behind what a node, a peer or a swarm does."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from swarmnode.cli.terminal.formatting import format_duration, one_line
 def why(
     about: str = argument(
         "",
-        "A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
-        metavar="[PEER|SESSION|UNIT]",
+        "A machine's name or the end of its id, a session's trace id, or a layer's number; default: this machine's nodes.",
+        metavar="[PEER|SESSION|LAYER]",
     ),
-    swarm: str = option("", "Ask this swarm's directory, not the nodes of this machine.", metavar="SWARM"),
+    swarm: str = option("", "Ask this swarm's directory instead of this machine's nodes.", metavar="SWARM"),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Why a node idles, pauses, refuses, or holds these units and not those; why a peer is left out; why a route goes as it goes.
+    """Show each decision and the facts behind it.
 
-    What was decided is told with what it was decided on, as the nodes wrote it down.
+    Learn why a node idles, pauses, refuses or holds its layers, why a machine is left out, and why a route was chosen.
 
     Example: swarmnode why 12
     """
@@ -46,7 +46,7 @@ def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
     asked += [(f"the gateway to {swarm}", path) for swarm, path in running_gateways(home).items()]
     answers = ((node, tell_node(path, "why", about=about)) for node, path in asked)
     explained = [{"node": node, **answer} for node, answer in answers if answer is not None]
-    return explained or fail("no node runs here; `--swarm NAME` asks a swarm's directory")
+    return explained or fail("no node runs here; ask a swarm's directory with --swarm NAME")
 
 
 def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
@@ -66,4 +66,4 @@ def _tell(node: dict[str, Any], about: str) -> None:
         for fact in decision["facts"]:
             say(f"    - {one_line(fact)}")
     if not node["facts"] and not node["decisions"]:
-        say(f"  nothing is known here of {one_line(about) or 'it'}")
+        say(f"  nothing is known about {one_line(about) or 'it'} here")

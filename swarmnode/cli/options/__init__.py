@@ -1,1 +1,1 @@
-"""What several commands share: options of metrics and logs, the owner's key, the planned model."""
+"""Options that several commands share: of asking, founding, nodes, metrics, sampling and training."""

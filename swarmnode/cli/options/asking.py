@@ -1,4 +1,4 @@
-"""Asking a swarm: the options of trust and patience, and a client that needs no torch."""
+"""Commands that ask a swarm: their options of trust and patience, and a client that needs no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def patience_option(seconds: float, help_text: str) -> Any:
-    """Define how long to wait, at most a week."""
+    """Define the option --patience: `seconds` by default, at most a week."""
     return option(seconds, help_text, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS")
 
 
@@ -32,10 +32,10 @@ def _trust(words: Sequence[str], _flag: str) -> Trust:
     return parse_trust(words)
 
 
-PATIENCE = patience_option(60.0, "How long to wait for peers that hold the model.")
+PATIENCE = patience_option(60.0, "How long to wait for machines that hold the model.")
 TRUST = option(
     [],
-    "Let only these compute; see docs/security.md for what it protects. Repeatable.",
+    "Let only these machines compute; see docs/security.md. Repeatable.",
     "--trust",
     metavar="PEER|group:NAME|net:CIDR",
     parse=_trust,
@@ -43,7 +43,8 @@ TRUST = option(
 
 
 def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
-    """Join the swarm, return the result of `question`, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
+    """Join the swarm, return the result of `question`, awaited if it is awaitable, and leave. Raises UsageError, NetworkDown,
+    NotAdmitted."""
     from swarmnode.client.swarm_client import SwarmClient
 
     async def look(_stop: asyncio.Event) -> Any:
@@ -56,7 +57,7 @@ def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
 
 @contextlib.asynccontextmanager
 async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> AsyncIterator[SwarmClient]:
-    """A client of the swarm that is meant, for one question or conversation. Raises UsageError, NetworkDown, NotAdmitted."""
+    """Join the swarm, yield a client for one question or conversation, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
     from swarmnode.client.swarm_client import SwarmClient
 
     with CollectorPause():
@@ -68,8 +69,8 @@ async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> 
 
 
 def leave_torch_out() -> None:
-    """This process computes nothing, and transformers' tokenizers take a fourth of the time where they find no torch. Not for one
-    that stays and audits what others have computed, which needs it."""
+    """Prevent this process from importing torch: it computes nothing, and transformers' tokenizers load in a fourth of the time
+    without torch. Not for a process that stays and audits others' results, because audits need torch."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it tells that it has not found it
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else transformers warns that torch is missing

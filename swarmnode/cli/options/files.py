@@ -1,4 +1,4 @@
-"""Files of the command line: TOML files of options that are read, and files that are written."""
+"""Files of the command line: TOML files of options, and output files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ MAX_BYTES = 1 << 16
 
 
 def read_toml(given: Path | None, usual: Path, *, what: str) -> dict[str, Any]:
-    """Return the values of the file that is given, or of the usual one, which need not be there. `what` it should be, as in
-    "a file of rules". Raises UsageError."""
+    """Return the values of the TOML file `given`, or of the file `usual` if `given` is None; empty if `usual` does not exist.
+    `what` names the kind of file in errors, as in "a file of rules". Raises UsageError if the given file is missing, or a file
+    cannot be parsed."""
     path = given or usual
     data = read_user_file(path, max_bytes=MAX_BYTES, what=what)
     if data is None and given is not None:
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file; check its name")
     if data is None:
         return {}
     try:
@@ -33,28 +34,30 @@ def read_toml(given: Path | None, usual: Path, *, what: str) -> dict[str, Any]:
 
 
 def check_output(option: str, path: Path | None, *, force: bool = True) -> None:
-    """Before a command begins to work: end it where it could not write there what it finds; without `force` over a file, too."""
+    """End the command with an error, before its work, if its result cannot be written to `path`. Without `force`, an existing file
+    is an error too. Does nothing if `path` is None. `option` is the flag that the error names."""
     if path is None:
         return
     folder = path.absolute().parent
     if not folder.is_dir():
-        fail(f"{option} {path}: no such folder", 2)
+        fail(f"{option} {path}: no such folder; create it first", 2)
     if path.is_dir():
-        fail(f"{option} {path}: a folder, where a file is to be written", 2)
+        fail(f"{option} {path}: this is a folder; give the name of a file", 2)
     if path.exists() and not force:
-        fail(f"{option} {path}: it exists; --force overwrites it", 2)
+        fail(f"{option} {path}: it already exists; --force overwrites it", 2)
     if not may_write(path if path.exists() else folder):
-        fail(f"{option} {path}: it cannot be written; name a file in a folder of yours")
+        fail(f"{option} {path}: it cannot be written; choose a file in a folder of yours")
 
 
 def output_path(path: Path, flag: str) -> Path:
-    """Return the path of a file that can be written. Ends the command if it cannot."""
+    """Return `path` if a file can be written there, else end the command with an error."""
     check_output(flag, path)
     return path
 
 
 def write_output(path: Path, text: str) -> None:
-    """What the command has found. Raises LocalError: the system does not say which file's disk is full."""
+    """Write the result of a command to `path`. Raises LocalError, which names the file: the system's error for a full disk does
+    not."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

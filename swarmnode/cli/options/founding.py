@@ -1,4 +1,5 @@
-"""Founding a swarm, for `create` and `host`: its file and its owner's key are written at the very end."""
+"""Founding of a swarm for `create` and `host`. The swarm's file and its owner's key are written last, after everything else has
+succeeded."""
 
 from __future__ import annotations
 
@@ -32,22 +33,21 @@ listen_option = partial(option, [], metavar="MADDR")
 class DoorOptions:
     """Addresses of a new swarm's bootstrap peer."""
 
-    listen: list[str] = listen_option("Where `swarmnode bootstrap` will listen; default: a free port on loopback.")
-    announce: list[str] = option(
-        [], "Address under which others reach it, where that differs from --listen.", metavar="MADDR"
-    )
+    listen: list[str] = listen_option("Where `swarmnode bootstrap` listens; default: a free loopback port.")
+    announce: list[str] = option([], "Address at which others reach it, if not --listen's.", metavar="MADDR")
 
 
 @dataclass(frozen=True)
 class NewOwner:
-    """The owner's key; a new one has a `file` to be written, once everything else is known to be right."""
+    """Owner's key of a swarm. A new key has a `file`, which `save` writes after everything else has been checked; an existing key
+    has None."""
 
     key: SigningKey
     file: Path | None = None
     password: str = field(default="", repr=False)
 
     def save(self) -> None:
-        """Write a new key under its password. Raises LocalError."""
+        """Write a new key, encrypted with its password; do nothing for an existing key. Raises LocalError."""
         from swarmnode.swarm.storage.owner_key import save_owner_key
 
         if self.file is not None:
@@ -55,7 +55,8 @@ class NewOwner:
 
 
 def new_swarm_file(name: str, *, force: bool = False) -> Path:
-    """The .swarm file to be written, where one can be written. Raises UsageError for what cannot be a swarm's name."""
+    """Return the path of a new .swarm file after checking that it can be written; end the command if it cannot. Raises UsageError
+    if `name` is no possible name of a swarm."""
     from swarmnode.founding.swarm_creation import check_name
 
     stem = Path(name).name.removesuffix(SUFFIX)
@@ -63,18 +64,19 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
     path = Path(name).with_name(stem + SUFFIX)
     folder = path.absolute().parent
     if not folder.is_dir():
-        fail(f"{path.parent}: no such folder to write {path.name} into", 2)
+        fail(f"{path.parent}: no such folder for {path.name}; create it first", 2)
     if path.is_dir():
         fail(f"{path} is a folder; choose another name", 2)
     if path.exists() and not force:
-        fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
+        fail(f"{path} already exists; choose another name, or overwrite it with --force", 2)
     if not may_write(folder):
-        fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
+        fail(f"{path.parent} cannot be written to; choose a folder of yours")
     return path
 
 
 def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
-    """Return folders by the names of the adapters in them. Raises UsageError."""
+    """Return the adapters' folders by the adapters' names. Raises UsageError if a text is not NAME=DIR, or a name is not
+    possible."""
     from swarmnode.founding.swarm_creation import check_adapter_names
 
     for text in texts:
@@ -87,7 +89,7 @@ def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
 
 ADAPTERS = option(
     [],
-    "A LoRA adapter that who asks may choose by this name: a folder that peft has saved it into. Repeatable.",
+    "A LoRA adapter that requests can choose by NAME; DIR is a folder saved by peft. Repeatable.",
     "--adapter",
     metavar="NAME=DIR",
     parse=_adapters,
@@ -96,7 +98,8 @@ ADAPTERS = option(
 
 @contextmanager
 def new_beside(path: Path, what: str = "weights") -> Iterator[Path]:
-    """The folder beside the .swarm file for what did not exist yet; it does not stay where founding the swarm fails."""
+    """Yield the folder NAME-`what` beside the .swarm file `path`, for data that founding creates. If founding fails, remove the
+    folder unless it existed before."""
     folder = path.with_name(f"{path.stem}-{what}").absolute()
     was_there = folder.exists()
     try:
@@ -108,7 +111,8 @@ def new_beside(path: Path, what: str = "weights") -> Iterator[Path]:
 
 
 def new_owner(path: Path, owner: OwnerOptions, *, force: bool = False) -> NewOwner:
-    """Return the owner's key: the one that is given, or a new one beside the .swarm file."""
+    """Return the owner's key that `owner` names, or else a new one, to be saved beside the .swarm file; end the command if a key is
+    there already and `force` is not given."""
     from swarmnode.net.identity import SigningKey
     from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 
@@ -116,7 +120,7 @@ def new_owner(path: Path, owner: OwnerOptions, *, force: bool = False) -> NewOwn
         return NewOwner(owner.key_of(path))
     file = path.with_suffix(OWNER_SUFFIX)
     if file.exists() and not force:
-        fail(f"{file} exists already; to found another swarm with this key, give --owner-key {file}", 2)
+        fail(f"{file} already exists; to use this key for the new swarm, give --owner-key {file}", 2)
     return NewOwner(SigningKey.generate(), file, owner.new_password())
 
 
@@ -133,8 +137,8 @@ def found(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     force: bool = False,
 ) -> Swarm:
-    """A new swarm of this model, with `adapters` from folders by their names, kept in its file. Raises UsageError, CheckpointError,
-    LocalError."""
+    """Found a swarm of the model `source`, write its file at `path` and the owner's key, and return the swarm. `adapters` are
+    folders by the adapters' names. Raises UsageError, CheckpointError, LocalError."""
     from msgspec import UNSET
 
     from swarmnode.founding.swarm_creation import create_swarm, from_folders
@@ -157,7 +161,8 @@ def found(
 
 
 def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
-    """Write the new swarm, its owner's key, and of a private one the grant for the host's own machines. Raises LocalError."""
+    """Write the swarm's file and its owner's key; for a private swarm also the grant for the host's own machines. Raises
+    LocalError."""
     from swarmnode.membership.owner import with_host_grant
     from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
     from swarmnode.swarm.storage.swarmfile import save_swarm

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")  # nosec B104  # compared with
+EVERYWHERE = ("0.0.0.0", "::")  # nosec B104  # only compared with
 PORT = 8000
 
 
 @dataclass(frozen=True)
 class GatewayAddress:
-    """Where a gateway is to answer; `home` is the folder of the nodes that its page may command."""
+    """Address of a gateway; `home` is the folder of the nodes that its page may control."""
 
     home: Path
     port: int = PORT
@@ -43,7 +43,8 @@ class GatewayAddress:
     async def serving(
         self, clients: Mapping[str, SwarmClient], keys: KeyRing | None = None, config: GatewayConfig | None = None
     ) -> AsyncIterator[None]:
-        """Answer for these swarms while the context lasts, and tell where. Raises LocalError where the port is taken."""
+        """Run a gateway to the swarms in `clients` while the context lasts, and print its address. Raises LocalError if the port is
+        taken."""
         from swarmnode.gateway.app import build_app
         from swarmnode.gateway.config import GatewayConfig
         from swarmnode.gateway.gateway import Gateway
@@ -68,7 +69,7 @@ class GatewayAddress:
     def _tell(self, port: int, token: str, models: list[str]) -> None:
         url = f"{origin(self.host, port)}/v1"
         page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
-        if not is_kept(sys.stdout):  # a journal has other readers; the token is in the home folder, too
+        if not is_kept(sys.stdout):  # a journal has other readers; the owner finds the token in the home folder
             page += f"#owner={token}"
         if self.as_json:
             print_json({"event": "serving", "url": url, "page": page, "models": models})
@@ -77,7 +78,7 @@ class GatewayAddress:
 
 
 async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
-    """What the owner may ask of a gateway: how it is, and why. Raises ValueError where it is something else."""
+    """Answer a request of the owner through the gateway's socket: `state` or `why`. Raises ValueError for any other command."""
     if request.command not in ("state", "why"):
         raise ValueError(f"a gateway cannot {request.command}")
     answer: dict[str, Any] = {
@@ -92,17 +93,17 @@ async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict
 
 
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
-    """A node's work, with a gateway to its swarm beside it, as a client of its own, as soon as the swarm can be reached. Raises
-    what either ends with."""
+    """Run a node's `work` with a gateway to its swarm beside it. The gateway is a client of its own and starts as soon as the swarm
+    can be reached. Raises the error that ends either of them."""
     await until_first(work, _answer(swarm, address))
 
 
 async def _answer(swarm: Swarm, address: GatewayAddress) -> None:
-    """For ever."""
+    """Serve the gateway until cancelled; try again as long as the swarm cannot be reached."""
     from swarmnode.client.swarm_client import SwarmClient
 
     while True:
-        with contextlib.suppress(NetworkDown):  # it waits as the node does
+        with contextlib.suppress(NetworkDown):  # keep trying, as the node does
             async with (
                 await SwarmClient.join(swarm, home=address.home) as client,
                 address.serving({swarm.name: client}),

@@ -1,4 +1,4 @@
-"""Options of metrics, and the server of them, for all commands that stay."""
+"""Options of metrics, and the metrics server of commands that keep running."""
 
 from __future__ import annotations
 
@@ -15,44 +15,45 @@ from swarmnode.cli.terminal.formatting import origin
 from swarmnode.metrics.metric import Source
 
 port_option = partial(option, None, typed=int, metavar="PORT", min=0, max=65535)
-_AT_PORT = "Serve metrics for Prometheus at this port; 0 takes a free one; default: none."
+_AT_PORT = "Serve metrics for Prometheus at this port; 0 picks one; default: off."
 
 
 @dataclass(frozen=True)
 class MetricsOptions:
-    """Options of the metrics of a command that stays."""
+    """Options of the metrics of a command that keeps running."""
 
     metrics_port: int | None = port_option(_AT_PORT, envvar="SWARMNODE_METRICS_PORT")
     metrics_host: str = option(
         "127.0.0.1",
-        "Where to serve metrics; 0.0.0.0 shows them to everybody.",
+        "Where to serve metrics; 0.0.0.0 is open to other machines.",
         envvar="SWARMNODE_METRICS_HOST",
         metavar="ADDRESS",
     )
 
     def watch(self, home: Path, *, as_json: bool = False) -> Watch:
-        """Return a server of metrics, not started yet. Raises LocalError if it cannot listen at the port."""
+        """Return a metrics server that has not started yet. Raises LocalError if it cannot listen at the port."""
         return Watch(self.metrics_host, self.metrics_port, home, as_json)
 
 
 @dataclass(frozen=True)
 class PassingMetricsOptions(MetricsOptions):
-    """MetricsOptions of a short command: the environment's port belongs to a command that stays, perhaps in the same container."""
+    """MetricsOptions of a short command, without the environment variable of the port: that belongs to a command that keeps
+    running, perhaps in the same container."""
 
     metrics_port: int | None = port_option(_AT_PORT)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Where the metrics of a command are to be served. `port` None: nowhere. `home` is where it keeps its state."""
+    """Metrics server of a command. `port` None turns it off. `home` is the folder of the command's state."""
 
     host: str
     port: int | None
     home: Path
-    as_json: bool = False  # tell the address as an event, for scripts that read events
+    as_json: bool = False  # print the address as a JSON event
 
     def __post_init__(self) -> None:
-        """Raises LocalError where nothing can be served there."""
+        """Raise LocalError if the server cannot listen at the address."""
         from swarmnode.net.addressing.addresses import check_can_listen
 
         if self.port is not None:
@@ -60,7 +61,8 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def over(self, swarm: str, live: Source) -> AsyncIterator[None]:
-        """Serve while the context lasts what `live` reads. Raises LocalError where the port is taken."""
+        """Serve the metrics that `live` returns while the context lasts; do nothing if `port` is None. Raises LocalError if the
+        port is taken."""
         if self.port is None:
             yield
             return
@@ -76,4 +78,4 @@ class Watch:
         if self.as_json:
             print_json({"event": "metrics", "url": url})
         else:
-            say(f"Metrics: {url}", err=True)  # standard output may be a text, or a curve
+            say(f"Metrics: {url}", err=True)  # standard output may hold generated text or a curve

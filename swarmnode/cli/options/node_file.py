@@ -1,10 +1,10 @@
-"""Options of `run` out of a file and out of the environment: HOME/node.toml, or the file of --config, and SWARMNODE_RUN_MEMORY.
+"""Options of `run` from a file (HOME/node.toml or --config) and from environment variables such as SWARMNODE_RUN_MEMORY.
 
-A flag counts before the environment, that before the file, and that before the default.
+A flag overrides the environment, the environment overrides the file, and the file overrides the default.
 
 memory = "6GB"              # as --memory
 max_upload = "8Mbit"
-exclusive = ["blender"]     # of what is repeatable, a list
+exclusive = ["blender"]     # a repeatable option takes a list
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from swarmnode.errors import UsageError
 
 FILE = "node.toml"
 PREFIX = "SWARMNODE_RUN_"
-ELSEWHERE = frozenset({"home", "config", "help"})  # they say where the file is, or nothing of a node
+ELSEWHERE = frozenset({"home", "config", "help"})  # they tell where the file is, or do not concern a node
 
-CONFIG = path_option(f"Options in a file; default: {FILE} in the home folder.", "--config")
+CONFIG = path_option(f"Read options from this file; default: {FILE} in the home folder.", "--config")
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command whose options may also come from the environment and a file. `origins` says of which it was."""
+    """Command whose options can also come from the environment and a file. `ctx.meta["origins"]` holds the source of each such
+    option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take what is there besides `args`. One line and exit code 2 where that is wrong."""
+        """Parse `args`, with values from the environment and the file as defaults. A wrong file ends the command with one line and
+        exit code 2."""
         ctx.meta["args"] = list(args)
         given = self.make_parser(ctx).parse_args(list(args))[0]
         try:
@@ -57,20 +59,22 @@ class ConfiguredCommand(TyperCommand):
 
 
 def _flag(option: Any) -> str:
-    """What an option is called in a file: its flag, with underlines; empty for what no file may say."""
+    """Return the key of an option in a file: its flag with underscores; empty for an option that no file may set."""
     flags = [name for name in option.opts if name.startswith("--")]
     name = file_key(flags[0]) if flags else ""
     return "" if name in ELSEWHERE else name
 
 
 def _check(file: dict[str, Any], options: dict[str, Any], path: Path) -> None:
-    """Raises UsageError where something in the file is no option, or not of its kind."""
+    """Raise UsageError if a key in the file is no option, or a value has the wrong kind."""
     for name, value in file.items():
         option = options.get(name)
         if option is None:
             near = difflib.get_close_matches(name, options, 1)
-            raise UsageError(f"{path}: there is no option {name!r}" + (f"; is it {near[0]!r}?" if near else ""))
+            raise UsageError(f"{path}: there is no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if option.multiple != isinstance(value, list):
-            raise UsageError(f"{path}: {name} = {value}: it is {'a list' if option.multiple else 'one value'}")
+            raise UsageError(f"{path}: {name} = {value}: write {'a list' if option.multiple else 'one value'}")
         if option.is_flag != isinstance(value, bool):
-            raise UsageError(f"{path}: {name} = {value}: it is {'true or false' if option.is_flag else 'no switch'}")
+            raise UsageError(
+                f"{path}: {name} = {value}: write {'true or false' if option.is_flag else 'a value, not true or false'}"
+            )

@@ -1,4 +1,4 @@
-"""What a volunteer says of a node: the options of `run`, in the order of its help, and the settings that they mean."""
+"""Options of `run`, in the order of its help, and the settings of a node that follow from them."""
 
 from __future__ import annotations
 
@@ -45,87 +45,101 @@ size_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Options of a node. A field that HostConfig, StageConfig, CardLimits or NodeConfig has, too, becomes that field."""
+    """Options of a node. Each field is also a field of HostConfig, StageConfig, CardLimits or NodeConfig if one of them has that
+    name."""
 
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
-    dtype: str = option("auto", "auto, float32, bfloat16, float16.")
-    quantize: str = option("none", "Quantise the weights at load.", metavar="none|int8|nf4")
-    capture: str = option(
-        "auto", "On a card, replay steps of decoding as CUDA graphs where that works.", metavar="auto|off"
-    )
-    memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: what is free.", "--memory")
+    device: str = option("auto", "Where to compute: auto, cpu, cuda, cuda:1 or mps.")
+    dtype: str = option("auto", "Number format: auto, float32, bfloat16 or float16.")
+    quantize: str = option("none", "Quantise the weights while loading them.", metavar="none|int8|nf4")
+    capture: str = option("auto", "On a GPU, replay decoding steps as CUDA graphs if possible.", metavar="auto|off")
+    memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(
-        "Disk space for fetched weights of all swarms, and for training states of others; default: most of what is free.",
+        "Disk space for weights and others' training states; default: most of the free space.",
         "--disk",
     )
     min_holders: int = option(
         2,
-        "In training, have states of units that fewer nodes hold kept on other peers' disks, too; 1: of none.",
+        "In training: back up layers held by fewer than N machines on other machines' disks; 1 turns this off.",
         metavar="N",
         min=1,
         max=16,
     )
     max_upload_bps: float | None = rate_option(
-        "Send no faster than this, as in 8Mbit; default: as fast as it goes.", "--max-upload"
+        "Send no faster than this, as in 8Mbit; default: no limit.", "--max-upload"
     )
-    max_download_bps: float | None = rate_option("The same of what comes from peers.", "--max-download")
+    max_download_bps: float | None = rate_option("Receive no faster than this; default: no limit.", "--max-download")
     share: float = option(
         "100%",
-        "Compute for so much of the time only, as 50%.",
+        "Compute only for this share of the time, as 50%.",
         "--cpu-share",
         "--gpu-share",
         metavar="SHARE",
         parse=parse_share,
     )
-    nice: int = option(0, "Let other programs go first: the more, the higher, up to 19.", min=0, max=19)
+    nice: int = option(0, "Let other programs go first; 19 yields the most.", min=0, max=19)
     rules: RuleOptions = settings(RuleOptions)
     max_celsius: float | None = option(
-        None, "Rest more where a card is hotter.", "--max-gpu-temperature", typed=float, metavar="°C", min=30, max=110
+        None,
+        "Compute less while a GPU is hotter than this.",
+        "--max-gpu-temperature",
+        typed=float,
+        metavar="°C",
+        min=30,
+        max=110,
     )
     max_watts: float | None = option(
-        None, "Rest more where a card draws more.", "--max-gpu-power", typed=float, metavar="WATTS", min=1, max=10_000
+        None,
+        "Compute less while a GPU draws more than this.",
+        "--max-gpu-power",
+        typed=float,
+        metavar="WATTS",
+        min=1,
+        max=10_000,
     )
     life_s: float | None = option(
-        None, "Leave in order after so long.", "--max-age", metavar="12h", parse=parse_duration
+        None, "Leave the swarm after this time, as Ctrl-C does.", "--max-age", metavar="12h", parse=parse_duration
     )
-    idle_disk: bool = option(False, "Let other programs go first at the disk (ionice idle).")
+    idle_disk: bool = option(False, "Let other programs use the disk first (ionice idle).")
     compress: str = option(
         "auto",
-        "In training, what is sent to other stages, if train does not say: auto takes no more than a slow link needs.",
+        "In training, unless `train` chooses: how data to other machines is encoded; auto compresses on slow links.",
         metavar="|".join(COMPRESSIONS),
     )
     audit_share: float = option(
         "3%",
-        "In training, compute so much of what others computed once more, to find who is false; 0%: nothing.",
+        "In training: recompute this share of others' work to catch wrong results; 0% turns this off.",
         metavar="SHARE",
         parse=partial(parse_share, zero=True),
     )
     span: Span | None = option(
-        None, "Hold units A to B-1; default: what the swarm needs most.", metavar="A:B", parse=parse_span
+        None,
+        "Hold layers A to B-1 (0: a language model's embedding); default: what the swarm needs most.",
+        metavar="A:B",
+        parse=parse_span,
     )
     plan: PlanFile | None = path_option(
-        "In training, begin where plan --model --json put this node, and stay while the plan's other peers are at their "
-        "places.",
+        "In training: start with the layers that `plan --model --json` gave this machine, and keep them while the others "
+        "keep theirs.",
         metavar="PLAN.json",
         parse=_load_plan,
     )
-    host_maddrs: tuple[str, ...] = addresses_option("Where to listen. Repeatable.", "--host-maddr")
+    host_maddrs: tuple[str, ...] = addresses_option("Listen at this address. Repeatable.", "--host-maddr")
     announce_maddrs: tuple[str, ...] = addresses_option(
-        "Address under which others reach this peer. Repeatable.", "--announce-maddr", parse=_addresses(dialled=True)
+        "Address at which others reach this machine. Repeatable.", "--announce-maddr", parse=_addresses(dialled=True)
     )
     peers: tuple[str, ...] = addresses_option(
-        "A peer of the swarm to join through, beside the invite's. Repeatable.",
+        "Join through this machine of the swarm, too. Repeatable.",
         "--peer",
         parse=_addresses(needs_peer=True),
     )
     home: Path = home_option()
-    name: str = option("", "Name shown to others.", parse=parse_name)
+    name: str = option("", "Name that others see.", parse=parse_name)
     threads: int | None = option(
-        None, "CPU threads to compute with; default: torch's choice.", text=0, min=0, max=4096, show_default=True
+        None, "CPU threads for computing; default: torch's choice.", text=0, min=0, max=4096, show_default=True
     )
     throttle_units_per_s: float | None = option(
         None,
-        "Compute as a device of this speed would.",
+        "Compute only as fast as a device of this speed.",
         "--throttle",
         text=0.0,
         metavar="UNITS_PER_S",
@@ -133,13 +147,13 @@ class NodeOptions:
         max=1e9,
         hidden=True,
     )
-    nat_port_map: bool = option(False, "Ask the router to map a port (UPnP).", "--nat/--no-nat")
-    direct: bool = option(True, "Connect to other peers by plain TCP, too, sealed.", "--direct/--no-direct")
-    lan: bool = option(False, "Find peers on the local network and be found (mDNS).", "--lan/--no-lan")
+    nat_port_map: bool = option(False, "Ask the router to open a port (UPnP).", "--nat/--no-nat")
+    direct: bool = option(True, "Connect to other machines by encrypted TCP as well.", "--direct/--no-direct")
+    lan: bool = option(False, "Find machines on the local network (mDNS).", "--lan/--no-lan")
 
     @property
     def host(self) -> HostConfig:
-        """Presence of the node on its network."""
+        """Settings of the node on its network."""
         from swarmnode.peer.host_config import HostConfig
 
         return of_same_names(HostConfig, self)
@@ -155,6 +169,6 @@ class NodeOptions:
         from swarmnode.node.node_config import NodeConfig
 
         if self.span is not None and self.plan is not None:
-            raise UsageError("--span and --plan both say which units to hold: leave one away")
+            raise UsageError("--span and --plan both choose the layers to hold: leave one out")
         card, rules = of_same_names(CardLimits, self), read_rules(self.home, self.rules)
         return of_same_names(NodeConfig, self, card=card, rules=rules)

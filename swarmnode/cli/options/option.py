@@ -1,6 +1,6 @@
 """Options of commands, each defined once: as a field of a frozen settings class, or as a parameter of one command.
 
-The field says the flag, the key in a file, the check and the help; the command gets the settings, checked and typed:
+The field defines the flag, the key in a file, the check and the help. The command gets the settings, checked and typed:
 
     @dataclass(frozen=True)
     class Lent:
@@ -10,7 +10,7 @@ The field says the flag, the key in a file, the check and the help; the command 
     def fit(lent: Lent) -> None: ...
 
 A command that takes some of a class's options names them, in the order of its help: `Annotated[Lent, "memory_bytes nice"]`.
-One with other defaults than the class has gives them as an instance: `lent: Lent = Lent(memory_bytes=...)`.
+A command with other defaults than the class's gives them as an instance: `lent: Lent = Lent(memory_bytes=...)`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _KEY = "option"  # in a field's metadata: its Definition, or the settings in it
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """An option or argument: `text` is its default as a person types it, `parse(text, flag)` makes the value out of a text, and
-    `show` is typer's function that describes the parameter, `typed` the type of the text."""
+    """Definition of an option or argument. `show` is typer's function that describes the parameter, `text` the default as a user
+    types it, `typed` the type of the text, and `parse(text, flag)` converts the text to the value."""
 
     show: Callable[..., Any]
     text: Any
@@ -51,11 +51,11 @@ class Definition:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=self.typed)
 
     def read(self, name: str, text: Any) -> Any:
-        """Return the value of what was typed for the parameter of this name. Raises UsageError if it has none."""
+        """Return the value of `text`, which was typed for the parameter `name`. Raises UsageError if the text is not valid."""
         return text if self.parse is None else self.parse(text, self.flag(name))
 
     def flag(self, name: str) -> str:
-        """Return the flag: without one of its own, the parameter's name."""
+        """Return the option's flag; if it has none of its own, the one that follows from the parameter's `name`."""
         return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
 
 
@@ -65,15 +65,15 @@ def file_key(flag: str) -> str:
 
 
 def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str] = (), **details: Any) -> Any:
-    """Define an option. Without `flags` its name is its flag; `choices` are all that may be typed.
+    """Define an option. Without `flags`, its flag follows from its name; `choices` are the only texts that are accepted.
 
     Args:
-        default: what counts if nothing is typed, as it is typed and as the help shows it; `...` has something typed.
-        text: what is typed for a default of None, which the help does not show.
-        typed: the type of what is typed; by default that of `text`.
-        parse: makes the value of what is typed, and its flag. Raises UsageError.
-        factory: makes the value of a default that is not there yet.
-        details: typer's keywords.
+        default: The default as it is typed and as the help shows it; `...` makes the option required.
+        text: The typed text of a default of None; the help does not show it.
+        typed: The type of the typed text; by default that of `text`.
+        parse: Converts the typed text and the flag to the value. Raises UsageError.
+        factory: Makes the default value when it is needed.
+        details: Further keywords for typer.
     """
     if choices:
         details = {"metavar": "|".join(choices), "parse": one_of(choices), **details}
@@ -81,17 +81,18 @@ def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str
 
 
 def argument(default: Any, help_text: str, **details: Any) -> Any:
-    """Define an argument, by the same keywords."""
+    """Define an argument; the keywords are those of `option`."""
     return _field(typer.Argument, default, (), help=help_text, **details)
 
 
 def path_option(help_text: str, *flags: str, metavar: str = "FILE", **details: Any) -> Any:
-    """Define an option that is a path, None if it is not given."""
+    """Define an option whose value is a path, or None if it is not given."""
     return option(None, help_text, *flags, typed=Path, metavar=metavar, **details)
 
 
 def settings(cls: type, names: str = "", base: Any = None) -> Any:
-    """Define a field for settings of `cls`. Their options stand there: all, or those of `names`, with the defaults of `base`."""
+    """Define a field that holds settings of `cls`. Its options are all of the class's, or those in `names`, with the defaults of
+    `base`."""
     return dataclasses.field(default_factory=cls, metadata={_KEY: _Inner(cls, names.split(), base)}, kw_only=True)
 
 
@@ -135,8 +136,8 @@ def _field(
 
 
 def one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
-    """Return a check that a text is one of these."""
-    told = f"it is {' or '.join(choices)}" if len(choices) == 2 else f"it is one of {', '.join(choices)}"
+    """Return a function that returns a text in `choices` unchanged and raises UsageError for any other."""
+    told = f"choose {' or '.join(choices)}" if len(choices) == 2 else f"choose one of {', '.join(choices)}"
 
     def check(text: str, flag: str) -> str:
         if text not in choices:
@@ -147,12 +148,13 @@ def one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
 
 
 def definitions(cls: type, base: Any = None) -> dict[str, Definition]:
-    """Return the definitions of a settings class by the names of their fields, with defaults as `base` has them."""
+    """Return the definitions of a settings class, by the names of its fields, with the defaults of `base`."""
     return _definitions(dataclasses.fields(cls), base)
 
 
 def build(cls: type[T], typed: Mapping[str, Any], base: T | None = None) -> T:
-    """Build settings of what was typed, by the names of their fields; the rest is as in `base`. Raises UsageError."""
+    """Build settings of `cls` from the texts in `typed`, by the names of the fields; the rest is as in `base`. Raises
+    UsageError."""
     given = _given(dataclasses.fields(cls), typed, base)  # type: ignore[arg-type]  # a settings class is a dataclass
     return cls(**given) if base is None else dataclasses.replace(base, **given)  # type: ignore[type-var]
 
@@ -174,7 +176,7 @@ def _definitions(fields: Sequence[Any], base: Any = None) -> dict[str, Definitio
 
 
 def _given(fields: Sequence[Any], typed: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
-    """Return the values of all that was typed and differs from the default. Raises UsageError."""
+    """Return the values of the fields whose typed text differs from the default. Raises UsageError."""
     known, given = _definitions(fields, base), dict[str, Any]()
     for name, entry in ((field.name, field.metadata[_KEY]) for field in fields):
         if isinstance(entry, _Inner):
@@ -189,14 +191,15 @@ def _default(field: Any) -> Any:
 
 
 def of_same_names(cls: type[T], source: object, **more: Any) -> T:
-    """Build a `cls` of those of its fields that `source` has, too, and of `more`."""
+    """Build a `cls` from its fields that `source` has as attributes, and from `more`."""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # a config is a dataclass
     found = {name: getattr(source, name, dataclasses.MISSING) for name in names if name not in more}
     return cls(**{name: value for name, value in found.items() if value is not dataclasses.MISSING}, **more)
 
 
 def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function as typer takes it: with a parameter for each option of its settings, which it still gets whole."""
+    """Return `function` in the form that typer needs: with one parameter per option. The function itself still gets whole
+    settings."""
     fields, plain = list[Any](), list[inspect.Parameter]()
     for name, parameter in inspect.signature(function).parameters.items():
         field = parameter.default
@@ -223,6 +226,6 @@ def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _hint(function: Callable[..., Any], name: str) -> Any:
-    """Evaluate this parameter's annotation alone: others may name types that are imported for type checkers only."""
+    """Return the annotation of one parameter. The others may name types that are imported for type checkers only."""
     holder: Any = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
     return get_type_hints(holder, function.__globals__, include_extras=True)[name]

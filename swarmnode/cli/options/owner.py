@@ -1,4 +1,4 @@
-"""The owner's key at the command line: where it comes from, and who is asked for its password.
+"""The owner's key at the command line, and the password that opens the key. Sources:
 
 SWARMNODE_OWNER_KEY        the key itself, as PEM text: for an agent or a secret store that hands it out
 --password-file FILE       its first line is the password
@@ -30,30 +30,30 @@ MAX_PASSWORD_FILE_BYTES = 1 << 16
 class OwnerOptions:
     """Options of the owner's key and its password."""
 
-    owner_key: Path | None = path_option("The owner's key; default: NAME.owner beside NAME.swarm.")
-    password_file: Path | None = path_option("The owner's password is its first line.")
+    owner_key: Path | None = path_option("Owner's key; default: NAME.owner beside NAME.swarm.")
+    password_file: Path | None = path_option("File whose first line is the owner's password.")
 
     def key_of(self, swarm_file: Path) -> SigningKey:
-        """Return the key to a swarm, unlocked. Raises UsageError if the file is missing or the password is wrong."""
+        """Return the owner's key, unlocked; end the command if its file is missing. Raises UsageError if the password is wrong."""
         if pem := os.environ.get(KEY_VARIABLE):
             return parse_owner_key(pem.encode(), None, source=KEY_VARIABLE)
         path = self.owner_key or swarm_file.with_suffix(SUFFIX)
         if not path.exists():
-            fail(f"{path}: no such file; only the owner, who has the key, can do this", 2)
+            fail(f"{path}: no such file; only the owner can do this: give the key with --owner-key", 2)
         return load_owner_key(path, known_password(self.password_file) or _ask(f"Password of {path}", again=False))
 
     @property
     def is_given(self) -> bool:
-        """Whether there is a key already, from a file or the environment."""
+        """Whether the user has given a key, as a file or in the environment."""
         return self.owner_key is not None or bool(os.environ.get(KEY_VARIABLE))
 
     def new_password(self) -> str:
-        """Return the password for a new key."""
+        """Return the password for a new key, which the user types if neither a file nor the environment has it."""
         return known_password(self.password_file) or _ask("A password for the owner's key", again=True)
 
 
 def known_password(password_file: Path | None) -> str:
-    """The password that needs no question; empty where there is none."""
+    """Return the password from the file or the environment; empty if there is none. Ends the command if the file cannot be read."""
     if password_file is None:
         return os.environ.get(PASSWORD_VARIABLE, "")
     try:
@@ -61,12 +61,12 @@ def known_password(password_file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         fail(f"cannot read {password_file}: {getattr(error, 'strerror', None) or error}", 2)
     if not lines or not lines[0]:
-        fail(f"{password_file} has no password in its first line", 2)
+        fail(f"{password_file} has no password: write it into the first line", 2)
     return lines[0]
 
 
 def _ask(question: str, *, again: bool) -> str:
     if is_piped():
-        fail(f"no terminal to ask for a password at: give --password-file or set {PASSWORD_VARIABLE}", 2)
+        fail(f"there is no terminal to ask for the password: give --password-file or set {PASSWORD_VARIABLE}", 2)
     password: str = typer.prompt(question, hide_input=True, confirmation_prompt=again, err=True)
     return password

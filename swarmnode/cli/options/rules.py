@@ -1,6 +1,6 @@
-"""The rules of lending as people write them: in HOME/rules.toml, or in a flag, which counts before the file.
+"""Rules of lending as users write them: in HOME/rules.toml, or as a flag, which overrides the file.
 
-A rule is called in the file as its flag is, with underlines: max_load = "25%" is --max-load 25%.
+A rule in the file is named after its flag, with underscores: max_load = "25%" is --max-load 25%.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmnode.errors import UsageError
 from swarmnode.lending.rules import DAYS, Hours, Rules
 
 FILE = "rules.toml"
-LAST_DAY = 28  # that every month has
+LAST_DAY = 28  # every month has this day
 
 
 def _text(value: Any, name: str) -> str:
@@ -31,13 +31,13 @@ def _text(value: Any, name: str) -> str:
 
 def _yes(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
-        raise UsageError(f"{name} = {value}: it is true or false")
+        raise UsageError(f"{name} = {value}: write true or false")
     return value
 
 
 def _programs(value: Any, name: str) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-        raise UsageError(f"{name} = {value}: it is a list of programs' names")
+        raise UsageError(f"{name} = {value}: write a list of programs' names")
     return frozenset(value)
 
 
@@ -48,7 +48,7 @@ def _hours(text: str, name: str) -> Hours:
     except ValueError:
         raise UsageError(f"{name} {text}: write the hours as 22:00-07:00") from None
     if start == end:
-        raise UsageError(f"{name} {text}: from when to when? Leave it away to lend at all hours")
+        raise UsageError(f"{name} {text}: it begins and ends at the same time; leave it out to lend at all hours")
     return Hours(start, end)
 
 
@@ -65,14 +65,14 @@ def _days(text: str, name: str) -> frozenset[int]:
 
 def _day(text: str, name: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= LAST_DAY:
-        raise UsageError(f"{name} {text}: the day of the month on which it begins, 1 to {LAST_DAY}")
+        raise UsageError(f"{name} {text}: give the day of the month on which it begins, 1 to {LAST_DAY}")
     return int(text)
 
 
 def _rule(
     help_text: str, flag: str, parse: Callable[[Any, str], Any], metavar: str | None = None, default: Any = None
 ) -> Any:
-    """Define a rule, a text unless it has a default of another kind: its flag, and its name in the file and in errors."""
+    """Define the option of a rule. Its value is a text unless `default` is of another kind; files and errors name it by its key."""
     name = file_key(flag)
 
     def read(value: Any, _flag: str) -> Any:
@@ -85,34 +85,37 @@ def _rule(
 class RuleOptions:
     """Options of the rules of lending, by the names of the fields of Rules. A rule that is not given is None or empty."""
 
-    rules_file: Path | None = path_option("Rules for when to lend; default: rules.toml in the home folder.", "--rules")
+    rules_file: Path | None = path_option(
+        "File of rules for when to lend; default: rules.toml in the home folder.", "--rules"
+    )
     only_idle_s: float | None = _rule(
-        "Lend only while nobody has touched keyboard or mouse for so long.", "--only-idle", parse_duration, "10m"
+        "Lend only if keyboard and mouse have been untouched for this time.", "--only-idle", parse_duration, "10m"
     )
     max_others_load: float | None = _rule(
-        "Pause while other programs use more of the CPUs.", "--max-load", parse_share, "25%"
+        "Pause while other programs use more of the CPUs than this.", "--max-load", parse_share, "25%"
     )
     exclusive: frozenset[str] = _rule(
         "Pause while this program runs. Repeatable.", "--exclusive", _programs, "PROGRAM", default=[]
     )
-    hours: Hours | None = _rule("Lend at these hours only.", "--hours", _hours, "22:00-07:00")
-    days: frozenset[int] | None = _rule("Lend on these days only.", "--days", _days, "mon-fri")
+    hours: Hours | None = _rule("Lend only at these hours.", "--hours", _hours, "22:00-07:00")
+    days: frozenset[int] | None = _rule("Lend only on these days.", "--days", _days, "mon-fri")
     on_mains: bool = _rule("Pause on battery.", "--on-mains", _yes, default=False)
     max_memory_pressure: float | None = _rule(
-        "Pause while other programs wait for memory for more of the time.", "--max-pressure", parse_share, "10%"
+        "Pause while other programs wait for memory for more of the time than this.",
+        "--max-pressure",
+        parse_share,
+        "10%",
     )
     monthly_bytes: int | None = _rule(
-        "Pause for the rest of a month in which so much was sent and received.", "--monthly", parse_bytes, "500GB"
+        "Pause for the rest of the month after sending and receiving this much.", "--monthly", parse_bytes, "500GB"
     )
-    month_day: int | None = _rule("The day on which that month begins; default: the first.", "--month-day", _day, "15")
-    unmetered: bool = _rule(
-        "Pause where the connection is paid by what it carries (NetworkManager).", "--unmetered", _yes, default=False
-    )
+    month_day: int | None = _rule("Day on which that month begins; default: the first.", "--month-day", _day, "15")
+    unmetered: bool = _rule("Pause on a metered connection (NetworkManager).", "--unmetered", _yes, default=False)
     max_others_gpu_bytes: int | None = _rule(
-        "Pause while other programs use more of a card's memory.", "--max-gpu-memory", parse_bytes, "2GB"
+        "Pause while other programs use more of a GPU's memory than this.", "--max-gpu-memory", parse_bytes, "2GB"
     )
     max_others_gpu_load: float | None = _rule(
-        "Pause while other programs use more of a card's time.", "--max-gpu-load", parse_share, "25%"
+        "Pause while other programs use more of a GPU's time than this.", "--max-gpu-load", parse_share, "25%"
     )
 
 
@@ -124,16 +127,17 @@ _RULES = {
 
 
 def read_rules(home: Path, flags: RuleOptions = RuleOptions()) -> Rules:
-    """Read the rules of a file (`rules.toml` in the home folder, if there is one) and add those of flags. Raises UsageError."""
+    """Read the rules of a file (`rules.toml` in the home folder if it exists) and add those of `flags`, which override them. Raises
+    UsageError."""
     texts = read_toml(flags.rules_file, home / FILE, what="a file of rules")
     given = {field: value for field, _ in _RULES.values() if (value := getattr(flags, field))}
     return replace(parse_rules(texts), **given)
 
 
 def parse_rules(texts: Mapping[str, Any]) -> Rules:
-    """Read rules by the names that the file has for them. Raises UsageError, which names the one that is wrong."""
+    """Read rules by their names in a file. Raises UsageError, which names the rule that is wrong."""
     unknown = sorted(texts.keys() - _RULES.keys())
     if unknown:
-        raise UsageError(f"there is no rule {unknown[0]!r}; there are {', '.join(_RULES)}")
+        raise UsageError(f"there is no rule {unknown[0]!r}; choose from {', '.join(_RULES)}")
     found = ((_RULES[name], value) for name, value in texts.items())
     return Rules(**{field: definition.read(field, value) for (field, definition), value in found})

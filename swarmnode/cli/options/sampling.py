@@ -1,4 +1,4 @@
-"""The options that say how tokens are drawn, for the commands that have text generated."""
+"""Options of sampling, for the commands that generate text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _logit_bias(texts: Sequence[str], flag: str) -> dict[int, float]:
-    """Return biases by token id. Raises UsageError."""
+    """Return biases by token id. Raises UsageError if a text is not ID=BIAS."""
     try:
         pairs = [text.split("=") for text in texts]
         return {int(token): float(bias) for token, bias in pairs}
@@ -35,41 +35,39 @@ def _from_zero(number: int, _flag: str) -> int | None:
 class SamplingOptions:
     """Options of sampling. A field that GenerateOptions has, too, becomes that field."""
 
-    max_new_tokens: int = option(64, "How many tokens to generate at most.", "--max-new-tokens", "-n")
-    temperature: float = option(0.0, "0 takes the most likely token; higher is more random.")
-    top_p: float = option(1.0, "Draw from the most likely tokens that make up this probability.")
-    top_k: int = option(0, "Draw from this many most likely tokens; 0 is all.")
-    min_p: float = option(0.0, "Leave out tokens less likely than this share of the most likely one's probability.")
-    frequency_penalty: float = option(0.0, "Make tokens less likely each time that they were said, from -2 to 2.")
-    presence_penalty: float = option(0.0, "Make tokens less likely once they were said, from -2 to 2.")
-    repetition_penalty: float = option(1.0, "Over 1 makes what was said less likely, in the prompt too; 1 is off.")
+    max_new_tokens: int = option(64, "Generate at most this many tokens.", "--max-new-tokens", "-n")
+    temperature: float = option(0.0, "0 takes the most likely token; higher values are more random.")
+    top_p: float = option(1.0, "Choose among the most likely tokens that add up to this probability.")
+    top_k: int = option(0, "Choose among this many most likely tokens; 0 is all.")
+    min_p: float = option(0.0, "Leave out tokens less likely than this share of the likeliest one's probability.")
+    frequency_penalty: float = option(0.0, "Make tokens less likely each time they appear, from -2 to 2.")
+    presence_penalty: float = option(0.0, "Make tokens less likely once they have appeared, from -2 to 2.")
+    repetition_penalty: float = option(1.0, "Above 1, make tokens of the text and the prompt less likely; 1 is off.")
     logit_bias: Mapping[int, float] = option(
         [],
-        "Add to the logit of a token id, from -100 (never) to 100. Repeatable.",
+        "Add BIAS to a token id's logit, from -100 (never) to 100. Repeatable.",
         metavar="ID=BIAS",
         parse=_logit_bias,
     )
-    json_schema: str = option("", "A JSON schema that the text shall fit, or a file with one.", metavar="FILE|{…}")
-    lark: str = option("", "A file with a grammar, in Lark, that the text shall follow.", "--grammar", metavar="FILE")
+    json_schema: str = option("", "JSON schema that the text must fit, or a file with one.", metavar="FILE|{…}")
+    lark: str = option("", "File with a Lark grammar that the text must follow.", "--grammar", metavar="FILE")
     compress: str = option(
         AUTO,
-        "As what states go from peer to peer; auto lets them compress where a link is slow, none keeps them exact.",
+        "How data between machines is encoded: auto compresses on slow links, none never does.",
         metavar="|".join(COMPRESSIONS),
     )
-    adapter: str = option(
-        "", "Ask the model as this adapter of the swarm changes it; `status` lists them.", metavar="NAME"
-    )
+    adapter: str = option("", "Use this adapter of the swarm; `status` lists them.", metavar="NAME")
     logprobs: int | None = option(
         None,
-        "With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
+        "With --json: print each token's log probability, and those of this many others.",
         text=-1,
         parse=_from_zero,
     )
-    seed: int | None = option(None, "The same seed draws the same text; default: a new one.", text=-1, parse=_from_zero)
+    seed: int | None = option(None, "The same seed gives the same text; default: a new one.", text=-1, parse=_from_zero)
 
     @property
     def grammar(self) -> Grammar | None:
-        """Grammar that the text follows; None without one. Raises UsageError if its file cannot be read."""
+        """Grammar that the text must follow; None without one. Raises UsageError if its file cannot be read."""
         return read_grammar(self.json_schema, self.lark)
 
     def options(self) -> GenerateOptions:
@@ -80,9 +78,10 @@ class SamplingOptions:
 
 
 def read_grammar(json_schema: str, grammar: str) -> Grammar | None:
-    """From one of these files, or the schema itself. Raises UsageError."""
+    """Return the grammar: `json_schema` is a schema or the path of one, `grammar` the path of a Lark grammar. None if both are
+    empty. Raises UsageError if both are given, or a file cannot be read."""
     if json_schema and grammar:
-        raise UsageError("give either --json-schema or --grammar")
+        raise UsageError("give either --json-schema or --grammar, not both")
     if not json_schema and not grammar:
         return None
     if json_schema.lstrip().startswith("{"):
@@ -90,7 +89,7 @@ def read_grammar(json_schema: str, grammar: str) -> Grammar | None:
     file = Path(json_schema or grammar)
     content = read_user_file(file, max_bytes=MAX_GRAMMAR_CHARS, what=f"a grammar of at most {MAX_GRAMMAR_CHARS} bytes")
     if content is None:
-        raise UsageError(f"cannot read {file}: there is no such file")
+        raise UsageError(f"cannot read {file}: there is no such file; check its name")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:

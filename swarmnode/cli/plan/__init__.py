@@ -1,1 +1,1 @@
-"""Commands that plan a swarm, or try one, before anybody lends a machine."""
+"""Commands that plan or simulate a swarm, or try one on this machine, before any machine is lent."""

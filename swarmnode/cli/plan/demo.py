@@ -1,4 +1,4 @@
-"""`swarmnode demo`: see a swarm work, on this machine."""
+"""Command `swarmnode demo`: watch a swarm work on this machine."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ MIN_STEPS = 10
 @command
 def demo(
     *,
-    steps: int = option(0, "Steps of the training; default: about half a minute's.", max=100_000, show_default=False),
+    steps: int = option(0, "Training steps; default: about half a minute's.", max=100_000, show_default=False),
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Start a swarm on this machine, let it learn the Zen of Python, kill a node meanwhile, and hear it recite.
+    """Try a swarm of several nodes on this machine.
+
+    It learns the Zen of Python, loses a node meanwhile, and recites. The exit code is 1 if the demo fails.
 
     Example: swarmnode demo --json
     """
     logs.begin()
     if 0 < steps < MIN_STEPS or steps < 0:
-        fail(f"--steps {steps}: at least {MIN_STEPS}, for a node is to be killed half-way", 2)
+        fail(f"--steps {steps}: give at least {MIN_STEPS}, because a node is killed half-way", 2)
     from swarmnode.demo.lesson import STEPS
     from swarmnode.demo.story import Spectators, Story
 
@@ -42,7 +44,7 @@ def demo(
 
     report = run_async(play)
     if report is None:
-        fail("interrupted; everything is stopped")
+        fail("interrupted; everything has been stopped")
     if as_json:
         print_json(report.to_json())
     else:
@@ -52,7 +54,7 @@ def demo(
 
 
 def _stage() -> Any:
-    """An audience that draws on the terminal."""
+    """Return spectators that draw the demo on the terminal."""
     from rich.console import Console
     from rich.live import Live
 
@@ -92,7 +94,7 @@ def _stage() -> Any:
             console.print(piece, end="", markup=False, soft_wrap=True)
 
         def killed(self, name: str, span: list[int]) -> None:
-            self._note = f"✖ kill -9 {name} (units {span[0]}:{span[1]})"
+            self._note = f"✖ kill -9 {name} (layers {span[0]}:{span[1]})"
 
     return Terminal()
 

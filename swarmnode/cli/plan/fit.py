@@ -1,4 +1,4 @@
-"""`swarmnode fit`: what of a model fits this machine, before anything is downloaded."""
+"""Command `swarmnode fit`: show how much of a model fits this machine, before any weights are downloaded."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def fit(
     *,
     models: list[str] = argument(
         ...,
-        "Checkpoints (folders, or hub ids), or modules, as create --module takes them.",
+        "Checkpoints (folders or hub ids), or modules as for `create --module`.",
         typed=list[str],
         metavar="MODEL…",
     ),
     node: Annotated[NodeOptions, "memory_bytes device"],
-    rtt: float = option(20.0, "Round trip between machines.", metavar="MS", min=0.0, max=60_000.0),
+    rtt: float = option(20.0, "Round-trip time between machines.", metavar="MS", min=0.0, max=60_000.0),
     as_json: bool = JSON,
 ) -> None:
-    """What of a model fits this machine in which precision, how many such machines hold all of it, and about how fast they are.
+    """Show how much of a model fits here at each precision, how many machines like this it needs, and how fast it would be.
 
-    Only config and headers are read. The speed is that of one conversation, or of short texts or samples one after another, by how
-    fast this machine reads its memory.
+    Only the config and the headers are read. The speed is that of one conversation, or of short texts or samples one after another,
+    estimated from how fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
     """
@@ -50,7 +50,7 @@ def fit(
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
-    columns = ("model", "precision", "GB", "units", "fit here", "machines", "speed", "context")
+    columns = ("model", "precision", "GB", "layers", "fit here", "machines", "speed", "context")
     table = new_table(str(probed), columns, numbers=columns[2:])
     for row in rows:
         told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
@@ -60,7 +60,7 @@ def fit(
         table.add_row(row["model"], row["precision"], *told, *held, context)
     show(table)
     if not any(row["fitting"] for row in rows):
-        say("Not one unit fits: lend more with --memory, or choose a smaller model.", err=True)
+        say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
 
 
 def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> Iterator[dict[str, Any]]:
@@ -94,7 +94,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
 
 
 def _precisions(source: Checkpoint | Graph, device: Device) -> Iterator[tuple[str, UnitSizes]]:
-    """In which its weights can be held, and how large its units are then; a graph is held as it was exported."""
+    """Yield each possible precision of the weights with the sizes of the units; for a graph, only the exported one."""
     from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph

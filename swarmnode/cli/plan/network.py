@@ -1,4 +1,4 @@
-"""`swarmnode network`: what a live swarm has measured of its machines and links, as a network to plan on."""
+"""Command `swarmnode network`: write the machines and links that a live swarm has measured, as a network for planning."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from swarmnode.counting import counted
 def network(
     *,
     swarm: str = SWARM,
-    output: Path = path_option("Write it there; default: print it.", "--output", "-o", parse=output_path),
+    output: Path = path_option("Write to this file; default: print.", "--output", "-o", parse=output_path),
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:
-    """Write down a swarm's machines, speeds, delays and bandwidths as its peers have measured them, for plan and simulate.
+    """Write a swarm's measured machines and links, for planning.
+
+    `plan` and `simulate` read this file of machines, speeds, delays and bandwidths.
 
     Example: swarmnode network friends.swarm -o network.json
     """

@@ -1,4 +1,4 @@
-"""`swarmnode plan`: which device of a network should do what, worked out for a host before anybody lends a machine."""
+"""Command `swarmnode plan`: plan which device of a network does what, before any machine is lent."""
 
 from __future__ import annotations
 
@@ -29,58 +29,60 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 def _dtype(text: str, flag: str) -> str:
     if text not in DTYPE_BYTES:
-        raise UsageError(f"{flag} {text}: choose {', '.join(DTYPE_BYTES)}")
+        raise UsageError(f"{flag} {text}: choose one of {', '.join(DTYPE_BYTES)}")
     return text
 
 
 def card_name(text: str, flag: str) -> str:
-    """Return the name of a card. Raises UsageError for one that is not known."""
+    """Return the name of a GPU. Raises UsageError if it is unknown."""
     from swarmnode.plan.offline.gpus import find_gpu, known_gpus
 
     if find_gpu(text) is None:
-        raise UsageError(f"{flag} {text}: known are {', '.join(known_gpus())}")
+        raise UsageError(f"{flag} {text}: this GPU is unknown; choose one of {', '.join(known_gpus())}")
     return text
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of planning for a model. `source` is empty without a model."""
+    """Options of planning for a model; `source` is empty without a model."""
 
     source: str = option(
         "",
-        "Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
-        "--module takes. --stages and --replicas may be left out.",
+        "Plan for this model: a transformers config.json, a module's graph.json, a folder with one, or a module as for "
+        "`create --module`. You can leave out --stages and --replicas.",
         "--model",
         metavar="MODEL",
     )
-    batch: int = option(1, "With --model: samples of a microbatch.", min=1, max=1 << 20)
-    sequence: int = option(1024, "With --model: tokens of a sequence, if it has any.", min=1, max=1 << 24)
-    microbatches: int = option(32, "With --model: of a step.", min=1, max=1 << 20)
-    dtype: str = option("bf16", "With --model: what is sent.", metavar="|".join(DTYPE_BYTES), parse=_dtype)
-    gpu: str = option("RTX 3090", "With --model: the card of unknown devices.", metavar="NAME", parse=card_name)
+    batch: int = option(1, "With --model: samples per microbatch.", min=1, max=1 << 20)
+    sequence: int = option(1024, "With --model: tokens per sequence, if the model has tokens.", min=1, max=1 << 24)
+    microbatches: int = option(32, "With --model: microbatches per step.", min=1, max=1 << 20)
+    dtype: str = option(
+        "bf16", "With --model: number format of the data sent.", metavar="|".join(DTYPE_BYTES), parse=_dtype
+    )
+    gpu: str = option("RTX 3090", "With --model: assumed GPU of unknown devices.", metavar="NAME", parse=card_name)
 
     def tokens_for(self, model: Model) -> int:
-        """Tokens of a microbatch."""
+        """Return the tokens of a microbatch: for a model without tokens, its samples."""
         return self.batch * (self.sequence if model.has_tokens else 1)
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Shape of a plan; None is left to the planner."""
+    """Shape of a plan; the planner chooses a value that is None."""
 
-    stages: int | None = option(None, "Parts that the model is cut into.", typed=int, min=1)
-    replicas: int | None = option(None, "Pipelines; each has a device in every stage.", typed=int, min=1)
+    stages: int | None = option(None, "Number of parts to cut the model into.", typed=int, min=1)
+    replicas: int | None = option(None, "Number of pipelines; each has a device in every stage.", typed=int, min=1)
     holders: int | None = option(
         None,
-        "With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
-        "1 gives the fastest plan, whatever it risks; default: 2.",
+        "With --model: how many machines should hold each layer, if that is worth its time, so that losing one loses "
+        "nothing; 1 gives the fastest plan at any risk; default: 2.",
         typed=int,
         min=1,
     )
 
 
 class Planned(NamedTuple):
-    """A plan as the command shows it: table, the name and devices of each stage, pipelines, and a summary for scripts."""
+    """Plan as the command shows it: the table, the name and the devices of each stage, the pipelines, and a summary for scripts."""
 
     shown: Table
     held: list[tuple[str, Sequence[int]]]
@@ -114,7 +116,7 @@ def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, ef
 
 
 def _with_cards(network: Scenario, gpu: str) -> Scenario:
-    """The scenario with a card for each device of which it says neither card nor speed."""
+    """Return the scenario with `gpu` as the card of each device that has neither a card nor a speed."""
     unknown = (None,) * network.devices
     speeds = network.decode_units_per_s or unknown, network.training_units_per_s or unknown
     told = zip(network.gpus, network.peak_flops, *speeds, strict=True)
@@ -136,7 +138,7 @@ def _workload(model: Model, options: ModelOptions) -> Workload:
 
 
 def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceRates:
-    """Layers per second, forward and back, and the bytes that units may take of each device's memory."""
+    """Return each device's layers per second, forward and back, and the bytes of its memory that units may take."""
     from swarmnode.compute.capacity.memory import usable_bytes
     from swarmnode.plan.offline.hosting import DeviceRates
     from swarmnode.simulate.environment.devices import BACKWARD, device_of
@@ -153,35 +155,36 @@ def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceR
 class TrafficOptions:
     """Traffic of a training that is planned without a model, in 10^9 bytes."""
 
-    activation_gb: float | None = _traffic("What a pipeline sends from one stage to the next, in 10^9 bytes.")
+    activation_gb: float | None = _traffic("Data that a pipeline sends from stage to stage, in 10^9 bytes.")
     gradient_gb: float | None = _traffic("Gradients of one stage, in 10^9 bytes.")
 
 
 @command
 def plan(
     *,
-    scenario: Path = argument(..., "Network scenario: a JSON file.", typed=Path, metavar="SCENARIO"),
+    scenario: Path = argument(..., "JSON file that describes the network.", typed=Path, metavar="SCENARIO"),
     shape: ShapeOptions,
     traffic: TrafficOptions,
     model: ModelOptions,
     seconds: float = option(
         None,
-        "Search no longer than that, and more thoroughly the longer it may last. Without it: about 10 at most.",
+        "Search at most this long; a longer search finds better plans; default: about 10 at most.",
         typed=float,
         min=0.1,
         max=86_400,
     ),
-    seed: int = option(0, "Of all that is random: the same seed gives the same plan.", min=0),
+    seed: int = option(0, "Seed of the search; the same seed gives the same plan.", min=0),
     report: Path = path_option(
-        "Write a page with the network as a map and a matrix, and the plan drawn in.",
+        "Write a page with the plan drawn into a map and a matrix of the network.",
         metavar="OUT.html",
         parse=output_path,
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Plan training on a network: lay stages x pipelines on its devices such that a step's traffic takes the least time.
+    """Plan training on a network.
 
-    Costs are those of DT-FM (arXiv 2206.01288): averaging in the slowest stage, and the slowest link of every hop, both ways.
+    It places stages x pipelines on the devices so that the traffic of a step takes the least time. Costs are those of DT-FM (arXiv
+    2206.01288): averaging in the slowest stage, and the slowest link of every hop, both ways.
 
     Example: swarmnode plan network.json --stages 8 --replicas 8 --activation-gb 0.47 --gradient-gb 0.65
 
@@ -209,7 +212,8 @@ def plan(
 
 
 def _plan_grid(network: Scenario, shape: ShapeOptions, traffic: TrafficOptions, effort: Effort) -> Planned:
-    """DT-FM's problem: everything is given but who stands where."""
+    """Plan which device takes which place for a given shape and traffic (DT-FM's problem). Ends the command if an option is
+    missing."""
     from swarmnode.cli.terminal.plan_view import grid_summary, grid_table
     from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
     from swarmnode.plan.offline.grid_search import Search
@@ -219,7 +223,7 @@ def _plan_grid(network: Scenario, shape: ShapeOptions, traffic: TrafficOptions, 
     if stages is None or replicas is None or activation_gb is None or gradient_gb is None:
         fail("give --stages, --replicas, --activation-gb and --gradient-gb, or --model", 2)
     if shape.holders is not None:
-        fail("--holders is for plans with --model: here --replicas says it", 2)
+        fail("--holders needs --model; without a model, --replicas has this role", 2)
     sent = MicrobatchTraffic(activation_gb * 1e9, gradient_gb * 1e9)
     problem = Problem.on(network, stages=stages, replicas=replicas, traffic=sent)
     with effort.progress() as progress:

@@ -1,4 +1,4 @@
-"""`swarmnode simulate`: what a swarm would do on a network, before anybody lends a machine."""
+"""Command `swarmnode simulate`: simulate a swarm on a network, before any machine is lent."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ class WorldOptions:
 
     model: str = option(
         ...,
-        "A config.json of transformers or a module's graph.json, or its folder; or what create --module takes.",
+        "A transformers config.json, a module's graph.json, a folder with one, or a module as for `create --module`.",
         metavar="MODEL",
     )
-    workload: str = option("serve", "What the swarm does.", choices=WORKLOADS)
+    workload: str = option("serve", "What the swarm does with the model.", choices=WORKLOADS)
     churn: str = option(
         "none",
-        "Peers that leave in an hour, as 10% or 0.1; or a JSON list of [seconds, device, up|down].",
+        "Machines that leave per hour, as 10% or 0.1; or a JSON file with a list of [seconds, device, up|down].",
         metavar="none|RATE|TRACE",
     )
-    hours: float = option(0.25, "How long.", min=0.001, max=10_000)
-    seed: int = option(0, "Of all that is random: the same seed gives the same numbers.")
-    peers: int = option(0, "Copy the scenario's devices up to so many peers.", min=0, max=100_000)
-    gpu: str = option("", "The card of devices that the scenario says nothing of.", metavar="NAME", parse=card_name)
+    hours: float = option(0.25, "Hours to simulate.", min=0.001, max=10_000)
+    seed: int = option(0, "Seed; the same seed gives the same numbers.")
+    peers: int = option(0, "Copy the scenario's devices until there are this many machines.", min=0, max=100_000)
+    gpu: str = option("", "GPU of devices for which the scenario names none.", metavar="NAME", parse=card_name)
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a swarm that serves. Each is the field of ServeSettings of its name."""
+    """Options of a swarm that serves. Each is the field of ServeSettings with the same name."""
 
-    arrivals_per_s: float = option(0.0, "Sessions that come per second; default: half load.", "--arrivals", min=0.0)
-    clients: int = option(0, "Instead of arrivals: clients that generate one text after another.", min=0, max=100_000)
-    prompt_tokens: int = option(512, "Tokens of a prompt, on average.", "--prompt", min=1)
-    new_tokens: int = option(128, "Tokens that a session generates, on average.", "--tokens", min=1)
+    arrivals_per_s: float = option(0.0, "New sessions per second; default: half load.", "--arrivals", min=0.0)
+    clients: int = option(0, "Instead of --arrivals: clients that generate one text after another.", min=0, max=100_000)
+    prompt_tokens: int = option(512, "Tokens per prompt, on average.", "--prompt", min=1)
+    new_tokens: int = option(128, "Tokens generated per session, on average.", "--tokens", min=1)
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a swarm that trains. Each is the field of TrainSettings of its name."""
+    """Options of a swarm that trains. Each is the field of TrainSettings with the same name."""
 
-    microbatches: int = option(32, "Of one training step.", min=1, max=2048)
-    microbatch: int = option(1, "Samples of a training microbatch.", "--batch", min=1, max=1 << 20)
-    sequence: int = option(1024, "Tokens of a sequence, if the model has any.", min=1)
+    microbatches: int = option(32, "Microbatches per training step.", min=1, max=2048)
+    microbatch: int = option(1, "Samples per training microbatch.", "--batch", min=1, max=1 << 20)
+    sequence: int = option(1024, "Tokens per sequence, if the model has tokens.", min=1)
     compress: str = option("auto", "Codec between training stages: auto, none, int8, …")
 
 
@@ -79,12 +79,16 @@ def simulate(
     averages: Annotated[
         AveragingOptions, "average_every average_codec average_rank average_alternating average_by_line"
     ],
-    plan: Path = path_option("Begin from what plan --model --json printed.", metavar="PLAN.json"),
-    rebalance: bool = option(True, "Whether peers move for throughput.", "--rebalance/--no-rebalance"),
-    report: Path = path_option("Write a page with plots.", metavar="OUT.html", parse=output_path),
+    plan: Path = path_option("Start with the plan that `plan --model --json` printed.", metavar="PLAN.json"),
+    rebalance: bool = option(
+        True, "Let machines move to other layers for more throughput.", "--rebalance/--no-rebalance"
+    ),
+    report: Path = path_option("Write a page with charts.", metavar="OUT.html", parse=output_path),
     as_json: bool = JSON,
 ) -> None:
-    """Simulate a swarm, and tell how fast it would be: a model whose placement, routing and compression decide as nodes do.
+    """Simulate a swarm on a network.
+
+    It shows how fast the swarm would be. Placement, routing and compression decide as real machines do.
 
     Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """
@@ -110,7 +114,7 @@ def simulate(
     show(_table(figures))
     if left_out:
         say(
-            f"{len(left_out)} of {figures['peers']} devices are not in the plan: they stand by until somebody of it is lost."
+            f"{len(left_out)} of {figures['peers']} devices are not in the plan: they stand by until one in it is lost."
         )
     if report is not None:
         say(f"Wrote {report}.")
@@ -136,7 +140,7 @@ def _simulation(
     churn, trace = _churn(world.churn, devices)
     shape = load_model(world.model, trained.microbatch)
     if world.workload == "serve" and not shape.has_tokens:
-        fail(f"--model {world.model}: a module's graph is simulated in training alone: add --workload train", 2)
+        fail(f"--model {world.model}: a module's graph can only be simulated in training: add --workload train", 2)
     sequence = trained.sequence if shape.has_tokens else 1
     settings = Settings(
         workload=world.workload,
@@ -152,12 +156,13 @@ def _simulation(
 
 
 def _planned(path: Path, workload: str, devices: int, units: int) -> list[Span]:
-    """Who begins with what. Raises UsageError where the plan is for something else."""
+    """Return the span that each device begins with. Ends the command if the swarm does not train. Raises UsageError if the plan
+    does not fit."""
     from swarmnode.errors import UsageError
     from swarmnode.plan.offline.plan_file import PlanFile
 
     if workload != "train":
-        fail("--plan: plans are for training; add --workload train", 2)
+        fail("--plan works only for training; add --workload train", 2)
     plan = PlanFile.load(path)
     try:
         return plan.spans(devices, units)
@@ -166,7 +171,8 @@ def _planned(path: Path, workload: str, devices: int, units: int) -> list[Span]:
 
 
 def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:
-    """A rate per hour, or the changes of a trace."""
+    """Return the rate of departures per hour and the changes of a trace; the changes are None if `text` is "none" or a rate. Ends
+    the command if `text` is neither of these nor a file."""
     if text == "none":
         return 0.0, None
     from swarmnode.simulate.environment.peers import read_trace
@@ -174,22 +180,23 @@ def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:
     with contextlib.suppress(ValueError):
         rate = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         if not 0 <= rate <= 100:
-            fail(f"--churn {text}: it lies between 0 and 100 (peers that leave in an hour, of each that is there)", 2)
+            fail(f"--churn {text}: give a rate from 0 to 100 departures per machine and hour", 2)
         return rate, None
     if not Path(text).is_file():
-        fail(f"--churn {text}: neither none, nor a rate as 10% or 0.1, nor a file", 2)
+        fail(f"--churn {text}: give none, a rate as 10% or 0.1, or the name of a JSON file", 2)
     return 0.0, read_trace(text, devices)
 
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
-    """A bar of simulated time on standard error, as `progress(done_s, of_s)`, where somebody watches."""
+    """Show a bar of simulated time on standard error if it is a terminal; yield the function `progress(done_s, of_s)` that updates
+    it."""
     with share_bar("Simulating", quiet=quiet) as tell:
         yield lambda done_s, of_s: tell(done_s / of_s, f"{done_s / 60:.1f} min")
 
 
 def _table(figures: dict[str, Any]) -> Table:
-    """The summary, a line for each figure."""
+    """Return the summary as a table, with a row for each figure."""
     from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
@@ -212,5 +219,5 @@ def _table(figures: dict[str, Any]) -> Table:
 
 
 def _figure(value: float) -> str:
-    """Return a figure in at most eight characters unless it is a million or more: small ones with two digits that count."""
+    """Return a figure in at most eight characters unless it is a million or more; small ones with two significant digits."""
     return f"{value:.2g}" if 0 < abs(value) < 0.01 else f"{value:,.4g}"

@@ -1,1 +1,1 @@
-"""How commands look on a terminal: tables, curves, progress, durations, log lines."""
+"""Terminal output of commands: tables, curves, progress, durations, log lines."""

@@ -1,4 +1,4 @@
-"""Commands that are imported when somebody asks for them: one alone takes half of the time that all of them take."""
+"""Commands that are imported when they are needed: importing one takes half of the time that importing all takes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typer.core import TyperGroup
 from swarmnode.cli.terminal.console import fail
 
 ROOM = "swarmnode.cli"
-# Click's class, or the copy of it that typer brings along since it does: the one that its public exception derives from.
+# Click's class, or typer's own copy of it: the base class of typer's public exception.
 WrongUsage: Any = typer.BadParameter.__bases__[0]
 
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raises typer.Exit in the place of what was typed wrongly, which is told."""
+    """Turn a usage error inside the context into one line on standard error and typer.Exit."""
     try:
         yield
     except WrongUsage as error:
         message = error.format_message()
-        if "\n" in message:  # the help, for who gave no command at all
+        if "\n" in message:  # the help, if no command was given
             raise
         command = "swarmnode" if error.ctx is None else error.ctx.command_path
         fail(f"{message.rstrip('.')}; see {command} --help", error.exit_code)
 
 
 class GroupedHelp(TyperGroup):
-    """Lists commands under their headings, both in the order in which they were added."""
+    """Command group whose help lists commands under their headings, both in the order of their addition."""
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Options before the command's name are read here."""
+        """Parse the options before the command's name; report a usage error in one line."""
         with in_one_line():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """And those after it here."""
+        """Run the command, which parses the options after its name; report a usage error in one line."""
         with in_one_line():
             return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each heading."""
+        """Write a section of the help for each heading."""
         panels: dict[str, list[tuple[str, Any]]] = {}
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
@@ -59,8 +59,8 @@ class GroupedHelp(TyperGroup):
 
 
 class CommandPlace(NamedTuple):
-    """Where a command is: a function that bears its name in a module of this room, unless another `attribute` is named, which may
-    be an app with commands of its own. `settings` are what typer shall know besides."""
+    """Location of a command: a function of the same name in a `module` of this room. An `attribute` names another function, or an
+    app with commands of its own. `settings` are further keywords for typer."""
 
     module: str
     attribute: str = ""
@@ -68,12 +68,12 @@ class CommandPlace(NamedTuple):
 
 
 def places(folder: str, names: str) -> dict[str, CommandPlace]:
-    """Return the places of commands that have a module of their name in this folder."""
+    """Return the locations of commands that each have a module of their name in `folder`."""
     return {name: CommandPlace(f"{folder}.{name}") for name in names.split()}
 
 
 class LateCommands(Mapping[str, Any]):
-    """Commands as click has them by their names, in the order of `groups`, which are theirs by heading."""
+    """Mapping of click's commands by their names, imported on access, in the order of `groups`, which maps headings to commands."""
 
     def __init__(self, groups: Mapping[str, Mapping[str, CommandPlace]]) -> None:
         self._places = {name: (heading, place) for heading, group in groups.items() for name, place in group.items()}

@@ -1,4 +1,4 @@
-"""What all commands share: how they start an event loop, answer Ctrl-C, print results and report errors."""
+"""Functions that all commands share: the event loop, Ctrl-C, logging, printing of results and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.net.tasks import cancel_the_rest, until_first
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
-THREADS_S = 0.5  # for threads to end, once a command that was asked to stop is over
+THREADS_S = 0.5  # for threads to end after a command was asked to stop and is over
 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
@@ -44,21 +44,23 @@ LEVELS = {
 
 
 class TextLines(logging.Formatter):
-    """For people: `2026-11-21 08:15:00,123 W swarmnode.node.node: message`. A stack trace follows on lines of its own."""
+    """Formatter of log lines for people: `2026-11-21 08:15:00,123 W swarmnode.node.node: message`. A stack trace follows on lines
+    of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """A message may name what a stranger chose."""
+        """Return the line without control characters, because a message may contain a stranger's text."""
         return printable(super().format(record))
 
 
 class JsonLines(logging.Formatter):
-    """For log collectors: one JSON object per event, stack traces inside it."""
+    """Formatter of log lines for log collectors: one JSON object per event, with any stack trace inside it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """`time` is UTC, ISO 8601; `trace` names the session, `error` is there where an exception was logged."""
+        """Return the JSON line. `time` is UTC in ISO 8601; `trace` is present if the record names a session, `error` if it has an
+        exception."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": LEVELS.get(record.levelno, str(record.levelno)),
@@ -76,11 +78,11 @@ LOG_FORMATS = {"text": TextLines(), "json": JsonLines()}
 
 
 class Interrupted(Exception):
-    """The user asked a second time to leave now."""
+    """Raised after the second Ctrl-C, which asks to leave at once."""
 
 
 def default_home(home: Path | None = None, _flag: str = "") -> Path:
-    """Return the folder for state: the given one, or the platform's place for user data."""
+    """Return the folder for state: `home` as an absolute path, or the platform's place for user data if it is None."""
     if home is not None:
         return home.expanduser().absolute()
     import platformdirs
@@ -89,10 +91,10 @@ def default_home(home: Path | None = None, _flag: str = "") -> Path:
 
 
 def home_option() -> Any:
-    """Define the option for the folder of state. Its value is an absolute path, by default the platform's place for user data."""
+    """Define the option --home. Its value is an absolute path, by default the platform's place for user data."""
     return option(
         None,
-        "Where this node keeps its identity, caches and known peers.",
+        "Folder of this machine's identity, caches and known peers.",
         "--home",
         typed=Path,
         parse=default_home,
@@ -102,7 +104,7 @@ def home_option() -> Any:
 
 
 HOME = home_option()
-JSON = option(False, "Print the result as JSON on standard output.", "--json")
+JSON = option(False, "Print the result as JSON.", "--json")
 EVENTS = option(False, "Print one JSON object per event.", "--json")
 
 
@@ -110,19 +112,15 @@ EVENTS = option(False, "Print one JSON object per event.", "--json")
 class LogOptions:
     """Options of logging to standard error."""
 
-    log_format: str = option(
-        "text", "How log lines look on standard error; one line per event.", choices=tuple(LOG_FORMATS)
-    )
-    verbose: bool = option(False, "Log what happens.", "--verbose", "-v")
+    log_format: str = option("text", "Format of log lines on standard error.", choices=tuple(LOG_FORMATS))
+    verbose: bool = option(False, "Log every step.", "--verbose", "-v")
 
     def begin(self) -> None:
-        """Log warnings, or with --verbose everything of ours."""
+        """Set up logging: warnings, and with --verbose all messages of swarmnode."""
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
-        logging.getLogger("bitsandbytes").setLevel(
-            logging.ERROR
-        )  # it warns of optional kernels that it fetches from a hub
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
         logging.getLogger("swarmnode").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
 
 
@@ -130,20 +128,21 @@ Verbosity = Annotated[LogOptions, "verbose"]
 
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
-    """Text for people, on standard output or error. Some of it may be of strangers."""
+    """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
+    replaced."""
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
-    """One clear line on standard error, and the exit code."""
+    """Print one line on standard error and end the command. Raises typer.Exit with `exit_code`."""
     say(f"error: {' '.join(message.splitlines())}", err=True)
     raise typer.Exit(exit_code)
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
-    """Make a function a command: typer sees the options of its settings, and errors, SwarmnodeErrors and the system's, become one
-    line and an exit code, never a stack trace."""
+    """Turn a function into a command. Typer sees the options of its settings; a SwarmnodeError or an error of the system becomes
+    one line and an exit code, never a stack trace."""
     taking = taking_settings(function)
 
     @functools.wraps(taking)
@@ -156,7 +155,7 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
             say("interrupted", err=True)
             raise typer.Exit(1) from None
         except BrokenPipeError:
-            # The reader of our output has gone (`| head`): nothing more to say, and nobody to say it to.
+            # The reader of our output has gone (`| head`): nothing more can be printed.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except OSError as error:
@@ -167,20 +166,22 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _refused(error: OSError) -> str:
-    """What the operating system refused: a disk is full, a path too long, a file another user's."""
+    """Return what the operating system refused, such as a full disk, a path that is too long, or another user's file, with advice
+    if there is any."""
     what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
     return what if error.filename is None else f"{error.filename}: {what}"
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on one line of standard output."""
+    """Print a JSON value on one line of standard output."""
     with outliving_terminal():
         typer.echo(json_line(value))
 
 
 @contextlib.contextmanager
 def outliving_terminal() -> Iterator[None]:
-    """A process that was left to itself (`disown`) goes on if its terminal closes while it writes to it in this context."""
+    """Ignore the closing of the terminal inside the context, so that a process that was left running (`disown`) goes on; its later
+    output is lost."""
     try:
         yield
     except OSError as error:
@@ -190,7 +191,7 @@ def outliving_terminal() -> Iterator[None]:
 
 
 def ranges(units: Iterable[int]) -> list[str]:
-    """`1, 3-5` for 1, 3, 4, 5."""
+    """Return numbers as ranges: `["1", "3-5"]` for 1, 3, 4, 5."""
     found: list[list[int]] = []
     for unit in sorted(units):
         if found and found[-1][-1] == unit - 1:
@@ -201,9 +202,11 @@ def ranges(units: Iterable[int]) -> list[str]:
 
 
 def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
-    """Run `main(stop)` on a uvloop. The first Ctrl-C or SIGTERM sets `stop`; the second one cancels main at once.
+    """Run `main(stop)` on a uvloop and return its result. The first Ctrl-C or SIGTERM sets `stop`; the second one cancels main at
+    once.
 
-    SIGHUP, from a terminal that closes, sets `stop` too, unless it was ignored at the start (nohup).
+    SIGHUP, from a terminal that closes, sets `stop` too, unless it was ignored at the start (nohup). Raises Interrupted if main was
+    cancelled.
     """
     import uvloop
 
@@ -222,7 +225,7 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
             stop.set()
 
         def on_hangup() -> None:
-            """Never cancel: the kernel and the shell each send one. What is said from now on is read by nobody."""
+            """Set `stop`, but never cancel: the kernel and the shell each send a SIGHUP. Later output is lost."""
             _asked_to_stop.set()
             _to_nowhere(shown)
             stop.set()
@@ -248,12 +251,12 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 
 def heeds_hangup() -> bool:
-    """Whether SIGHUP means anything here: not where it is ignored, as nohup has it, nor on Windows."""
+    """Return whether SIGHUP has a meaning here: not if it is ignored, as under nohup, nor on Windows."""
     return sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 def has_terminal() -> bool:
-    """Whether a terminal controls this process, which its closing ends by SIGHUP."""
+    """Return whether a terminal controls this process; its closing would send SIGHUP."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -262,7 +265,7 @@ def has_terminal() -> bool:
 
 
 def is_kept(stream: IO[str]) -> bool:
-    """Whether what is written there is kept for others to read: by a journal, or in a file."""
+    """Return whether output to `stream` is stored for others to read, by a journal or in a file."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
@@ -271,7 +274,7 @@ def is_kept(stream: IO[str]) -> bool:
 
 
 def _to_nowhere(descriptors: Iterable[int]) -> None:
-    """Let what is written there vanish: a closed terminal answers every write by an error."""
+    """Redirect the descriptors to /dev/null: writing to a closed terminal raises an error."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
@@ -279,15 +282,16 @@ def _to_nowhere(descriptors: Iterable[int]) -> None:
 
 
 def _end_soon() -> None:
-    """Whatever hangs on its way out, who asked twice does not wait for it. The kernel ends our p2pd with us."""
+    """End the process after `LEAVE_NOW_S` seconds, even if something hangs. The kernel ends our p2pd with us."""
     ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
     ending.daemon = True
     ending.start()
 
 
 def leave_threads(exit_code: int) -> None:
-    """End the process here where Ctrl-C ended the command and a thread goes on: nothing stops one that imports transformers, for
-    which Python would wait seconds, and say so with a stack trace to who asks again. What threads write outlasts a kill, too."""
+    """End the process with `exit_code` if Ctrl-C ended the command but a thread goes on. A thread that imports transformers cannot
+    be stopped; Python would wait for it for seconds, and print a stack trace on another Ctrl-C. Files that threads write survive a
+    kill, too."""
     threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
     if not _asked_to_stop.is_set() or not threads:
         return
@@ -296,13 +300,13 @@ def leave_threads(exit_code: int) -> None:
         one.join(max(0.0, until_s - time.monotonic()))
     if any(one.is_alive() for one in threads):
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # its reader has gone
                 stream.flush()
         os._exit(exit_code)
 
 
 async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
-    """The result of `work`; None where the user asked to stop first, after `work` was cancelled."""
+    """Return the result of `work`; None if the user asked to stop first; `work` is then cancelled."""
     task = asyncio.ensure_future(work)
     await until_first(task, stop.wait())
     return None if task.cancelled() else task.result()

@@ -1,4 +1,4 @@
-"""How plans are shown: as JSON values and as tables."""
+"""Plans as JSON values, tables and pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Stages = Sequence[tuple[str, Sequence[int]]]
 
 
 def plan_page(network: Scenario, shown: Table, stages: Stages, pipelines: Sequence[Sequence[int]]) -> str:
-    """As HTML. `shown` is the table that a terminal has; `stages`: what each holds, and its devices."""
+    """Return a plan as an HTML page. `shown` is the table for the terminal; `stages` has each stage's name and devices."""
     names, members = [name for name, _ in stages], [devices for _, devices in stages]
     machines = planned_machines(network, members, names, pipelines).shown()
     carried = "what a pipeline hands on"
@@ -45,7 +45,7 @@ def plan_page(network: Scenario, shown: Table, stages: Stages, pipelines: Sequen
 
 
 def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float) -> dict[str, Any]:
-    """The plan as a JSON value: costs, and the devices of every pipeline from the first stage to the last."""
+    """Return the plan as a JSON value: costs, and the devices of every pipeline from the first stage to the last."""
     cost = problem.cost(grid)
     return {
         "scenario": network.name,
@@ -58,7 +58,7 @@ def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float
 
 
 def grid_table(network: Scenario, problem: Problem, grid: Grid) -> Table:
-    """A row per stage: its device in each pipeline, its averaging, and the slowest link of the hop that follows."""
+    """Return a table with a row per stage: its device in each pipeline, its averaging, and the slowest link to the next stage."""
     cost = problem.cost(grid)
     pipelines = (f"pipeline\n{number}" for number in range(problem.replicas))
     table = new_table(
@@ -76,7 +76,7 @@ def grid_table(network: Scenario, problem: Problem, grid: Grid) -> Table:
 
 
 def _hop(problem: Problem, grid: Grid, stage: int) -> str:
-    """How long the hop behind a stage takes in a step, and which link holds it up."""
+    """Return how long the hop after a stage takes in a step, and which link is the slowest; empty for the last stage."""
     if stage + 1 == problem.stages:
         return ""
     here, there = grid[stage], grid[stage + 1]
@@ -88,8 +88,8 @@ def _hop(problem: Problem, grid: Grid, stage: int) -> str:
 def hosting_summary(
     network: Scenario, model: Model, workload: Workload, hosting: Hosting, holders: int, seconds: float
 ) -> dict[str, Any]:
-    """As `grid_summary`, with what each stage holds. Pipelines are the full ones; further devices are in their stages alone.
-    `holders`: how many each unit should have."""
+    """Return the plan as a JSON value: that of `grid_summary`, and the content of each stage. `pipelines` are the full ones;
+    further devices are listed only in their stages. `holders` is how many holders each unit should have."""
     return {
         **grid_summary(network, hosting.problem, hosting.grid, seconds),
         "model": model.name,
@@ -116,8 +116,8 @@ def hosting_summary(
 
 
 def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting, holders: int) -> Table:
-    """A row per stage: what it holds, how much memory and time that takes, and its devices. `holders`: how many each unit
-    should have."""
+    """Return a table with a row per stage: its layers, memory, times and devices. `holders` is how many holders each unit should
+    have."""
     table = new_table(
         f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
         f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
@@ -146,7 +146,7 @@ def _sentences(*told: str | None) -> str | None:
 
 
 def _thin(count: int, units: int, holders: int) -> str | None:
-    return f"{count} of {units} units have fewer than {holders} holders." if count else None
+    return f"{count} of {units} layers have fewer than {holders} holders." if count else None
 
 
 def _unused(count: int, devices: int) -> str | None:
@@ -154,16 +154,16 @@ def _unused(count: int, devices: int) -> str | None:
 
 
 def layers_of(model: Model, span: Span) -> range:
-    """The units of a span that are layers."""
+    """Return the units of a span that are transformer layers, without embedding and head."""
     inner = model.inner_layers
     return range(max(span.start, inner.start), min(span.end, inner.stop))
 
 
 def describe_span(model: Model, span: Span) -> str:
-    """As in "embedding, layers 0-4", or "units 2-5" of a module."""
+    """Return the name of a span, as in "embedding, layers 0-4"; for a module, its units, as in "layers 2-5"."""
     layers = layers_of(model, span)
     if not model.has_tokens:
-        return f"units {span.start}-{span.end - 1}" if span.units > 1 else f"unit {span.start}"
+        return f"layers {span.start}-{span.end - 1}" if span.units > 1 else f"layer {span.start}"
     parts = ["embedding"] if span.start == 0 else []
     if layers:
         parts.append(f"layers {layers[0] - 1}-{layers[-1] - 1}" if len(layers) > 1 else f"layer {layers[0] - 1}")
@@ -173,7 +173,7 @@ def describe_span(model: Model, span: Span) -> str:
 
 
 def _cards(network: Scenario, devices: Iterable[int]) -> str:
-    """Devices by place and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"."""
+    """Return devices grouped by region and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for device in devices:
         told = tuple(filter(None, (network.regions[device], network.gpus[device])))

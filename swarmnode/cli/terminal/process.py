@@ -1,4 +1,4 @@
-"""The process of a command: its garbage collector, held back while it starts, and beginning anew in its own place."""
+"""Process of a command: the garbage collector, paused during the start, and the restart of the command in its own process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import NoReturn
 from swarmnode.cli.terminal.console import say
 from swarmnode.errors import ExecutorDied
 
-COUNT = "SWARMNODE_RESTARTS"  # how often in a row, in the environment of the next one
+COUNT = "SWARMNODE_RESTARTS"  # environment variable for the restarted command: number of restarts in a row
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 300.0
-LASTED_S = 600.0  # who lived for so long is not in a row with what came before
+LASTED_S = 600.0  # a run that lasted longer starts a new row
 LONGEST_S = 60.0
 
 
 class CollectorPause:
-    """No collections from now until `end`, at the latest when it is left, or when a minute has gone by on the running loop.
+    """Pause of garbage collection, from construction to `end`, to the end of the context, or until a minute has passed on
+    the running loop.
 
-    While modules are imported nothing becomes garbage, yet the collector looks through everything again and again: a quarter of the
-    CPU that a start takes. What is there at the end stays out of all later collections, too, which are shorter for it.
+    Imports create no garbage, yet the collector scans everything again and again, which takes a quarter of a start's CPU time.
+    Objects that exist at the end stay out of all later collections, which are therefore shorter.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class CollectorPause:
         self.end()
 
     def end(self) -> None:
-        """Collect as usual. Safe to call twice."""
+        """Resume garbage collection. Safe to call twice."""
         if self._paused:
             self._paused = False
             gc.freeze()
@@ -51,18 +52,19 @@ class CollectorPause:
 
 
 def pause_s(restarts: int) -> float:
-    """Twice as long each time: a card that is broken is not to keep its machine busy, nor its neighbours."""
+    """Return the seconds to wait before a restart. They double with each restart, so that a broken GPU keeps neither its machine
+    nor its neighbours busy."""
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(restarts, 16)))
 
 
 def is_begun_anew() -> bool:
-    """Whether this command was run before by this process, and has begun what it is asked for."""
+    """Return whether this process has restarted the command, which therefore has begun its work before."""
     return COUNT in os.environ
 
 
 @contextlib.contextmanager
 def beginning_anew() -> Iterator[None]:
-    """Where nothing can be computed any more in the context, the command begins anew."""
+    """Restart the command if the context raises ExecutorDied."""
     began_s = time.monotonic()
     try:
         yield
@@ -71,10 +73,10 @@ def beginning_anew() -> Iterator[None]:
 
 
 def begin_anew(reason: ExecutorDied, lived_s: float) -> NoReturn:
-    """Run this very command again, in this process, after a pause in which Ctrl-C ends it."""
+    """Print the reason, wait (Ctrl-C ends the command), and run the command again in this process."""
     before = os.environ.get(COUNT, "0")
     restarts = int(before) if before.isdecimal() and lived_s < LASTED_S else 0
-    say(f"error: {reason}. Beginning anew in {pause_s(restarts):.0f} s", err=True)
+    say(f"error: {reason}. Starting again in {pause_s(restarts):.0f} s", err=True)
     time.sleep(pause_s(restarts))
     sys.stdout.flush()
     os.environ[COUNT] = str(restarts + 1)

@@ -1,4 +1,4 @@
-"""Progress bars on standard error of a terminal, and the effort of a search, which a time limit may cut short."""
+"""Progress bars on standard error of a terminal, and the effort of a search, which a time limit can cut short."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 
 from swarmnode.cli.terminal.console import say
 
-NOMINAL_S = 10.0  # what a search of effort 1 takes at most on a slow core
-RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept to start and to print what was found
+NOMINAL_S = 10.0  # most time of a search of effort 1 on a slow core
+RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept for the start and for printing the result
 
 
 @contextlib.contextmanager
 def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of bytes, as `progress(done, total)`, drawn from the first call on; None where nobody watches."""
+    """Show a bar of bytes; yield the function `progress(done, total)` that updates it, or None if standard error is no terminal or
+    `quiet` is true. The bar appears at the first call."""
     if not _watched(quiet):
         yield None
         return
@@ -39,7 +40,8 @@ def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] 
 
 @contextlib.contextmanager
 def share_bar(what: str, *, quiet: bool) -> Iterator[Callable[[float, str], None]]:
-    """A bar of work, as `progress(share of it that is done, what to tell beside it)`."""
+    """Show a bar of work; yield the function `progress(share, text)` that updates it with the share done and a text beside it. It
+    does nothing if standard error is no terminal or `quiet` is true."""
     if not _watched(quiet):
         yield lambda _share, _told: None
         return
@@ -57,11 +59,12 @@ def _watched(quiet: bool) -> bool:
 
 
 class Effort:
-    """Measured from its creation. Without a limit work counts, not the clock: what is found does not depend on the machine."""
+    """Effort and time limit of a search, measured from construction. Without a limit, the amount of work counts and not the clock,
+    so that the result does not depend on the machine."""
 
     def __init__(self, limit_s: float | None, seed: int, *, quiet: bool) -> None:
         self.seed = seed
-        self.share = 1.0 if limit_s is None else limit_s / NOMINAL_S  # of the work that is done without a limit
+        self.share = 1.0 if limit_s is None else limit_s / NOMINAL_S  # relative to the work without a limit
         self._limit_s = limit_s
         self._quiet = quiet
         self._begun_s = time.monotonic()
@@ -71,28 +74,29 @@ class Effort:
         return f"Effort({self.taken_s:.1f} s of {self._limit_s or math.inf:g} s)"
 
     def begin(self) -> None:
-        """Start the clock anew: what was done so far was not searching, and could not be cut short."""
+        """Restart the clock, because the time until now was not spent on searching."""
         self._begun_s = time.monotonic()
 
     @property
     def taken_s(self) -> float:
-        """Seconds so far."""
+        """Seconds since the clock started."""
         return time.monotonic() - self._begun_s
 
     def expired(self) -> bool:
-        """Whether the limit is reached; then it has cut the search short."""
+        """Return whether the time limit is reached; if so, remember that the search was cut short."""
         self._cut = self._cut or (
             self._limit_s is not None and self.taken_s >= (1 - RESERVE_SHARE) * self._limit_s - RESERVE_S
         )
         return self._cut
 
     def tell_if_cut(self) -> None:
-        """Tell that the clock has ended the search, which makes its result depend on the machine."""
+        """Print a note if the time limit cut the search short, because the result then depends on the machine."""
         if self._cut:
             say(f"The search was cut short after {self._limit_s:g} s; a faster machine may find another plan.")
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Callable[[float, float], None]]:
-        """A bar on standard error with the best cost so far, as `progress(done, cost_s)`, where somebody watches."""
+        """Show a bar of the search; yield the function `progress(done, cost_s)` that updates it with the share done and the lowest
+        cost."""
         with share_bar("Planning", quiet=self._quiet) as tell:
             yield lambda done, cost_s: tell(done, f"{cost_s:.3f} s")

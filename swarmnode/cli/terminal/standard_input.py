@@ -1,4 +1,4 @@
-"""What comes through standard input: a prompt out of a pipe, or a line that keeps an invite out of the list of processes."""
+"""Standard input: a prompt from a pipe, or a line such as an invite, which then does not show in the list of processes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import sys
 
 from swarmnode.cli.terminal.console import fail
 
-STANDARD_INPUT = "-"  # what a user types for it
+STANDARD_INPUT = "-"  # the user's name for it
 MAX_LINE_BYTES = 1 << 16
 
 
 def is_piped() -> bool:
-    """Whether something other than a person is at the other end."""
+    """Return whether standard input is not a terminal."""
     return not sys.stdin.isatty()
 
 
 def read_line() -> str:
-    """The first line, without what surrounds it; what follows is left for others."""
+    """Return the first line without surrounding white space; later lines stay unread. Ends the command if the line is empty."""
     line = _text(sys.stdin.buffer.readline(MAX_LINE_BYTES)).strip()
-    return line or fail("nothing came from standard input", 2)
+    return line or fail("standard input was empty: pipe a line into this command", 2)
 
 
 def read_text(max_bytes: int) -> str:
-    """All that comes, without the end of its last line."""
+    """Return all text of standard input, without the line break at its end. Ends the command if there are more than `max_bytes`."""
     data = sys.stdin.buffer.read(max_bytes + 1)
     if len(data) > max_bytes:
-        fail(f"more than {max_bytes >> 20} MiB came from standard input", 2)
+        fail(f"standard input has more than {max_bytes >> 20} MiB: send a shorter text", 2)
     return _text(data).rstrip("\r\n")
 
 
@@ -33,4 +33,4 @@ def _text(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        fail("what came from standard input is not text in UTF-8", 2)
+        fail("standard input is not UTF-8 text: convert it first", 2)

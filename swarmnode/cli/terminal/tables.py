@@ -13,17 +13,17 @@ from swarmnode.cli.terminal.formatting import one_line
 
 
 class PlainTable(Table):
-    """A table whose cells are shown as they are: they may be names that strangers chose, and no markup."""
+    """Table whose cells are shown literally, because they may be strangers' names; they are no markup."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """One line for each cell."""
+        """Add a row; each text becomes one line."""
         super().add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def new_table(
     title: str | Text, columns: Collection[str], *, numbers: Collection[str] = (), caption: str | None = None
 ) -> Table:
-    """A table without rows yet; the columns of `numbers` are set to the right."""
+    """Return a table without rows. The columns in `numbers` are aligned to the right."""
     title = Text(one_line(title), "table.title") if isinstance(title, str) else title
     table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     for column in columns:

@@ -1,4 +1,5 @@
-"""What a service has to say as it lives: a line each, or an object each; on a terminal what passes shares one line that changes."""
+"""Output of a service while it runs: a line or a JSON object per event. On a terminal, passing events share one line that
+changes."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from typing import Any
 from swarmnode.cli.terminal.console import outliving_terminal, print_json, say
 from swarmnode.cli.terminal.formatting import one_line
 
-# What gives way to the next on a terminal.
+# Events whose text the next one replaces on a terminal.
 PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "report", "compressing"))
 CLEAR_LINE = "\x1b[2K"
 
 
 class Teller:
-    """Called with (event, text for people, **details for scripts). `with`: leaves no changing line behind."""
+    """Printer of a service's events, called with (event, text for people, **details for scripts). As a context manager, it clears
+    the changing line at the end."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -46,7 +48,7 @@ class Teller:
             self._show(line if event not in ("draining", "left") else "")
 
     def _show(self, line: str) -> None:
-        """Draw the changing line. The cursor waits at its beginning, where whatever else is printed begins."""
+        """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""
         if self._changing and (line or self._line):
             with outliving_terminal():
                 sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")

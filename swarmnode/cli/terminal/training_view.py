@@ -1,4 +1,4 @@
-"""How a training looks: a curve on a terminal, a line per step elsewhere, JSON lines for scripts, and the log."""
+"""Output of a training: a curve on a terminal, a line per step elsewhere, JSON lines for scripts, and the log file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Run
 
 RECENT_STEPS = 20
-REPEAT_WAITING_S = 10.0  # a line that says the same again
+REPEAT_WAITING_S = 10.0  # until the same line is printed again
 
 HEIGHT = 10  # lines on a terminal
 MAX_WIDTH = 100  # characters
@@ -38,7 +38,7 @@ Sink = Callable[[dict[str, Any]], None]
 def curve_with_notes(
     points: Sequence[tuple[int, float]], end: int, terminal_width: int, *notes: tuple[str, str]
 ) -> Text:
-    """The curve of `draw_curve` for a terminal, with pairs of text and style below it."""
+    """Return the curve of `draw_curve` for a terminal, with pairs of text and style below it."""
     from rich.text import Text
 
     lines = draw_curve(points, end, width=min(terminal_width, MAX_WIDTH), height=HEIGHT)
@@ -46,9 +46,9 @@ def curve_with_notes(
 
 
 def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, height: int) -> list[str]:
-    """`height` lines of `width` characters, the scale at the left: values over the numbers 0 to end - 1.
+    """Draw values over the numbers 0 to end - 1, as `height` lines of `width` characters with the scale at the left.
 
-    Where several points share a column of dots, their mean is drawn; values that are not finite are left out.
+    If several points share a column of dots, their mean is drawn. Values that are not finite are left out.
     """
     finite = [(number, value) for number, value in points if math.isfinite(value)]
     labels = _labels([value for _, value in finite], height)
@@ -69,7 +69,7 @@ def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, hei
 
 
 def _means(points: Sequence[tuple[int, float]], end: int, columns: int) -> dict[int, float]:
-    """Mean value by column, from left to right."""
+    """Return the mean value by column, from left to right."""
     sums: dict[int, list[float]] = {}
     for number, value in sorted(points):
         sums.setdefault(min(columns - 1, number * columns // max(1, end)), []).append(value)
@@ -77,7 +77,7 @@ def _means(points: Sequence[tuple[int, float]], end: int, columns: int) -> dict[
 
 
 def _joined(means: dict[int, float]) -> dict[int, float]:
-    """With straight lines over the columns between."""
+    """Return the means with values between them, along straight lines."""
     joined = dict(list(means.items())[:1])
     for (left, start), (right, stop) in pairwise(means.items()):
         for column in range(left + 1, right + 1):
@@ -86,14 +86,14 @@ def _joined(means: dict[int, float]) -> dict[int, float]:
 
 
 def _stroke(before: int | None, row: int) -> range:
-    """The dots of one column: up or down from the row of the column before."""
+    """Return the rows of one column's dots: up or down from the row of the column before."""
     if before is None or before == row:
         return range(row, row + 1)
     return range(before + 1, row + 1) if before < row else range(row, before)
 
 
 def _labels(values: Sequence[float], height: int) -> list[str]:
-    """The largest value at the top, the smallest at the bottom."""
+    """Return the labels of the scale: the largest value at the top, the smallest at the bottom."""
     labels = [""] * height
     if values:
         labels[-1] = f"{min(values):.4g}"
@@ -102,10 +102,10 @@ def _labels(values: Sequence[float], height: int) -> list[str]:
 
 
 class TrainingView:
-    """A `Listener` that shows and logs. `sinks` get each step.
+    """Listener that shows and logs a training. Each function of `sinks` gets each step.
 
-    Where something cannot be told (its reader has gone, a disk is full), that is its `failure`, `on_failure` is called, and nothing
-    more is told: who brings the news, a link to a peer perhaps, does not suffer for it.
+    If the output fails (its reader has gone, a disk is full), the error becomes `failure`, `on_failure` is called, and later output
+    is dropped. No error reaches the caller, which may be a peer's link.
     """
 
     def __init__(self, sinks: tuple[Sink, ...]) -> None:
@@ -114,25 +114,25 @@ class TrainingView:
         self.run: Run | None = None
         self.reports: list[StepSummary] = []
         self.missing: tuple[int, ...] | None = None
-        self.why = ""  # it stands still
+        self.why = ""  # reason for waiting
         self._sinks = sinks
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.reports)} steps>"
 
     def begun(self, run: Run) -> None:
-        """See `Listener`."""
+        """Show that the data has been read and the run begins."""
         self.run = run
         self._tell()
 
     def step(self, report: StepSummary) -> None:
-        """See `Listener`."""
+        """Log a finished step and show the new state."""
         self.missing = None
         self.reports.append(report)
         self._tell(report)
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """See `Listener`."""
+        """Show that the training waits, and why."""
         self.why, self.missing = why, missing
         self._tell()
 
@@ -149,18 +149,18 @@ class TrainingView:
             self.on_failure()
 
     def show(self) -> None:
-        """Something changed."""
+        """Show the state after a change; the base class shows nothing."""
 
-    # -- what there is to tell
+    # -- texts
 
     def status(self) -> str:
-        """The state in one line."""
+        """Return the state of the training in one line."""
         if self.run is None:
             return "reading the data"
         if self.missing is not None:
             return waiting_text(self.why, self.missing)
         if not self.reports:
-            return f"step 0 of {self.run.steps}: waiting for the first one"
+            return f"step 0 of {self.run.steps}: waiting for the first step"
         last, step_s = self.reports[-1], self.step_s()
         left_s = (self.run.steps - 1 - last.step) * step_s
         return (
@@ -169,17 +169,17 @@ class TrainingView:
         )
 
     def step_s(self) -> float:
-        """Mean of the last steps."""
+        """Return the mean seconds of the last `RECENT_STEPS` steps; 0 if there are none."""
         recent = self.reports[-RECENT_STEPS:]
         return sum(report.step_s for report in recent) / max(1, len(recent))
 
     def unit(self) -> str:
-        """What `tokens_per_s` counts."""
+        """Return what `tokens_per_s` counts: tokens or samples."""
         return "tokens" if self.run is not None and self.run.sequence else "samples"
 
 
 class Lines(TrainingView):
-    """For output that is no terminal: a line whenever something changed. For scripts, steps and an event where it waits."""
+    """View for output that is no terminal: a line after each change. For scripts, JSON: each step, and an event when it waits."""
 
     def __init__(
         self, sinks: tuple[Sink, ...], *, as_json: bool = False, clock: Callable[[], float] = time.monotonic
@@ -191,9 +191,9 @@ class Lines(TrainingView):
         self._told_s = -math.inf
 
     def show(self) -> None:
-        """See `TrainingView`."""
+        """Show the state after a change."""
         if self._as_json and self.missing is None:
-            return  # steps are told by a sink
+            return  # a sink prints the steps
         text, now_s = self.status(), self._clock()
         if text != self._told or now_s - self._told_s > REPEAT_WAITING_S:
             self._told, self._told_s = text, now_s
@@ -204,7 +204,7 @@ class Lines(TrainingView):
 
 
 class Curve(TrainingView):
-    """On a terminal: the loss curve, redrawn as it grows."""
+    """View for a terminal: the loss curve, redrawn as it grows."""
 
     def __init__(self, sinks: tuple[Sink, ...], update: Callable[[RenderableType], None], width: int) -> None:
         super().__init__(sinks)
@@ -212,7 +212,7 @@ class Curve(TrainingView):
         self._width = width
 
     def show(self) -> None:
-        """See `TrainingView`."""
+        """Show the state after a change."""
         points = [(report.step, report.loss) for report in self.reports]
         end = self.run.steps if self.run is not None else 1
         style = "yellow" if self.missing is not None else "bold"
@@ -221,8 +221,8 @@ class Curve(TrainingView):
 
 @contextlib.contextmanager
 def training_view(*, as_json: bool, log: Path | None) -> Iterator[TrainingView]:
-    """The view that fits standard output. Raises, at its end too, LocalError where the log cannot be written, and OSError where
-    standard output cannot."""
+    """Yield the view that fits standard output. Raises, at its end at the latest, LocalError if the log cannot be written, and
+    OSError if standard output cannot."""
     with contextlib.ExitStack() as stack:
         view = _view(stack, as_json=as_json, log=log)
         yield view
@@ -250,7 +250,7 @@ def _view(stack: contextlib.ExitStack[bool | None], *, as_json: bool, log: Path 
 
 
 def step_json(report: StepSummary) -> dict[str, Any]:
-    """A step as scripts read it."""
+    """Return a step as a JSON object for scripts."""
     return {
         "step": report.step,
         "loss": report.loss,
@@ -262,23 +262,23 @@ def step_json(report: StepSummary) -> dict[str, Any]:
 
 
 def waiting_text(why: str, missing: tuple[int, ...]) -> str:
-    """Why nothing goes on."""
+    """Return the line that tells why the training waits."""
     if not missing:
         return f"waiting: {why}"
     if len(missing) == 1:
-        return f"waiting: unit {missing[0]} has nobody"
-    return f"waiting: units {', '.join(ranges(missing))} have nobody"
+        return f"waiting: no machine holds layer {missing[0]}"
+    return f"waiting: no machine holds layers {', '.join(ranges(missing))}"
 
 
 def _open(log: Path) -> IO[str]:
     try:
         return log.open("w", encoding="utf-8")
     except OSError as error:
-        raise LocalError(f"cannot write the log {log}: {error.strerror or error}") from None
+        raise LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file") from None
 
 
 def _close(file: IO[str]) -> None:
-    """What could not be written was told when it was."""
+    """Close the log file. An error in writing has been reported already."""
     with contextlib.suppress(OSError):
         file.close()
 
@@ -289,6 +289,6 @@ def _log_sink(file: IO[str], log: Path) -> Sink:
             file.write(json.dumps(step) + "\n")
             file.flush()
         except OSError as error:
-            raise LocalError(f"cannot write the log {log}: {error.strerror or error}") from None
+            raise LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file") from None
 
     return write

@@ -1,1 +1,1 @@
-"""Commands of training."""
+"""Commands for training a swarm's model."""

@@ -1,4 +1,4 @@
-"""`swarmnode export`: what a swarm has trained, as a checkpoint."""
+"""Command `swarmnode export`: write the model that a swarm has trained as a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from swarmnode.counting import counted
 def export(
     *,
     swarm: str = THIS_SWARM,
-    out: Path = argument(..., "Folder to write; it appears when all of it is there.", typed=Path, metavar="OUT"),
-    force: bool = option(False, "Replace a checkpoint that is in OUT."),
-    patience: float = patience_option(30.0, "How long to wait for peers that hold all units."),
+    out: Path = argument(..., "Folder to write; it appears when it is complete.", typed=Path, metavar="OUT"),
+    force: bool = option(False, "Replace a checkpoint in OUT."),
+    patience: float = patience_option(30.0, "How long to wait for machines that hold all layers."),
     home: Path = HOME,
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Write the newest step that a training swarm has of all units as a checkpoint, also while it trains.
+    """Write the newest complete step of a swarm as a checkpoint.
 
-    A language model is read by transformers' from_pretrained, a module by load_state_dict.
+    This works during training, too. Load a language model with transformers' from_pretrained, a module with load_state_dict.
 
     Example: swarmnode export school.swarm ./trained
     """
@@ -56,7 +56,7 @@ def export(
 
     step = run_async(fetch)
     if step is None:
-        fail("interrupted; nothing was written")
+        fail("interrupted; nothing was written: run the command again")
     if as_json:
         print_json({"out": str(out), "step": step})
     else:

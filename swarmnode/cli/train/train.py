@@ -1,4 +1,4 @@
-"""`swarmnode train`: feed data to a swarm that trains, or train the same thing in this process."""
+"""Command `swarmnode train`: feed data to a swarm that trains, or train the same model in this process."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Options of a training. Each is the field of Run of its name."""
+    """Options of a training run. Each is the field of Run with the same name."""
 
-    steps: int = option(..., "Updates of the whole run.", typed=int)
-    batch: int = option(32, "Samples of a step.")
-    microbatch: int = option(0, "Samples that travel together; default: 4.", show_default=False)
-    sequence: int = option(0, "Tokens of a sample; default: 128.", show_default=False)
+    steps: int = option(..., "Updates in the whole run.", typed=int)
+    batch: int = option(32, "Samples per step.")
+    microbatch: int = option(0, "Samples that are computed together; default: 4.", show_default=False)
+    sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
     optimizer: str = option(
         "adamw",
-        "adamw8bit takes a quarter of AdamW's memory for the same steps, nearly.",
+        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps.",
         metavar="adamw|adamw8bit|sgd",
     )
-    learning_rate: float = option(3e-4, "Learning rate, at its highest.", "--lr")
-    schedule: str = option("cosine", "After the warm-up.", metavar="constant|linear|cosine")
-    warmup_steps: int = option(0, "Steps in which the learning rate rises.", "--warmup")
-    clip: float = option(1.0, "Largest norm of the gradient of all units; 0 is off.")
+    learning_rate: float = option(3e-4, "Highest learning rate.", "--lr")
+    schedule: str = option("cosine", "Learning rate after the warm-up.", metavar="constant|linear|cosine")
+    warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
+    clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
     weight_decay: float = option(0.1)
-    momentum: float = option(0.0, "Of sgd.")
-    seed: int = option(0, "Of the order of samples, and of dropout.")
+    momentum: float = option(0.0, "Momentum of sgd.")
+    seed: int = option(0, "Seed of the order of samples and of dropout.")
     autocast: bool = option(
         True,
-        "Multiply in 16 bits on GPUs that are fast at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
+        "Multiply in 16 bits on GPUs that are faster at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
         "--autocast/--no-autocast",
     )
-    checkpoint_steps: int = option(50, "Nodes keep their state every so many steps.")
+    checkpoint_steps: int = option(50, "Machines save their state every this many steps.")
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class LocalOptions:
 
     local: bool = option(False, "Train in this process instead, for comparison.")
     out: Path | None = path_option("With --local: write the trained model there.", metavar="DIR")
-    device: str = option("auto", "With --local: auto, cpu, cuda, cuda:1, mps.")
+    device: str = option("auto", "With --local: auto, cpu, cuda, cuda:1 or mps.")
     threads: int = option(0, "With --local: CPU threads; default: all.", show_default=False)
     force: bool = option(False, "Replace a checkpoint in --out.")
 
     def __post_init__(self) -> None:
-        """Check that the others come with `local`. Raises UsageError if they do not."""
+        """Check that the other options come with `local`. Raises UsageError if they do not."""
         if not self.local and (self.out is not None or self.force or self.device != "auto" or self.threads):
             raise UsageError(
-                "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`"
+                "--out, --force, --device and --threads need --local; to write a swarm's model, use `swarmnode export`"
             )
 
 
@@ -74,25 +74,25 @@ def train(
     *,
     swarm: str = SWARM,
     data: Path = option(
-        ..., "Text: a file, a folder or .jsonl; for a module: an .npz file of its inputs.", typed=Path, metavar="PATH"
+        ..., "Text as a file, a folder or .jsonl; for a module, its inputs as .npz.", typed=Path, metavar="PATH"
     ),
     schedule: ScheduleOptions,
     averages: AveragingOptions,
     compression: CompressionOptions,
     robust: bool = option(
-        False, "Among strangers: no replica of three or more can drag the average away; liars are left out."
+        False, "Among strangers: one of three or more replicas cannot spoil the average, and liars are excluded."
     ),
-    log: Path = path_option("Write a JSON line for each step."),
+    log: Path = path_option("Write a JSON line per step to this file."),
     alone: LocalOptions,
-    patience: float = patience_option(60.0, "How long to wait for the swarm to answer."),
+    patience: float = patience_option(60.0, "How long to wait for the swarm's answer."),
     home: Path = HOME,
-    as_json: bool = option(False, "Print a JSON line for each step.", "--json"),
+    as_json: bool = option(False, "Print a JSON line per step.", "--json"),
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Train a swarm's model on your data. Any number of trainers may share the work, with the same data and settings.
+    """Train a swarm's model on your data. Any number of trainers can share the work, with the same data and settings.
 
-    Ctrl-C stops feeding; the same command goes on from there.
+    Ctrl-C stops; the same command continues from there.
 
     Example: swarmnode train school.swarm --data ./texts --steps 1000 --batch 32 --sequence 256 --lr 6e-4 --warmup 50
     """
@@ -135,7 +135,7 @@ def train(
     with training_view(as_json=as_json, log=log) as view:
 
         def feed(stop: asyncio.Event) -> Coroutine[Any, Any, int]:
-            view.on_failure = stop.set  # what cannot be told is not gone on with
+            view.on_failure = stop.set  # stop the training if its steps cannot be shown or logged
             return work(TrainerMeter(view), stop)
 
         done = run_async(feed)
@@ -143,10 +143,11 @@ def train(
 
 
 def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:
-    """The last line, on standard error where standard output is for scripts."""
+    """Print the last line: on standard error if standard output is for scripts. Ends the command with exit code 1 if steps are
+    missing."""
     saved = f"; the model is in {alone.out}" if alone.out is not None else ""
     if done < settings.steps:
-        goes_on = "" if alone.local else "; the swarm keeps them, and the same command goes on"
+        goes_on = "" if alone.local else "; the swarm keeps them, and the same command continues"
         fail(f"stopped after {done} of {counted(settings.steps, 'step')}{goes_on}{saved}")
     next_step = "" if alone.local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
     say(f"Done: {counted(done, 'step')}{saved}{next_step}", err=as_json)

@@ -1,1 +1,1 @@
-"""Commands of who uses a swarm."""
+"""Commands for users of a swarm."""

@@ -1,4 +1,4 @@
-"""`swarmnode chat`: a conversation with the model of a swarm."""
+"""Command `swarmnode chat`: a conversation with the model of a swarm."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 NEW = "/new"
-HELP = f"Type what you want to say. {NEW} begins another conversation, Ctrl-D ends."
+HELP = f"Type a message. {NEW} starts a new conversation, Ctrl-D ends this one."
 STANDARD_INPUT = 0
 PIECE_BYTES = 1 << 16
-MAX_LINE_BYTES = 1 << 20  # a longer one is taken in pieces
+MAX_LINE_BYTES = 1 << 20  # a longer line is split
 
 
 class TypedLines:
-    """`next` reads one line at a time, so that what nobody has asked for stays in the pipe.
+    """Reader of typed lines, one at a time, so that lines which have not been asked for stay in the pipe.
 
-    The thread that waits is a daemon and reads the descriptor itself: one within `input()` would keep the interpreter from ending.
+    The waiting thread is a daemon and reads the descriptor itself: a thread inside `input()` would keep the interpreter from
+    ending.
     """
 
     def __init__(self, descriptor: int = STANDARD_INPUT) -> None:
@@ -42,7 +43,7 @@ class TypedLines:
         return f"<TypedLines of descriptor {self._descriptor}>"
 
     async def next(self) -> str | None:
-        """The next line without its end; None where there is none any more."""
+        """Return the next line without its line break; None at the end of the input."""
         loop = asyncio.get_running_loop()
         line: asyncio.Future[str | None] = loop.create_future()
 
@@ -72,7 +73,7 @@ class TypedLines:
         return line.decode(errors="replace").rstrip("\r")
 
     def _piece(self) -> bytes:
-        """What has come; nothing where nothing comes any more, as when the terminal is gone."""
+        """Return the bytes that have arrived; empty at the end of the input, and if the terminal is gone."""
         try:
             return os.read(self._descriptor, PIECE_BYTES)
         except OSError:
@@ -83,7 +84,7 @@ class TypedLines:
 def chat(
     *,
     swarm: str = SWARM,
-    system: str = option("", "What the model shall be, as in 'You answer in rhymes.'"),
+    system: str = option("", "Instructions for the model, as in 'Answer in rhymes.'"),
     sampling: Annotated[
         SamplingOptions,
         "max_new_tokens temperature top_p min_p frequency_penalty presence_penalty repetition_penalty logit_bias "
@@ -94,7 +95,7 @@ def chat(
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:
-    """Talk with the model of a swarm, in the words that its chat template makes of a conversation; plain text where it has none.
+    """Chat with the model of a swarm. Without a chat template, the model continues your messages as plain text.
 
     Example: swarmnode chat friends
     """
@@ -105,14 +106,14 @@ def chat(
 
     async def talk(stop: asyncio.Event) -> None:
         async with asking(swarm, home, patience_s=patience, trust=trust) as client:
-            await client.chat_tokenizer()  # raises where it cannot chat at all
+            await client.chat_tokenizer()  # raises UsageError if it cannot chat
             await unless_stopped(_talk(Conversation(client, options, system=system)), stop)
 
     run_async(talk)
 
 
 async def _talk(conversation: Conversation) -> None:
-    """Until there is no line any more. Where an answer fails, it is said, and the conversation goes on without it."""
+    """Chat until the input ends. If an answer fails, print the error and go on without that answer."""
     lines, terminal = TypedLines(), sys.stdin.isatty()
     if terminal:
         say(HELP, err=True)

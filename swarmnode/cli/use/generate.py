@@ -1,4 +1,4 @@
-"""`swarmnode generate`: text out of a swarm."""
+"""Command `swarmnode generate`: generate text with a swarm."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def generate(
     swarm: str = SWARM,
     prompt: str = argument(
         "",
-        "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate. Or give --ids.",
+        "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate.",
         metavar="PROMPT",
     ),
-    ids: str = option("", "Token ids to continue, for models without a tokenizer.", metavar="1,2,3"),
+    ids: str = option("", "Token ids to continue instead, for models without a tokenizer.", metavar="1,2,3"),
     sampling: SamplingOptions,
     trust: Trust = TRUST,
     patience: float = PATIENCE,
@@ -54,7 +54,7 @@ def generate(
     metrics: PassingMetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Generate text with a swarm, printing it as it comes.
+    """Generate text with a swarm and print it while it is generated.
 
     Example: swarmnode generate friends.swarm "Once upon a time" --max-new-tokens 100 --temperature 0.8
     """
@@ -81,8 +81,9 @@ def generate(
 
 
 def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:
-    """(swarm, prompt). One argument alone is the prompt for the swarm that was used last, where no swarm is called so; a prompt
-    of -, or none where something is piped in, is read from standard input, after the swarm where that comes from there, too."""
+    """Return the swarm and the prompt that the arguments mean. A single argument that names no swarm is the prompt for the swarm
+    used last. A prompt of -, or none if the input is piped, is read from standard input, after the swarm if that comes from there
+    too."""
     from swarmnode.swarm.storage.swarmfile import names_a_swarm
 
     alone = swarm and not prompt and not ids
@@ -91,14 +92,14 @@ def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, 
     if swarm == STANDARD_INPUT:
         swarm = read_line()
     if prompt == STANDARD_INPUT or (not prompt and not ids and is_piped()):
-        prompt = read_text(MAX_PROMPT_BYTES) or fail("give a PROMPT or --ids; nothing came from standard input", 2)
+        prompt = read_text(MAX_PROMPT_BYTES) or fail("give a PROMPT or --ids; standard input was empty", 2)
     return swarm, prompt
 
 
 async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
     if stream and (missing := client.status()["missing"]):
         units, wait_s = ", ".join(ranges(missing)), client.config.patience_s
-        say(f"Nobody holds units {units} yet; waiting for up to {wait_s:.0f} s", err=True)
+        say(f"No machine holds layers {units} yet; waiting for up to {wait_s:.0f} s", err=True)
     stream_of_text = await client.stream(prompt, options)
     result, smooth = stream_of_text.result, False
     try:
@@ -115,7 +116,7 @@ async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream
 
 
 def generation_json(result: Any) -> dict[str, Any]:
-    """A generation as scripts read it."""
+    """Return a generation as a JSON object for scripts."""
     return {
         "ids": result.ids,
         "text": result.text,
@@ -132,11 +133,11 @@ def generation_json(result: Any) -> dict[str, Any]:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Token ids separated by commas or spaces."""
+    """Return token ids that are separated by commas or spaces. Ends the command if `text` has none, or anything else."""
     try:
         ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        fail(f"--ids takes numbers separated by commas, not {text!r}", 2)
+        fail(f"--ids takes numbers with commas between them, not {text!r}", 2)
     if not ids or min(ids) < 0:
-        fail("--ids needs at least one token id, none of them negative", 2)
+        fail("--ids needs at least one token id, and no negative one", 2)
     return ids

@@ -1,4 +1,4 @@
-"""`swarmnode infer`: arrays through a module that a swarm serves."""
+"""Command `swarmnode infer`: pass arrays through a module that a swarm serves."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def infer(
     *,
     swarm: str = SWARM,
     inputs: Path = option(
-        ..., "The module's inputs, arrays by name (numpy.savez).", "--input", typed=Path, metavar="FILE.npz"
+        ..., "File with the module's inputs, arrays by name (numpy.savez).", "--input", typed=Path, metavar="FILE.npz"
     ),
-    output: Path = path_option("Write the outputs to this file; default: print what they are.", metavar="FILE.npz"),
+    output: Path = path_option("Write the outputs to this file; default: print them.", metavar="FILE.npz"),
     force: bool = option(False, "Overwrite an existing --output."),
     trust: Trust = TRUST,
     patience: float = PATIENCE,
@@ -46,14 +46,16 @@ def infer(
     as_json: bool = JSON,
     logs: LogOptions,
 ) -> None:
-    """Compute what a module that a swarm serves makes of some arrays (create --module).
+    """Compute the outputs of a module that a swarm serves.
+
+    Such a swarm was created with `create --module`.
 
     Example: swarmnode infer eyes.swarm --input images.npz --output scores.npz
     """
     logs.begin()
     if output is not None:
         if output.suffix != ".npz":
-            fail(f"--output {output}: give it the name of an .npz file", 2)
+            fail(f"--output {output}: give the name of an .npz file", 2)
         check_output("--output", output, force=force)
     from swarmnode.compute.graph.boundary import read_arrays
 
@@ -91,7 +93,7 @@ def _write(output: Path, outputs: Mapping[str, np.ndarray]) -> None:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     write_array(file, array, allow_pickle=False)
     except OSError as error:
-        fail(f"{output} cannot be written: {error.strerror or error}")
+        fail(f"cannot write {output}: {error.strerror or error}")
 
 
 def _described(outputs: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`swarmnode join`: remember a swarm under its name."""
+"""Command `swarmnode join`: remember a swarm under its name."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from swarmnode.counting import counted
 def join(
     invite: str = argument(
         "",
-        "The line that you were given, a file with it, or - to read it from standard input; default: you are asked.",
+        "The invite that you received, a file with it, or - for standard input; default: ask for it.",
         metavar="[INVITE]",
     ),
-    name: str = option("", "Remember it under this name; default: its own."),
+    name: str = option("", "Remember the swarm under this name; default: its own."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Remember a swarm under its name, so that `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
+    """Remember a swarm under its name.
+
+    Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 
     Example: swarmnode join swarm1…
     """
@@ -46,11 +48,12 @@ def join(
     quoted = shlex.quote(known_as)
     if terms["role"] != "client":
         say(f"Lend this machine:  swarmnode run {quoted}")
-    say(f'Ask it:             swarmnode generate {quoted} "Once upon a time"')
+    say(f'Use it:             swarmnode generate {quoted} "Once upon a time"')
 
 
 def _invite(text: str) -> str:
-    """The invite's line, from wherever it is."""
+    """Return the invite: the argument itself, or the line in a file, on standard input or from the prompt. Ends the command if
+    there is none."""
     from swarmnode.swarm.records.invite import looks_like_invite
     from swarmnode.swarm.storage.user_file import read_user_file
 
@@ -61,15 +64,16 @@ def _invite(text: str) -> str:
     if not looks_like_invite(text):
         data = read_user_file(Path(text), max_bytes=MAX_LINE_BYTES, what="an invite")
         if data is None:
-            fail("this is neither an invite (swarm1… or swarm2…) nor a file with one", 2)
+            fail("this is neither an invite (swarm1… or swarm2…) nor a file with one; paste the whole line", 2)
         text = data.decode(errors="replace")
     if not looks_like_invite(text):
-        fail("there is no invite (swarm1… or swarm2…) in it; a founder's own .swarm file needs no `join`", 2)
+        fail("this file holds no invite (swarm1… or swarm2…); your own .swarm file needs no `join`", 2)
     return text.strip()
 
 
 def _terms(invite: Any) -> dict[str, Any]:
-    """Return what the invite is good for; an open swarm's grants every role to everybody. Raises NotAdmitted if it has expired."""
+    """Return the terms of an invite; that of an open swarm grants every role to everyone. Ends the command if the invite admits no
+    one. Raises NotAdmitted if it has expired."""
     from swarmnode.errors import NotAdmitted
     from swarmnode.swarm.records.invite import OwnedInvite
 
@@ -77,7 +81,7 @@ def _terms(invite: Any) -> dict[str, Any]:
     if not isinstance(invite, OwnedInvite) or not invite.private:
         return terms
     if not invite.grant:
-        fail(f"this line tells where {invite.name} is, and admits nobody; ask its owner for an invite of your own", 2)
+        fail(f"this line leads to {invite.name} but admits no one; ask its owner for an invite of your own", 2)
     grant = invite.opened_grant()
     if 0 < grant.expires_at <= time.time():
         expired = datetime.fromtimestamp(grant.expires_at)
@@ -95,9 +99,9 @@ def _terms(invite: Any) -> dict[str, Any]:
 
 def _say(terms: dict[str, Any]) -> str:
     if not terms["private"]:
-        return "everybody may join it, lend and ask"
+        return "open to everyone, to lend and to use"
     from swarmnode.cli.host.members import end
 
     life = f"until {end(terms['expires_at'])}" if terms["expires_at"] else "for ever"
-    uses = f", for {counted(terms['uses'], 'peer')} in all" if terms["uses"] else ""
-    return f"a private swarm, you are invited as {terms['role']} {life}{uses}"
+    uses = f", for {counted(terms['uses'], 'machine')} in all" if terms["uses"] else ""
+    return f"a private swarm; you are invited as {terms['role']} {life}{uses}"

@@ -1,4 +1,4 @@
-"""`swarmnode mcp`: a swarm as tools of an agent, by the Model Context Protocol over standard input and output."""
+"""Command `swarmnode mcp`: offer a swarm to an agent by the Model Context Protocol, over standard input and output."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def mcp(
     *,
     swarm: str = SWARM,
     trust: Trust = TRUST,
-    patience: float = patience_option(30.0, "How long a call waits for peers that have room."),
+    patience: float = patience_option(30.0, "How long a call waits for machines with room."),
     home: Path = HOME,
     logs: Verbosity,
 ) -> None:
-    """Offer a swarm to agents as tools: status, and what its model is for (generate and trace, embed, classify, or infer). They
-    start this command themselves, and end it.
+    """Offer a swarm to an agent as tools (MCP).
+
+    The tools are status, and what the swarm's model can do: generate and trace, embed, classify, or infer. The agent starts and
+    ends this command.
 
     Example: claude mcp add friends -- swarmnode mcp friends
     """

@@ -1,4 +1,4 @@
-"""`swarmnode models`: which models this machine can ask."""
+"""Command `swarmnode models`: list the models that this machine can ask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ UNKNOWN = "not seen yet"
 
 
 class KnownModel(NamedTuple):
-    """A swarm that has a name here, and its model, as far as this machine has seen it."""
+    """Swarm with a name on this machine, and its model; `units` and `size_bytes` are None until this machine has seen the swarm's
+    manifest."""
 
     name: str
     model: str
@@ -30,7 +31,9 @@ class KnownModel(NamedTuple):
 
 @command
 def models(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the swarms that this machine knows by name (joined and public ones), and the models that they serve or train.
+    """List the swarms that this machine knows, and their models.
+
+    It knows the swarms that you joined and the public ones.
 
     Example: swarmnode models
     """
@@ -39,11 +42,11 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
         print_json([model._asdict() for model in known])
         return
     if not known:
-        say("No swarm has a name here yet. Next: swarmnode join, and paste an invite; or swarmnode host MODEL")
+        say("No swarm has a name here yet. To join one: swarmnode join; to start one: swarmnode host MODEL")
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
-    table = new_table("", ("swarm", "model", "what it does", "units", "GB", "who"), numbers=("units", "GB"))
+    table = new_table("", ("swarm", "model", "what it does", "layers", "GB", "who"), numbers=("layers", "GB"))
     for one in known:
         size = "" if one.size_bytes is None else f"{one.size_bytes / 1e9:.1f}"
         used = "used last" if one.last else ""
@@ -66,7 +69,7 @@ def _known(home: Path) -> Iterator[KnownModel]:
 def _describe(name: str, swarm: Swarm, *, last: bool) -> KnownModel:
     from swarmnode.swarm.records.manifest import TRAIN
 
-    members = "invited" if swarm.private else "everybody"
+    members = "invited" if swarm.private else "everyone"
     if swarm.manifest is None:
         return KnownModel(name, UNKNOWN, "", "", "", None, None, members, last)
     model, manifest = swarm.manifest.model, swarm.manifest

@@ -1,4 +1,4 @@
-"""`swarmnode serve`: swarms as models of an HTTP API that OpenAI's clients know."""
+"""Command `swarmnode serve`: serve swarms as models of an HTTP API that OpenAI's clients know."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """Options of the address of a gateway, and of its callers."""
+    """Options of a gateway's address and of the clients that it admits."""
 
-    port: int = option(PORT, "Where to listen; 0 takes a free port.", min=0, max=65535)
-    host: str = option("127.0.0.1", "0.0.0.0 is for all: with --keys only.", metavar="ADDRESS")
-    keys: Path | None = path_option("Who may ask: a file of hashed keys.")
-    new_key: str = option("", "Add a key to the --keys FILE, print it, and serve nothing.", metavar="NAME")
-    context: int = option(
-        0, "How many tokens a text may have; 0: as many as the model's config says.", metavar="TOKENS", min=0
-    )
+    port: int = option(PORT, "Listen at this port; 0 picks a free one.", min=0, max=65535)
+    host: str = option("127.0.0.1", "Listen at this address; 0.0.0.0 is for all, and needs --keys.", metavar="ADDRESS")
+    keys: Path | None = path_option("Admit only clients with a key in this file of hashed keys.")
+    new_key: str = option("", "Add a key to the --keys FILE, print it, and exit.", metavar="NAME")
+    context: int = option(0, "Most tokens of a text; 0: as the model's config says.", metavar="TOKENS", min=0)
     cors: list[str] = option(
-        [], "Pages that may call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
+        [], "Let pages of this site call from a browser, as https://chat.example. Repeatable.", metavar="ORIGIN"
     )
 
 
@@ -44,19 +42,21 @@ def serve(
     *,
     swarms: list[str] = argument(
         None,
-        "Swarms, each a model: .swarm files, invites or names; default: the one used last.",
+        "Swarms to serve, each as a model: .swarm files, invites or names; default: the one you used last.",
         typed=list[str],
         metavar="[SWARM…]",
     ),
     gateway: EndpointOptions,
     sampling: Annotated[SamplingOptions, "compress"],
     trust: Trust = TRUST,
-    patience: float = patience_option(30.0, "How long a request waits for peers that have room."),
+    patience: float = patience_option(30.0, "How long a request waits for machines with room."),
     home: Path = HOME,
     as_json: bool = EVENTS,
     logs: LogOptions,
 ) -> None:
-    """Answer OpenAI's API for swarms, so that the tools that you have can use them, and show them in a browser. Ctrl-C ends it.
+    """Serve swarms by OpenAI's API and as a page.
+
+    Tools that know OpenAI use the API, your browser shows the page. Ctrl-C stops it.
 
     Example: swarmnode serve friends --port 8000
     """
@@ -71,7 +71,7 @@ def serve(
     from swarmnode.net.addressing.addresses import check_can_listen
 
     if gateway.keys is None and gateway.host not in LOOPBACK:
-        fail(f"whoever reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
+        fail(f"anyone who reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
     ring = KeyRing() if gateway.keys is None else KeyFile(gateway.keys)
     check_can_listen("--host", gateway.host, gateway.port)
     config = GatewayConfig(loopback=gateway.host in LOOPBACK, origins=tuple(gateway.cors), compress=sampling.compress)
@@ -99,11 +99,11 @@ def _add_key(keys: Path | None, name: str) -> None:
     from swarmnode.gateway.access.keys import new_key
 
     if keys is None:
-        fail("--new-key needs --keys FILE, where its hash is kept", 2)
+        fail("--new-key needs --keys FILE, the file for its hash", 2)
     say(new_key(keys, name))
 
 
 def _names(swarms: list[Swarm]) -> list[str]:
-    """What each is called; swarms of one name by the beginnings of their ids, too."""
+    """Return the name of each swarm; swarms with the same name also get the beginning of their id."""
     names = [swarm.name for swarm in swarms]
     return [f"{swarm.name}-{swarm.id.hex()[:8]}" if names.count(swarm.name) > 1 else swarm.name for swarm in swarms]

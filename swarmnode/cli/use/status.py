@@ -1,4 +1,4 @@
-"""`swarmnode status`: who is in a swarm, and whether the model is covered."""
+"""Command `swarmnode status`: show the machines of a swarm, and whether they hold the whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
 
 NAME_CHARS, DEVICE_CHARS, BAR_CHARS = 10, 10, 12
-LINKED = 32  # peers between which links are compared
+LINKED = 32  # peers whose links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
 KEPT = 6
 SLOWEST = 3
@@ -32,7 +32,7 @@ Picture = Mapping[str, Any]
 
 
 class SwarmNews:
-    """The latest changes, each with the time of the day at which it was seen."""
+    """Latest changes of a swarm, as lines of text with the time of day."""
 
     def __init__(self, picture: Picture, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._last = picture
@@ -43,21 +43,21 @@ class SwarmNews:
         return f"<SwarmNews of {len(self._last['peers'])} peers, {len(self.lines)} lines>"
 
     def look(self, picture: Picture) -> None:
-        """Take in what is seen now."""
+        """Add the changes since the last picture, and keep `picture` as the last one."""
         self.lines.extend(f"{self._clock()}  {change}" for change in changes(self._last, picture))
         self._last = picture
 
 
 def changes(before: Picture, after: Picture) -> Iterator[str]:
-    """Who came, went, moved or changed its state, and which texts of this machine's gateways others went on with: a sentence
-    each."""
+    """Yield a sentence for each peer that came, left, moved or changed its state, and for the texts of this machine's gateways that
+    moved to another route."""
     known, there = ({peer["peer"]: peer for peer in picture["peers"]} for picture in (before, after))
     for name in known.keys() - there.keys():
-        yield f"{_called(known[name])} is gone; it held {_units(known[name])}"
+        yield f"{_called(known[name])} has left; it held {_units(known[name])}"
     for name, peer in there.items():
         earlier = known.get(name)
         if earlier is None:
-            yield f"{_called(peer)} has come, for {_units(peer)}"
+            yield f"{_called(peer)} has joined with {_units(peer)}"
         elif tuple(earlier["span"]) != tuple(peer["span"]):
             yield f"{_called(peer)} moves from {_units(earlier)} to {_units(peer)}"
         elif earlier["state"] != peer["state"]:
@@ -65,11 +65,12 @@ def changes(before: Picture, after: Picture) -> Iterator[str]:
     were = before.get("reroutes", {})
     for cause, count in after.get("reroutes", {}).items():
         if count > were.get(cause, 0):
-            yield f"{counted(count - were.get(cause, 0), 'text')} asked for here moved to another route ({cause.replace('_', ' ')})"
+            yield f"{counted(count - were.get(cause, 0), 'text')} of yours moved to another route ({cause.replace('_', ' ')})"
 
 
 def slowest_links(links: Mapping[str, Any], picture: Picture) -> Iterator[str]:
-    """The links with the longest round trips between peers that hold units, and how fast they are where that was measured."""
+    """Yield a line for each of the `SLOWEST` links with the longest round trips between peers that hold units, with the bandwidth
+    if it has been measured."""
     called = {peer["peer"]: _called(peer) for peer in picture["peers"]}
     peers: Sequence[str] = links["peers"]
     pairs = [(links["rtt_s"][a][b], a, b) for a in range(len(peers)) for b in range(a)]
@@ -87,7 +88,7 @@ def _called(peer: Mapping[str, Any]) -> str:
 
 def _units(peer: Mapping[str, Any]) -> str:
     start, end = peer["span"]
-    return f"units {start}:{end}" if end > start else "no units"
+    return f"layers {start}:{end}" if end > start else "no layers"
 
 
 @command
@@ -96,7 +97,7 @@ def status(
     swarm: str = SWARM,
     watch: bool = option(
         False,
-        "Keep showing it as it changes, with slow links, who comes, goes or moves, and which texts asked for here were moved.",
+        "Keep watching: show changes, slow links, and your texts that moved to another route.",
         "--watch",
         "-w",
     ),
@@ -104,7 +105,9 @@ def status(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Show the peers of a swarm, the units that they hold, and whether the whole model is covered.
+    """Show the machines of a swarm and their layers.
+
+    It also shows whether they hold the whole model.
 
     Example: swarmnode status friends.swarm --watch
     """
@@ -156,7 +159,8 @@ async def _watch(client: SwarmClient, status_of: Callable[[], dict[str, Any]], h
 
 
 def reroutes_here(home: Path, swarm_id: str) -> Counter[str]:
-    """How often this home's gateways to a swarm have moved a text to another route, by cause. Waits for their answers."""
+    """Return how often this home's gateways to a swarm have moved a text to another route, by cause. Blocks while the gateways
+    answer."""
     from swarmnode.lending.control_client import running_gateways, tell_node
 
     answers = [tell_node(path, "state") or {} for path in running_gateways(home).values()]
@@ -168,7 +172,7 @@ def reroutes_here(home: Path, swarm_id: str) -> Counter[str]:
 
 
 def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> Group:
-    """The table, the slowest links, and what has changed lately."""
+    """Return the status table with the slowest links and the latest changes."""
     from rich.console import Group
     from rich.text import Text
 
@@ -179,7 +183,7 @@ def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> 
 
 
 def status_table(status: dict[str, Any]) -> Table:
-    """The status as a table that 80 columns have room for: one row per peer, its span drawn over the model's units."""
+    """Return the status as a table that fits 80 columns: one row per peer, its span drawn over the model's units."""
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
@@ -189,12 +193,12 @@ def status_table(status: dict[str, Any]) -> Table:
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""
     covered = Text("covered", "green")
     if status["missing"]:
-        covered = Text(f"nobody holds {', '.join(ranges(status['missing']))}", "red")
-    title = Text.assemble(one_line(f"swarm {status['name']}: {units} units, {step}"), covered)
+        covered = Text(f"no machine holds {', '.join(ranges(status['missing']))}", "red")
+    title = Text.assemble(one_line(f"swarm {status['name']}: {units} layers, {step}"), covered)
     trains = status["mode"] == "train"
-    # On one machine or LAN there is nothing to tell.
+    # On one machine or LAN, nothing is known.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
-    columns = ["peer", "name", "state", "device", "span", "units", "load"]
+    columns = ["peer", "name", "state", "device", "span", "layers", "load"]
     columns += ["reached"] * far + ["sends"] * trains
     adapters = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
     caption = "\n".join([*adapters, *map(credit_line, status.get("credit", ()))]) or None
@@ -218,23 +222,23 @@ def status_table(status: dict[str, Any]) -> Table:
 
 
 def plain_device(name: str) -> str:
-    """A device's name without what its maker adds: "RTX 3090", "Xeon"."""
+    """Return a device's name without its maker's additions: "RTX 3090", "Xeon"."""
     return " ".join(_DECORATION.sub(" ", name).split()) or name
 
 
 def cut(text: str, chars: int) -> str:
-    """The text, its end left out where it is too long."""
+    """Return the text; if it has more than `chars` characters, cut it and end it with an ellipsis."""
     return text if len(text) <= chars else f"{text[: chars - 1]}…"
 
 
 def credit_line(credit: dict[str, Any]) -> str:
-    """What clients signed for a node of this home."""
+    """Return the sentence about the receipts that clients signed for a node of this home."""
     by = counted(credit["clients"], "client")
-    return f"your node {credit['worker'][-8:]}: {by} signed for {credit['signed']:,} units x tokens; credit {credit['credit']:,}"
+    return f"your node {credit['worker'][-8:]}: {by} signed for {credit['signed']:,} layers x tokens; credit {credit['credit']:,}"
 
 
 def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:
-    """A bar with the units [start, end) filled: `····████····`."""
+    """Draw a bar with the units [start, end) filled: `····████····`."""
     cells = min(units, width)
     return "".join(
         "█" if start < (cell + 1) * units / cells and end > cell * units / cells else "·" for cell in range(cells)

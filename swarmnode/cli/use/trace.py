@@ -1,4 +1,4 @@
-"""`swarmnode trace`: where the time of a session's tokens went."""
+"""Command `swarmnode trace`: show where the time of a session's tokens went."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def trace(
     *,
     swarm: str = THIS_SWARM,
     session: str = argument(
-        ..., "The session's trace id, from generate --json or --verbose, or from a JSON log line.", metavar="ID"
+        ..., "Trace id of the session, from `generate --json` or --verbose, or a JSON log line.", metavar="ID"
     ),
-    slowest: int = option(5, "How many of the slowest tokens to show.", "--slowest", "-n", min=0),
+    slowest: int = option(5, "Show this many of the slowest tokens.", "--slowest", "-n", min=0),
     home: Path = HOME,
     as_json: bool = JSON,
     logs: LogOptions,
 ) -> None:
-    """Show where a session's slow tokens spent their time: at which hop, waiting or computing, or on the way.
+    """Show where a session's slow tokens spent their time.
 
-    Peers remember the last 512 steps of sessions that run and of the last 64 that are over.
+    They wait or are computed at a machine, or are on the way. Machines remember the last 512 steps of running sessions and of the
+    last 64 that ended.
 
     Example: swarmnode trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
     """
@@ -43,7 +44,7 @@ def trace(
 
     timeline = Timeline(ask(swarm, home, lambda client: client.traces(trace_id)))
     if not timeline.stops:
-        fail(f"no peer that is here now remembers the session {session}")
+        fail(f"no machine that is online remembers the session {session}; check the id")
     if as_json:
         print_json(timeline_json(session, timeline, slowest))
         return
@@ -53,7 +54,7 @@ def trace(
 
 
 def parse_trace_id(text: str) -> bytes:
-    """A trace id as it is written in hex."""
+    """Return the bytes of a trace id in hex. Ends the command if `text` is none."""
     try:
         trace = bytes.fromhex(text)
     except ValueError:
@@ -64,11 +65,11 @@ def parse_trace_id(text: str) -> bytes:
 
 
 def hops_table(timeline: Timeline) -> Table:
-    """One row per hop: median and worst of its tokens, in milliseconds."""
+    """Return a table with one row per hop: the median and the worst of its tokens, in milliseconds."""
     from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("tokens", "wait ms", "compute ms", "batch")
-    table = new_table("hops: median / worst of their tokens", ("peer", "units", *numbers), numbers=numbers)
+    table = new_table("hops: median / worst of their tokens", ("peer", "layers", *numbers), numbers=numbers)
     for stop in timeline.stops:
         start, end = stop.span
         wait, compute, batch = typical_of(stop)
@@ -84,7 +85,7 @@ def hops_table(timeline: Timeline) -> Table:
 
 
 def tokens_table(tokens: list[Token]) -> Table:
-    """One row per token: all its milliseconds, and where most of them went."""
+    """Return a table with one row per token: its milliseconds, and where most of them went."""
     from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
@@ -105,7 +106,7 @@ def tokens_table(tokens: list[Token]) -> Table:
 
 
 def where(token: Token) -> str:
-    """As in `computed at bX3fQ9aa: 83.1 ms`."""
+    """Return where most of a token's time went, as in `computed at bX3fQ9aa: 83.1 ms`."""
     part = token.longest
     place = f" {part.peer[-8:]}" if part.peer else ""
     if part.what == "way" and token.late is not None:
@@ -115,7 +116,7 @@ def where(token: Token) -> str:
 
 
 def typical_of(stop: Stop) -> tuple[Typical, Typical, Typical]:
-    """Wait, compute (both microseconds) and batch."""
+    """Return the typical wait and compute (both in microseconds) and batch size of a hop."""
     return (
         stop.typical(lambda step: step.wait_us),
         stop.typical(lambda step: step.compute_us),
@@ -124,7 +125,7 @@ def typical_of(stop: Stop) -> tuple[Typical, Typical, Typical]:
 
 
 def timeline_json(session: str, timeline: Timeline, slowest: int) -> dict[str, Any]:
-    """A timeline as scripts read it; times in seconds."""
+    """Return a timeline as a JSON object for scripts; times in seconds."""
     return {
         "trace": session,
         "hops": [hop_json(stop) for stop in timeline.stops],
@@ -133,7 +134,7 @@ def timeline_json(session: str, timeline: Timeline, slowest: int) -> dict[str, A
 
 
 def hop_json(stop: Stop) -> dict[str, Any]:
-    """A hop as scripts read it; times in seconds."""
+    """Return a hop as a JSON object for scripts; times in seconds."""
     wait, compute, batch = typical_of(stop)
     return {
         "peer": stop.peer,
@@ -146,7 +147,7 @@ def hop_json(stop: Stop) -> dict[str, Any]:
 
 
 def token_json(token: Token) -> dict[str, Any]:
-    """A token as scripts read it; `late` is the part of its way that took longer than usual."""
+    """Return a token as a JSON object for scripts. `late` is the part of its way that took longer than usual, or None."""
     late = token.late
     return {
         "position": token.position,

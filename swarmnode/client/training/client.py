@@ -1,4 +1,4 @@
-"""A trainer of a swarm: joins it as a client, fetches config and tokenizer, and feeds the data."""
+"""Trainer of a swarm: joins it as a client, fetches the config and the tokenizer, and feeds the data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingClient(SwarmObserver):
-    """Made by `join`, ended by `close`."""
+    """Client that trains a swarm's model. Create it with `join`, end it with `close`."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
@@ -52,7 +52,8 @@ class TrainingClient(SwarmObserver):
     async def join(
         cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0, platform: Platform = MACHINE
     ) -> TrainingClient:
-        """Find the swarm. Raises NetworkDown where nobody answers, UsageError where it does not train."""
+        """Join the swarm as a client. Raises NetworkDown if no peer answers, NotAdmitted, UsageError if the swarm does not
+        train."""
         async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
             await host.manifest(patience_s=patience_s)
             self = cls(host)
@@ -60,13 +61,13 @@ class TrainingClient(SwarmObserver):
         return self
 
     async def founded(self) -> Path:
-        """The folder with all files that the swarm was founded with."""
+        """Return a folder with all files that the swarm was founded with."""
         return await self._weights.everything()
 
     async def train(self, data: Path, settings: Run, listener: Listener, stop: asyncio.Event) -> int:
-        """Feed the data until the run is over or `stop` is set: how many steps are done.
+        """Feed the data until the run is over or `stop` is set, and return the number of finished steps.
 
-        Raises UsageError where data and settings do not fit the model or the run that the swarm is in, NotFinite, NotAdmitted.
+        Raises UsageError if data and settings do not fit the model or the swarm's present run, NotFinite, NotAdmitted.
         """
         self._host.check_welcome(Role.TRAINER)
         folder = await self._weights.small_files()
@@ -78,7 +79,7 @@ class TrainingClient(SwarmObserver):
         def coordinators() -> list[PeerId]:
             ready = ready_peers(host.directory)
             if not ready:
-                listener.waiting("no peer of the swarm is ready", ())
+                listener.waiting("no machine of the swarm is ready", ())
             return ready
 
         async def feed(run: Run) -> int:
@@ -86,7 +87,7 @@ class TrainingClient(SwarmObserver):
             trainer = Trainer(board, coordinators, run, batches, on_step, listener.waiting, on_done)
             return await host.supervisor.watch(trainer.train(stop))
 
-        even = msgspec.structs.replace(run, label_weights=msgspec.UNSET)  # as runs of before are
+        even = msgspec.structs.replace(run, label_weights=msgspec.UNSET)  # as in runs of older versions
         try:
             return await feed(run)
         except UsageError as error:
@@ -99,7 +100,7 @@ class TrainingClient(SwarmObserver):
             await board.close()
 
     async def export(self, out: Path, *, force: bool, patience_s: float, progress: Progress | None = None) -> int:
-        """Write the trained model as a checkpoint; see `checkpoints/export.py`."""
+        """Write the trained model as a checkpoint into `out`, and return the number of its step; see `checkpoints/export.py`."""
         return await export(self._host, out, progress, force=force, patience_s=patience_s)
 
     async def close(self) -> None:
@@ -109,7 +110,7 @@ class TrainingClient(SwarmObserver):
         await self._host.close()
 
     def _sign(self, run: Run, lease: Lease) -> None:
-        """A microbatch came back: who had a part in it gets a receipt."""
+        """Give a receipt to each peer that took part in a finished microbatch."""
         units: Counter[PeerId] = Counter()
         for hop in lease.route:
             units[hop.peer] += hop.end - hop.start
@@ -121,13 +122,13 @@ class TrainingClient(SwarmObserver):
             self._host.directory.suspect(error.peer, error.code.name)
 
     async def _others_runs(self) -> list[Run]:
-        """The runs that peers keep states of; none where nobody tells."""
+        """Return the runs of the states that peers store; empty if no peer answers."""
         host = self._host
         board = state_board(host)
         runs: list[Run] = []
         try:
             for listing in (await survey(board, host.directory.peers())).values():
-                with suppress(ProtocolError):  # no run at all
+                with suppress(ProtocolError):  # the peer stores no run
                     runs.append(decode_run(listing.run))
         finally:
             await board.close()
@@ -135,11 +136,11 @@ class TrainingClient(SwarmObserver):
 
 
 def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
-    """What the coordinator reports, in the listener's words."""
+    """Return a function that passes the coordinator's reports on to the listener."""
     tokens = run.batch * max(1, run.sequence)
 
     def tell(report: SwarmReport) -> None:
-        tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its coordinator was lost
+        tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown if the coordinator was lost
         summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
         listener.step(replace(summary, expected_s=report.expected_s))
 

@@ -1,4 +1,4 @@
-"""Listener: who wants to know how a training goes."""
+"""Listeners of a training's progress, and its metrics."""
 
 from __future__ import annotations
 
@@ -11,20 +11,33 @@ from swarmnode.swarm.records.run import Run
 
 
 class Listener(Protocol):
-    """Called from the event loop's thread; must not block."""
+    """Listener of a training's progress. Its methods are called in the event loop's thread and must not block."""
 
     def begun(self, run: Run) -> None:
-        """The data is read; these are all settings."""
+        """Report that the data has been read.
+
+        Args:
+            run: All settings of the run.
+        """
 
     def step(self, report: StepSummary) -> None:
-        """A step is over."""
+        """Report that a step is finished.
+
+        Args:
+            report: Loss, time and peers of the step.
+        """
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """The training stands still: `why` is a sentence that says who waits for what, `missing` are units that have nobody."""
+        """Report that the training waits.
+
+        Args:
+            why: A sentence that gives the reason.
+            missing: The units without a holder; may be empty.
+        """
 
 
 class TrainerMeter:
-    """Stands before another `Listener`."""
+    """Listener that passes everything on to another listener and counts it for Prometheus."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -38,26 +51,26 @@ class TrainerMeter:
         return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
 
     def begun(self, run: Run) -> None:
-        """See `Listener`."""
+        """Remember the settings of the run, and pass them on to the other listener."""
         self._run = run
         self._listener.begun(run)
 
     def step(self, report: StepSummary) -> None:
-        """See `Listener`."""
+        """Count a finished step, and pass the report on to the other listener."""
         assert self._run is not None
         self._last, self._waiting = report, False
         self._tokens += self._run.batch * max(1, self._run.sequence)
-        if report.step_s:  # else its coordinator was lost before it could tell
+        if report.step_s:  # 0 if the coordinator was lost before it could report
             self._step_s.observe(report.step_s)
         self._listener.step(report)
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """See `Listener`."""
+        """Note that the training waits, and pass the reason on to the other listener."""
         self._waiting = True
         self._listener.waiting(why, missing)
 
     def readings(self) -> Readings:
-        """All of it."""
+        """Return the metrics of the trainer."""
         yield Reading(table.TRAINER_WAITING, self._waiting)
         yield Reading(table.TRAINER_TOKENS, self._tokens)
         yield Reading(table.TRAINER_STEP_SECONDS, self._step_s)

@@ -1,4 +1,4 @@
-"""The training of a swarm in this process alone: same data, same settings, same curve."""
+"""Training of a swarm's model in this process alone: the same data and settings give the same curve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """Where to train. `threads` None: as many as there are cores."""
+    """Device for local training. `threads` None means as many as there are cores."""
 
     device: str = "auto"
     threads: int | None = None
@@ -38,7 +38,7 @@ class LocalDevice:
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """Where the trained model goes."""
+    """Output folder of the trained model; `force` replaces an existing checkpoint."""
 
     folder: Path
     force: bool = False
@@ -56,10 +56,11 @@ async def train_here(
     output: OutputFolder | None = None,
     patience_s: float = 60.0,
 ) -> int:
-    """Train the whole model until the run is over or `stop` is set: how many steps are done.
+    """Train the whole model until the run is over or `stop` is set, and return the number of finished steps.
 
-    The model is written to `output` at the end, also where it was stopped, or met a loss that is not finite (NotFinite: the
-    last good step is written). Raises UsageError where data, settings and model do not fit, CheckpointError, LocalError.
+    The model is written to `output` at the end, even if the training was stopped or met a loss that is not finite; then the last
+    good step is written and NotFinite is raised. Raises UsageError if data, settings and model do not fit, CheckpointError,
+    LocalError.
     """
     if output is not None:
         check_free(output.folder, force=output.force)
@@ -79,13 +80,13 @@ async def train_here(
         language = manifest.kind == CAUSAL_LM
         await asyncio.to_thread(write_checkpoint, language, tensors, folder, output.folder, force=output.force)
     if bad is not None:
-        kept = f"the last good step is in {output.folder}" if output is not None else "its step is not taken"
-        raise NotFinite(f"{bad}; {kept}. Lower --lr or --clip, or look at the data", unit=bad.unit)
+        kept = f"the last good step is in {output.folder}" if output is not None else "the step was not applied"
+        raise NotFinite(f"{bad}; {kept}. Lower --lr or --clip, or check the data", unit=bad.unit)
     return done
 
 
 async def _listen(steps: Iterator[StepSummary], listener: Listener, stop: asyncio.Event) -> int:
-    """Compute in one thread of its own, a step at a time."""
+    """Compute the steps one by one in a thread of their own, and return the number of finished steps."""
     loop = asyncio.get_running_loop()
     done = 0
     with ThreadPoolExecutor(1, thread_name_prefix="training") as thread:
@@ -99,7 +100,7 @@ async def _listen(steps: Iterator[StepSummary], listener: Listener, stop: asynci
 
 
 async def _founded(swarm: Swarm, home: Path, patience_s: float) -> tuple[Manifest, Path]:
-    """The manifest and all files: the founder's own where they are here, else from peers."""
+    """Return the manifest and the folder with all files: the founder's own folder if it is here, else files from peers."""
     if swarm.manifest is not None:
         check_trains(swarm.manifest)
         if swarm.checkpoint is not None and swarm.checkpoint.is_dir():
@@ -110,12 +111,12 @@ async def _founded(swarm: Swarm, home: Path, patience_s: float) -> tuple[Manifes
 
 
 def _verify(manifest: Manifest, folder: Path) -> None:
-    """Raises CheckpointError where a file is not the one that the swarm was founded on."""
+    """Raise CheckpointError if a file differs from the one that the swarm was founded on."""
     for file in manifest.files:
         path = folder / file.name
         if not path.is_file() or not verify_file(path, file):
             raise CheckpointError(
-                f"{path} is not what the swarm was founded on: it was changed, damaged or removed; restore it"
+                f"{path} has been changed, damaged or removed since the swarm was founded: restore it"
             )
 
 
@@ -127,6 +128,6 @@ def _load(manifest: Manifest, folder: Path, device: str) -> Segment:
 
 
 def _tensors(segment: Segment) -> dict[str, Tensor]:
-    """Parameters and buffers, by their names in the state dict."""
+    """Return the parameters and buffers, by their names in the state dict."""
     parts = (*segment.parameters().values(), *segment.buffers().values())
     return {name: tensor.detach().cpu() for part in parts for name, tensor in part.items()}

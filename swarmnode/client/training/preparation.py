@@ -1,4 +1,4 @@
-"""Preparation: from a user's data and settings, and the small files of a swarm, to a run and its batches."""
+"""Preparation of a training: from the user's data and settings, and the swarm's small files, to a run and its batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarmnode.swarm.records.run import Run, check_run
 from swarmnode.swarm.storage.content import has_tokenizer
 
 NO_DATA = bytes(32)
-SEQUENCE = 128  # tokens of a sample, where the user does not say
+SEQUENCE = 128  # tokens of a sample, by default
 MICROBATCH = 4  # samples
 
 Prepared = tuple[Run, Batches]
@@ -30,7 +30,7 @@ Prepared = tuple[Run, Batches]
 def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
     """Read the data for the model whose config and tokenizer, or graph, are in `folder`, and complete the settings.
 
-    A `sequence` or `microbatch` of 0 is chosen here. Raises UsageError where model, data and settings do not fit.
+    A `sequence` or `microbatch` of 0 is replaced by a default. Raises UsageError if model, data and settings do not fit.
     """
     check_trains(manifest)
     check_compression(manifest, settings.compression.rule)
@@ -38,50 +38,52 @@ def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prep
     run, batches = ready(manifest, folder, data, settings)
     run = msgspec.structs.replace(run, data=batches.fingerprint)
     check_run(run)
-    batches.samples(run)  # raises where there is not one
+    batches.samples(run)  # raises if there is not one sample
     return run, batches
 
 
 def check_early(data: Path, settings: Run) -> None:
-    """What can be known before the swarm is found. Raises UsageError."""
+    """Run the checks that need no swarm. Raises UsageError if the data cannot be read or the settings are not
+    valid."""
     _check_data(data)
     check_run(_with(settings, settings.sequence, settings.microbatch or 1))
 
 
 def _check_data(data: Path) -> None:
-    """Raises UsageError where there is nothing to read."""
+    """Raise UsageError if the data is missing, unreadable or empty."""
     is_folder = data.is_dir()
     if not is_folder and not data.is_file():
-        raise UsageError(f"{data}: no such file or folder")
+        raise UsageError(f"{data}: no such file or folder; check its name")
     if not os.access(data, os.R_OK):
-        raise UsageError(f"{data} cannot be read: Permission denied")
+        raise UsageError(f"{data} cannot be read: Permission denied; change its permissions")
     if not (any(data.iterdir()) if is_folder else data.stat().st_size):
         raise UsageError(f"{data} is empty: there is nothing to train on")
 
 
 def check_trains(manifest: Manifest) -> None:
-    """Raises UsageError where the swarm does something else."""
+    """Raise UsageError if the swarm does not train."""
     if manifest.mode != TRAIN:
         raise UsageError(
-            f"the swarm {manifest.name} serves its model; one that trains is founded with create --mode train"
+            f"the swarm {manifest.name} serves its model; to train, create a swarm with `create --mode train`"
         )
 
 
 def check_compression(manifest: Manifest, rule: str) -> None:
-    """Raises UsageError where the swarm allows no such codec between its stages."""
+    """Raise UsageError if the swarm does not allow the compression `rule` between its stages."""
     if not is_allowed(rule, manifest.codecs):
         raise UsageError(f"--compress {rule}: the swarm {manifest.name} does not allow it; choose auto")
 
 
 def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
     config = load_config(folder / CONFIG_FILE)
-    usual = getattr(config, "max_position_embeddings", None) or SEQUENCE  # where positions are computed there are more
+    # Models without a table of positions take more.
+    usual = getattr(config, "max_position_embeddings", None) or SEQUENCE
     sequence = settings.sequence or min(SEQUENCE, usual)
     positions = manifest.model.positions
     if positions and sequence > positions:
-        raise UsageError(f"--sequence {sequence} is more than the {positions} positions that the model has")
+        raise UsageError(f"--sequence {sequence} is more than the model's {positions} positions: lower it")
     run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
-    check_run(run)  # before the data, which may take long to read
+    check_run(run)  # before reading the data, which may take long
     if not has_tokenizer(file.name for file in manifest.files):
         return run, token_batches(data, config.vocab_size)
     tokenizer = Tokenizer(folder)
@@ -92,7 +94,7 @@ def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> 
     graph = read_graph(folder)
     length = token_length(graph) if data.suffix != ARRAYS_SUFFIX else 0
     if settings.sequence and settings.sequence != length:
-        raise UsageError("--sequence is for language models: the samples of this model are rows of arrays")
+        raise UsageError("--sequence is for language models, and this model's samples are rows of arrays: leave it out")
     microbatch = settings.microbatch or (min(MICROBATCH, settings.batch) if graph.any_batch else graph.batch)
     if not graph.any_batch and microbatch != graph.batch:
         raise UsageError(f"this model was exported for batches of {graph.batch} only: give --microbatch {graph.batch}")
@@ -101,12 +103,12 @@ def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> 
     batches = _token_windows(folder, data, graph) if length else array_batches(data, graph)
     if batches.weighs_labels:
         run = msgspec.structs.replace(run, label_weights=True)
-        batches.labelled(run)  # raises where there is not one
+        batches.labelled(run)  # raises if there is not one label
     return run, batches
 
 
 def _token_windows(folder: Path, data: Path, graph: Graph) -> ArrayBatches:
-    """The text of a language model that is trained as a graph, in rows of as many tokens as it takes."""
+    """Read the text for a language model that is trained as a graph, in rows of as many tokens as the graph takes."""
     vocabulary = load_config(folder / CONFIG_FILE).vocab_size
     if not has_tokenizer(file.name for file in folder.iterdir()):
         return token_windows(data, graph, vocabulary)

@@ -1,1 +1,1 @@
-"""Who may ask, how often, and whose turn it is."""
+"""Access to the gateway: API keys, their limits, and the queue for places."""

@@ -1,4 +1,4 @@
-"""Fair queueing: who waits for a place to generate in gets it in turns with the other keys, however many wait under one."""
+"""Fair queueing: the keys take turns at the places to generate, however many requests wait under one key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ RETRY_S = 2.0
 
 
 class FairQueue:
-    """`running` places in all, and for each key as many as its limits say. `waiting` of a key may wait, for `wait_s` seconds."""
+    """Queue for `running` places; each key may take as many as its limits allow. At most `waiting` requests of one key may
+    wait, each for `wait_s` seconds."""
 
     def __init__(self, *, running: int, waiting: int, wait_s: float) -> None:
         self._places = running
         self._max_waiting = waiting
         self._wait_s = wait_s
         self._running: Counter[ApiKey] = Counter()
-        self._waiting: dict[ApiKey, deque[asyncio.Future[None]]] = {}  # the key whose turn is next first
+        self._waiting: dict[ApiKey, deque[asyncio.Future[None]]] = {}  # the key with the next turn comes first
 
     def __repr__(self) -> str:
         return (
@@ -30,17 +31,18 @@ class FairQueue:
 
     @property
     def running(self) -> int:
-        """Places taken."""
+        """Number of places that are taken."""
         return self._running.total()
 
     @property
     def waiting(self) -> int:
-        """Who waits, of all keys."""
+        """Number of waiting requests, all keys together."""
         return sum(map(len, self._waiting.values()))
 
     @contextlib.asynccontextmanager
     async def place(self, key: ApiKey) -> AsyncIterator[None]:
-        """Hold a place while the context lasts. Raises ApiError (429) where too many wait already, or it takes too long."""
+        """Hold a place while the context lasts. Raises ApiError (429) if the key has too many waiting requests, or no place becomes
+        free in time."""
         await self._enter(key)
         try:
             yield
@@ -50,7 +52,7 @@ class FairQueue:
     async def _enter(self, key: ApiKey) -> None:
         queue = self._waiting.setdefault(key, deque())
         if len(queue) >= self._max_waiting:
-            raise too_many(f"{len(queue)} requests of this key are waiting already", RETRY_S)
+            raise too_many(f"{len(queue)} requests of this key are already waiting: try again later", RETRY_S)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.append(turn)
         self._give_places()
@@ -60,13 +62,13 @@ class FairQueue:
             await asyncio.wait_for(asyncio.shield(turn), self._wait_s)
         except asyncio.TimeoutError:
             self._give_up(key, turn)
-            raise too_many(f"no place became free within {self._wait_s:.0f} s", RETRY_S) from None
+            raise too_many(f"no place became free within {self._wait_s:.0f} s: try again later", RETRY_S) from None
         except BaseException:
             self._give_up(key, turn)
             raise
 
     def _give_up(self, key: ApiKey, turn: asyncio.Future[None]) -> None:
-        if turn.done():  # it came in the same moment
+        if turn.done():  # the place came in the same moment
             self._leave(key)
         else:
             turn.cancel()

@@ -1,5 +1,5 @@
-"""What stands before every endpoint: who may ask, how often, and how large a question may be. As ASGI, so that it is decided
-before anything of a body is kept."""
+"""Guard before every endpoint: checks the API key, its rate, the origin and the body's size. It is ASGI middleware, so that it
+decides before any of the body is stored."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swarmnode.gateway.http.api_error import ApiError, too_many
 from swarmnode.gateway.http.client_watch import TimeLimit
 from swarmnode.gateway.http.json_bound import JsonBound
 
-OPEN_PATHS = {"/health", "/ready", "/"}  # for whoever restarts it, and the page, which asks for the key itself
+OPEN_PATHS = {"/health", "/ready", "/"}  # for monitoring, and for the page, which asks for the key itself
 OPEN_FOLDER = "/page/"
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
-PIECE_BYTES = 1 << 16  # of a body, counted in one turn of the loop
+PIECE_BYTES = 1 << 16  # of a body that are counted in one turn of the event loop
 BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
 
 
 class Guard:
-    """Lets requests through to the application, with their key in the scope's state."""
+    """Middleware that admits requests to the application and puts their API key into the scope's state."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, config: GatewayConfig) -> None:
         self._app = app
@@ -35,12 +35,12 @@ class Guard:
         return f"<Guard with {self._keys!r}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Check one request; pass it on, or send the error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # of whose answer the server sends the head alone
+            scope = {**scope, "method": "GET"}  # the server sends only the head of the response
         body = _BoundedBody(receive, self._config)
         try:
             headers = Headers(scope=scope)
@@ -58,27 +58,37 @@ class Guard:
         bearer = BEARER.fullmatch(headers.get("authorization", ""))
         key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
         if key is None:
-            raise ApiError(401, "this gateway wants a key: Authorization: Bearer sk-…", code="invalid_api_key")
+            raise ApiError(
+                401, "this gateway needs an API key: send the header Authorization: Bearer sk-…", code="invalid_api_key"
+            )
         if wait_s := key.take():
-            raise too_many(f"{key.limits.per_minute} requests a minute are this key's limit", wait_s)
+            raise too_many(f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s)
         return key
 
     def _check_page(self, headers: Headers) -> None:
-        """A page in this machine's browser reaches loopback, too: by a name that leads there (DNS rebinding), or across origins."""
-        host = headers.get("host")  # HTTP/1.0 has none, and no browser speaks it
+        """Raise ApiError (403) for a request of a web page that may not call the gateway. Such a page reaches loopback from this
+        machine's browser, either by a name that leads there (DNS rebinding) or across origins."""
+        host = headers.get("host")  # HTTP/1.0 may lack it, but no browser uses that
         if self._config.loopback and host is not None and urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
-            raise ApiError(403, "this gateway is for programs on its own machine", code="wrong_host")
+            raise ApiError(
+                403,
+                "only programs on this machine may call this gateway: use http://127.0.0.1:PORT",
+                code="wrong_host",
+            )
         origin = headers.get("origin")
         if origin is None or origin in self._config.origins:
             return
         if urlsplit(origin).netloc != host:
             raise ApiError(
-                403, f"pages of {origin} may not call this gateway: allow them with --cors", code="wrong_origin"
+                403,
+                f"pages of {origin} may not call this gateway: allow them with --cors {origin}",
+                code="wrong_origin",
             )
 
 
 def _as_typed(send: Send) -> Send:
-    """So that browsers take each answer as what it says it is: texts of others are in JSON and in events, too."""
+    """Add X-Content-Type-Options to each response, so that browsers do not guess another type: JSON and events hold texts by
+    others."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -90,12 +100,12 @@ def _as_typed(send: Send) -> Send:
 
 def _check_plain(headers: Headers) -> None:
     coding = headers.get("content-encoding", "identity")
-    if coding != "identity":  # a few bytes of gzip may be gigabytes
-        raise ApiError(415, f"bodies are read as they are: send it without Content-Encoding: {coding}")
+    if coding != "identity":  # a few bytes of gzip can expand to gigabytes
+        raise ApiError(415, f"the gateway reads no compressed bodies: send it without Content-Encoding: {coding}")
 
 
 class _BoundedBody:
-    """A request's body, which may be so large, hold so many values and take so long."""
+    """Body of a request, bounded in bytes, in JSON values and in the time that it takes to arrive."""
 
     def __init__(self, receive: Receive, config: GatewayConfig) -> None:
         self._receive = receive
@@ -105,12 +115,13 @@ class _BoundedBody:
         self._whole = False
 
     def check_length(self, told: str | None) -> None:
-        """Raises ApiError where the header tells of too much already."""
+        """Raise ApiError (413) if the Content-Length header `told` exceeds the limit. A missing or malformed header passes."""
         if told is not None and told.isdigit() and int(told[:20]) > self._config.max_body_bytes:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """As ASGI has it. Raises ApiError."""
+        """Return the next ASGI message of the body. Raises ApiError if the body takes too long, is too large or holds too many
+        values."""
         if self._whole:
             return await self._receive()
         try:
@@ -130,4 +141,4 @@ class _BoundedBody:
         return message
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"a request may have {self._config.max_body_bytes} bytes")
+        return ApiError(413, f"the request is too large: at most {self._config.max_body_bytes} bytes are allowed")

@@ -1,4 +1,4 @@
-"""API keys: who may ask, and how much. A file holds their hashes alone, a line for each:
+"""API keys and their limits. A key file holds only hashes of the keys, one line per key:
 
 alice 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 per_minute=60 concurrent=4
 
@@ -33,14 +33,14 @@ HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """How much a key may ask for. 0 is no limit of its own."""
+    """Limits of one key; 0 means no limit."""
 
-    per_minute: int = 0  # requests, that many at once after a rest
-    concurrent: int = 0  # generations
+    per_minute: int = 0  # requests; after a minute without any, this many at once
+    concurrent: int = 0  # generations at once
 
 
 class ApiKey:
-    """Somebody who may ask, and when they asked lately."""
+    """API key of one client: its name, its limits, and the state of its rate limiter."""
 
     def __init__(
         self, name: str, limits: KeyLimits = KeyLimits(), *, clock: Callable[[], float] = time.monotonic
@@ -54,7 +54,8 @@ class ApiKey:
         return f"<ApiKey {self.name} {self.limits}>"
 
     def take(self) -> float:
-        """Count a request, where it may come now; else how many seconds too early it is. A leaky bucket (GCRA)."""
+        """Count a request and return 0 if the rate limit allows it; else return the seconds until it will, and do not count it. The
+        limiter is a leaky bucket (GCRA)."""
         if not self.limits.per_minute:
             return 0.0
         now_s, cost_s = self._clock(), 60.0 / self.limits.per_minute
@@ -69,7 +70,7 @@ ANYBODY = "anybody"
 
 
 class KeyRing:
-    """The keys of a gateway. An empty one lets in whoever can connect, as one."""
+    """API keys of a gateway. An empty ring admits every client, all under one key."""
 
     def __init__(self, keys: dict[str, ApiKey] | None = None) -> None:
         self._keys = keys or {}  # by the key's hash
@@ -82,17 +83,19 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, presented: str | None) -> ApiKey | None:
-        """Whose key that is; None where it is nobody's."""
+        """Return the key whose text is `presented`; None if there is no such key. An empty ring always returns its common
+        key."""
         if not self._keys:
             return self._anybody
         return None if presented is None else self._keys.get(_hash(presented))
 
 
 class KeyFile(KeyRing):
-    """The keys of a file, which is read again when it has changed. Where it is no such file any more, what it said last counts."""
+    """API keys in a file, read again when the file changes. If the changed file is invalid, the last valid content stays in
+    force."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises UsageError where it is none, with the line, or where there is no key in it."""
+        """Read `path`. Raises UsageError if the file is missing, holds no key, or has an invalid line, which the error names."""
         self._path = path
         self._clock = clock
         self._looked_s = clock()
@@ -112,19 +115,20 @@ class KeyFile(KeyRing):
         try:
             read = _read_keys(self._path, self._clock)
         except UsageError as error:
-            log.warning("the keys stay as they were: %s", error)
+            log.warning("the key file has changed but cannot be used, so the old keys still apply: %s", error)
             return
         self._keys = {digest: self._as_before(digest, key) for digest, key in read.items()}
         log.info("%s has changed: %r", self._path, self)
 
     def _as_before(self, digest: str, key: ApiKey) -> ApiKey:
-        """Who has asked already, where nothing is new of them."""
+        """Return the present key of this hash if its name and limits are unchanged, so that its rate limiter keeps its state; else
+        `key`."""
         before = self._keys.get(digest)
         return before if before is not None and (before.name, before.limits) == (key.name, key.limits) else key
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """What is another when the file has been written."""
+    """Return a value that changes when the file is written; empty if there is no such file."""
     try:
         found = path.stat()
     except OSError:
@@ -146,7 +150,9 @@ def _read_keys(path: Path, clock: Callable[[], float]) -> dict[str, ApiKey]:
             if not NAME.fullmatch(name) or not HASH.fullmatch(digest):
                 raise ValueError(line)
             if digest in keys:
-                raise UsageError(f"{path}, line {number}: that key has a line already, as {keys[digest].name}")
+                raise UsageError(
+                    f"{path}, line {number}: this key already has a line, as {keys[digest].name}: remove one of them"
+                )
             keys[digest] = ApiKey(name, _limits(limits), clock=clock)
         except (ValueError, TypeError):
             allowed = " ".join(f"[{field.name}=N]" for field in fields(KeyLimits))
@@ -157,7 +163,8 @@ def _read_keys(path: Path, clock: Callable[[], float]) -> dict[str, ApiKey]:
 
 
 def new_key(path: Path, name: str) -> str:
-    """Draw a key, add its hash to the file, and return it: it is told once. Raises UsageError, LocalError."""
+    """Create a key called `name`, add its hash to the file, and return the key, which is stored nowhere else. Raises UsageError if
+    the name is not possible, LocalError if the file cannot be written."""
     if not NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be a key's name: use letters, digits and . _ @ -")
     known = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT) or b""

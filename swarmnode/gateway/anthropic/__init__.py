@@ -1,1 +1,1 @@
-"""The API of Anthropic and its clients."""
+"""Anthropic's API for chats."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages, as Anthropic's clients ask, and what counts their tokens."""
+"""Anthropic's endpoints: POST /v1/messages and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from swarmnode.gateway.openai.conversation import (
 from swarmnode.gateway.served_model import ServedModel
 
 router = APIRouter(route_class=BodyRoute)
-DELTAS = {  # of a kind of block: what its deltas are called, and the field that they add to
+DELTAS = {  # by kind of block: the type of its deltas, and the field that holds their text
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),
     PartKind.CALL: ("input_json_delta", "partial_json"),
@@ -51,7 +51,7 @@ CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": REQUIRED, "none": NONE}
 
 
 class ContentBlock(BaseModel):
-    """Text, what the model thought, a call of a tool, or what it gave."""
+    """Block of a message: text, reasoning of the model, a tool call, or a tool's result."""
 
     type: str
     text: str | None = None
@@ -65,13 +65,14 @@ class ContentBlock(BaseModel):
 
 
 class MessageParam(BaseModel):
-    """What one side of a conversation said."""
+    """Message of a conversation."""
 
     role: str
     content: str | Items[ContentBlock]
 
     def turns(self) -> list[dict[str, Any]]:
-        """As chat templates expect it, in which each result of a tool is a turn of its own. Raises ApiError."""
+        """Return the message in the format of chat templates: each result of a tool is a turn of its own. Raises ApiError
+        if a block is neither text, reasoning, a call nor a result."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results = [_result(block) for block in self.content if block.type == "tool_result"]
@@ -87,7 +88,7 @@ class MessageParam(BaseModel):
                 thought += block.thinking or ""
             elif block.type == "text" and block.text is not None:
                 text += block.text
-            elif block.type != "redacted_thinking":  # which only its writer can read
+            elif block.type != "redacted_thinking":  # encrypted; only Anthropic can read it
                 raise not_text(block.type)
         told: dict[str, Any] = {"role": self.role, "content": text}
         return told | {key: said for key, said in (("tool_calls", calls), ("reasoning_content", thought)) if said}
@@ -99,14 +100,15 @@ def _result(block: ContentBlock) -> dict[str, Any]:
 
 
 def templated_blocks(messages: Iterable[MessageParam]) -> list[dict[str, Any]]:
-    """A conversation as chat templates expect it. Raises ApiError."""
+    """Return a conversation in the format of chat templates. Raises ApiError if a block is unsupported, or a result has no call
+    before it."""
     turns = [turn for message in messages for turn in message.turns()]
     check_results(turns)
     return turns
 
 
 class CustomTool(BaseModel):
-    """A tool that the model may call."""
+    """Tool that the model may call."""
 
     type: str | None = "custom"
     name: str
@@ -115,7 +117,7 @@ class CustomTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """auto, any, none, or the tool of this name."""
+    """Choice of tools: `type` is auto, any, none, or tool, which needs the tool's `name`."""
 
     type: str
     name: str | None = None
@@ -123,20 +125,20 @@ class ToolChoice(BaseModel):
 
 
 class ThinkingOptions(BaseModel):
-    """enabled or disabled, where the template knows that."""
+    """Reasoning: `type` disabled turns it off, any other turns it on, if the model's chat template has that setting."""
 
     type: str
 
 
 class OutputConfig(BaseModel):
-    """What the answer is like: how much the model thinks, where its template knows that, and a schema of JSON."""
+    """Options of the answer: the effort of reasoning, if the model's chat template has that setting, and a JSON schema."""
 
     effort: str | None = None
     format: ResponseFormat | None = None
 
 
 class MessagesRequest(SamplingFields):
-    """POST /v1/messages"""
+    """Body of POST /v1/messages."""
 
     messages: Items[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | Items[ContentPart] | None = None
@@ -154,17 +156,17 @@ class MessagesRequest(SamplingFields):
     @property
     def tool_use(self) -> ToolUse:
         for tool in self.tools or ():
-            check_type(tool.type, (None, "custom"), "custom ones are")
+            check_type(tool.type, (None, "custom"), "custom tools")
         tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
         choice = self.tool_choice or ToolChoice(type="auto")
         if choice.type not in CHOICES or (choice.type == "tool") != (choice.name is not None):
-            raise bad_request("tool_choice is auto, any, none, or tool with a name", "tool_choice")
+            raise bad_request("tool_choice must be auto, any, none, or tool with a name", "tool_choice")
         parallel = not choice.disable_parallel_tool_use
         return ToolUse.choose(tools, CHOICES[choice.type], choice.name, parallel=parallel)
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What else the template is told."""
+        """Further variables of the chat template."""
         thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         effort = self.output_config and self.output_config.effort
         return thinks if effort is None else {**thinks, "reasoning_effort": effort}
@@ -177,11 +179,11 @@ class MessagesRequest(SamplingFields):
 
     @property
     def ending(self) -> ChatEnding:
-        """Whether the last message is the beginning of the answer."""
+        """Ending of the conversation: a last message of the assistant is continued, any other one is answered."""
         return ChatEnding.CONTINUED if self.messages[-1].role == ASSISTANT else ChatEnding.ANSWER
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it. Raises ApiError."""
+        """Return the conversation in the format of chat templates. Raises ApiError."""
         begin = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         return [*begin, *templated_blocks(self.messages)]
 
@@ -194,7 +196,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """What the model thinks before it answers. Nobody signs it here."""
+    """Reasoning of the model before its answer. The signature is empty."""
 
     type: str = "thinking"
     thinking: str
@@ -202,7 +204,7 @@ class ThinkingBlock(BaseModel):
 
 
 class ToolUseBlock(BaseModel):
-    """A call that the model makes."""
+    """Tool call by the model."""
 
     type: str = "tool_use"
     id: str
@@ -214,7 +216,7 @@ ReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(BaseModel):
-    """How many tokens a message was."""
+    """Token counts of a message."""
 
     input_tokens: int
     output_tokens: int
@@ -223,7 +225,7 @@ class MessageUsage(BaseModel):
 
     @classmethod
     def of(cls, usage: TokenUsage) -> MessageUsage:
-        """The same in this API's words, in which what was cached is no input."""
+        """Convert token counts to this API's fields; cached tokens do not count as input there."""
         return cls(
             input_tokens=usage.prompt - usage.cached,
             output_tokens=usage.completion,
@@ -232,7 +234,7 @@ class MessageUsage(BaseModel):
 
 
 class MessageReply(BaseModel):
-    """A message of Anthropic's API."""
+    """Response: a message of Anthropic's API."""
 
     id: str
     type: str = "message"
@@ -245,14 +247,14 @@ class MessageReply(BaseModel):
 
 
 class TokenCount(BaseModel):
-    """POST /v1/messages/count_tokens"""
+    """Response of POST /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 @router.post("/v1/messages", response_model=MessageReply)
 async def messages(asked: MessagesRequest, request: Request) -> Response:
-    """What the model says next in a conversation."""
+    """Generate the next message of a conversation."""
     model = gateway_of(request).model(asked.model)
     prompt = await _prompt(model, asked)
     answer = ApiAnswer("msg_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
@@ -261,7 +263,7 @@ async def messages(asked: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(asked: MessagesRequest, request: Request) -> TokenCount:
-    """How many tokens a conversation is."""
+    """Count the tokens of a conversation."""
     return TokenCount(input_tokens=len(await _prompt(gateway_of(request).model(asked.model), asked)))
 
 

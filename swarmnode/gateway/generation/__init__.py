@@ -1,1 +1,1 @@
-"""What every API has in common: requests become generations, and what these say is read."""
+"""Code shared by all APIs: turns requests into generations and parses what the models write."""

@@ -1,6 +1,6 @@
-"""An answer to a request: all of its choices at once, or as events while they are generated.
+"""Answer to a request: all of its choices in one response, or as events while they are generated.
 
-When it begins, ends and fails is here; what it looks like is each API's own business, its `Style`.
+`ApiAnswer` decides when an answer begins, ends and fails; each API defines the format, as a `Style`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUEST_ID = "X-Request-Id"
 
 @dataclass
 class Text:
-    """All that one choice said."""
+    """Complete result of one choice."""
 
     index: int
     text: str = ""
@@ -43,23 +43,41 @@ class Text:
 
 
 class Style(Protocol):
-    """How an API tells an answer."""
+    """Response format of one API (OpenAI, Anthropic, …)."""
 
     def whole(self, texts: Sequence[Text]) -> BaseModel:
-        """All of it."""
+        """Build the complete response body.
+
+        Args:
+            texts: The results of all choices, in their order.
+
+        Returns:
+            The body, which is sent as JSON.
+        """
         ...
 
     def events(self, piece: Piece) -> Sequence[BaseModel | bytes]:
-        """What a piece adds to a stream, written or not."""
+        """Build the events of a stream that tell one piece.
+
+        Args:
+            piece: What one choice has newly generated.
+
+        Returns:
+            The events in their order, as models or already serialised; they may be none.
+        """
         ...
 
     def ending(self) -> Sequence[BaseModel | str]:
-        """What follows the last piece."""
+        """Build the events that end a stream, after the last piece of the last choice.
+
+        Returns:
+            The events in their order, as models or as the text of an event.
+        """
         ...
 
 
 class ApiAnswer:
-    """The choices of a request. `prefix` is what its API begins ids with."""
+    """Answer to one request, made of its `choices`. `prefix` is the beginning of its id."""
 
     def __init__(self, prefix: str, model: str, prompts: Sequence[list[int]], choices: Sequence[ChoiceStream]) -> None:
         self.model = model
@@ -73,16 +91,16 @@ class ApiAnswer:
 
     @functools.cached_property
     def trace(self) -> str:
-        """What `swarmnode trace` takes: of the first choice, as it is when something has come."""
+        """Trace of the first choice's session, which `swarmnode trace` takes. It is fixed when it is first read."""
         return self.choices[0].trace
 
     @property
     def id(self) -> str:
-        """The trace, behind the API's prefix."""
+        """Id of the answer: the API's prefix and the trace."""
         return f"{self._prefix}{self.trace}"
 
     def usage(self) -> TokenUsage:
-        """So far. A prompt that several choices continue counts once."""
+        """Return the token counts up to now. A prompt that several choices continue counts once."""
         cached = sum(choice.cached_tokens for choice in self.choices)
         return TokenUsage(
             prompt=self._prompt_tokens,
@@ -92,7 +110,8 @@ class ApiAnswer:
         )
 
     async def respond(self, request: Request, style: Style, *, stream: bool) -> Response:
-        """Tell it. Raises ClientGone, and what it fails with before anything was told."""
+        """Generate the choices and return the response: the complete body, or with `stream` a stream that has its first event.
+        Raises ClientGone, and any error that occurs before the response has begun."""
         if stream:
             timeout_s = gateway_of(request).config.write_timeout_s
             events = await EventStream.begin(request, self._events(style), write_timeout_s=timeout_s)
@@ -123,11 +142,11 @@ class ApiAnswer:
                     running -= piece.finish_reason is not None
                     told: list[BaseModel | bytes | str] = list(style.events(piece))
                     if not running:
-                        told += style.ending()  # goes out with the last piece
+                        told += style.ending()  # sent together with the last piece
                     yield b"".join(map(event, told))
                     begun = True
         except (SwarmnodeError, ApiError) as error:
             if not begun:
-                raise  # a status tells it
+                raise  # the response has not begun, so a status can report it
             failure = error if isinstance(error, ApiError) else api_error(error)
             yield event(failure.json(), name="error")

@@ -1,4 +1,5 @@
-"""Conversations as a model's chat template can show them: what the template has no place for is put where it has one."""
+"""Conversations in the form that a model's chat template accepts: system texts and tools that it has no place for are put
+elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TOOLS = (
 
 
 class ChatPrompter:
-    """Writes conversations by the chat template of `tokenizer`, and knows by trials what that one shows."""
+    """Encoder of conversations by the chat template of `tokenizer`. Trials show whether the template has places for a system text
+    and for tools."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,12 +40,12 @@ class ChatPrompter:
 
     @property
     def system_place(self) -> str:
-        """Where what the system says is put."""
+        """Place of system texts: the template's own, or before the first user message."""
         return BY_TEMPLATE if self.shows_system else "before the first user message"
 
     @property
     def tool_place(self) -> str:
-        """Where tools are put."""
+        """Place of the tools' descriptions: the template's own, or a system text."""
         return BY_TEMPLATE if self.shows_tools else "as a system text"
 
     def encode(
@@ -53,8 +55,8 @@ class ChatPrompter:
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: ChatEnding = ChatEnding.ANSWER,
     ) -> list[int]:
-        """Return the ids of a conversation. Raises ApiError for a role that the template leaves out, CheckpointError if it cannot
-        be used."""
+        """Return the token ids of a conversation: `messages`, the `tools` on offer, and further `variables` of the template. Raises
+        ApiError for a role that the template ignores, CheckpointError if the template cannot be used."""
         turns, offered = list(map(dict, messages)), list(tools.offered)
         self._check_roles(turns)
         if offered and not self.shows_tools:
@@ -71,16 +73,16 @@ class ChatPrompter:
             def said(text: str, role: str = role) -> tuple[list[Turn], Sequence[Turn]]:
                 return [GREETING, {"role": role, "content": text}], ()
 
-            self._tokenizer.encode_messages(*said(""))  # raises what the template says of it
+            self._tokenizer.encode_messages(*said(""))  # raises CheckpointError if the template refuses the role
             if not self._tokenizer.shows(said):
                 raise bad_request(f"the model's chat template shows no messages of the role {role!r}", "messages")
 
 
 def with_calls_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation in which calls of tools are what the assistant said, and their results what the user says; several
-    results, and what the user says to them, are one message."""
+    """Return the conversation with tool calls written into the assistant's texts and their results into user messages. Consecutive
+    results, and the user's message after them, become one message."""
     told: list[Turn] = []
-    answered = False  # the last one holds results
+    answered = False  # the last message holds results
     for turn in turns:
         if turn["role"] == TOOL:
             turn = {"role": USER, "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
@@ -103,7 +105,7 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_system(turns: Sequence[Turn], text: str) -> list[Turn]:
-    """Return a conversation that begins with this text of the system, and what else the system said there."""
+    """Return the conversation with the system text `text` at its beginning, joined with the system text that is already there."""
     if turns and turns[0]["role"] == SYSTEM:
         return [{**turns[0], "content": PARAGRAPH.join([text, turns[0]["content"]])}, *turns[1:]]
     return [{"role": SYSTEM, "content": text}, *turns]

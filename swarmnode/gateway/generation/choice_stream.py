@@ -1,4 +1,4 @@
-"""A choice: one of the texts that a request asks for, as it is generated."""
+"""Stream of one choice: one of the texts that a request asks for, while it is generated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import Generation
 
 LENGTH, STOP, TOOL_CALLS = "length", "stop", "tool_calls"
-AHEAD = 64  # pieces that wait for a slow reader, of all choices of a request
+AHEAD = 64  # pieces of all choices of a request that wait for a slow client
 
 
 class Piece(NamedTuple):
-    """What came: the text that is certain by now, and with the last piece why nothing follows."""
+    """New part of a choice: the text that is final by now; in the last piece also the reason why the choice ended, and its tool
+    calls."""
 
     choice: ChoiceStream
     text: str
@@ -34,12 +35,12 @@ class Piece(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether text is all that it tells, beside its ids."""
+        """Whether the piece has text and nothing else except token ids."""
         return bool(self.text) and not (self.finish_reason or self.logprobs or self.reasoning)
 
 
 class NoTokens:
-    """A stream of none: of a prompt that is only told."""
+    """Stream without tokens, for a prompt that is only echoed."""
 
     rest = ""
 
@@ -56,7 +57,7 @@ class NoTokens:
 
 
 class ChoiceStream:
-    """Iterate over its pieces. Who stops listening ends the session at every hop."""
+    """Stream of the pieces of one choice, read by iterating over it. If the reader stops, the session ends at every hop."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ChoiceStream:
         key: ApiKey,
         tokenizer: Tokenizer | ByteTokenizer | None,
     ) -> None:
-        """Without `parser` the text is told as the model writes it; without `tokenizer` there is none, but its ids."""
+        """Without `parser` the pieces have the text as the model writes it. Without `tokenizer` they have token ids and no text."""
         self.index = index
         self._stream = stream
         self._stop_ids = frozenset(stop_ids)
@@ -79,8 +80,8 @@ class ChoiceStream:
         self._queue = queue
         self._key = key
         self._tokenizer = tokenizer
-        self._logprobs: list[SpelledChoice] = []  # that no piece has told yet
-        self._ids: list[int] = []  # nor these
+        self._logprobs: list[SpelledChoice] = []  # not yet in a piece
+        self._ids: list[int] = []  # not yet in a piece
         self.reasoning_tokens = 0
 
     def __repr__(self) -> str:
@@ -88,22 +89,22 @@ class ChoiceStream:
 
     @property
     def tokens(self) -> int:
-        """Tokens generated so far; the one that ended the text is one of them."""
+        """Number of tokens generated up to now, including the one that ended the text."""
         return len(self._stream.result.ids)
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt's tokens, those that were not computed again."""
+        """Number of the prompt's tokens that came from a cache."""
         return self._stream.result.cached_tokens
 
     @property
     def trace(self) -> str:
-        """What `swarmnode trace` takes."""
+        """Trace of the session, which `swarmnode trace` takes."""
         return self._stream.result.trace
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended the text."""
+        """Stop string that ended the text; None if none has."""
         return self._stops.found
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
@@ -140,14 +141,14 @@ class ChoiceStream:
         return self._parser.push(text)
 
     def _piece(self, parsed: Parsed, finish_reason: str | None = None) -> Piece:
-        """With what no other has told yet."""
+        """Build a piece of `parsed`, with the logprobs and ids that no earlier piece had."""
         logprobs, ids = tuple(self._logprobs), tuple(self._ids)
         self._logprobs, self._ids = [], []
         return Piece(self, parsed.text, finish_reason, parsed.calls, logprobs, parsed.reasoning, ids)
 
 
 async def pieces_of(choices: Sequence[ChoiceStream]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all of them, as they come. Raises what ended any of them, and ends the others."""
+    """Yield the pieces of all choices in the order of their arrival. If one choice fails, raise its error and end the others."""
     if len(choices) == 1:
         async with contextlib.aclosing(aiter(choices[0])) as pieces:
             async for piece in pieces:
@@ -161,7 +162,7 @@ async def pieces_of(choices: Sequence[ChoiceStream]) -> AsyncGenerator[Piece, No
             async with contextlib.aclosing(aiter(choice)) as pieces:
                 async for piece in pieces:
                     await coming.put(piece)
-        except Exception as error:  # whatever it is, it is for who listens
+        except Exception as error:  # the reader gets every error
             await coming.put(error)
 
     try:

@@ -1,4 +1,4 @@
-"""Logarithms of tokens' probabilities as OpenAI's API tells them: with the tokens' texts."""
+"""Logarithms of tokens' probabilities in the format of OpenAI's API, which has the tokens' texts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from swarmnode.codec.sampling import TokenLogprob
 
 
 class SpelledToken(BaseModel):
-    """`bytes` are those of the token, also where it is a part of a character, which `token` tells as `bytes:\\xe2`; null without a
-    tokenizer."""
+    """Token with its text. `bytes` are the token's bytes, null without a tokenizer. A token that is only a part of a character has
+    a `token` like `bytes:\\xe2`."""
 
     token: str
     logprob: float
@@ -22,28 +22,28 @@ class SpelledToken(BaseModel):
 
 
 class SpelledChoice(SpelledToken):
-    """The token that was drawn, and the most likely ones."""
+    """Token that was drawn, with the most likely tokens in its place."""
 
     top_logprobs: list[SpelledToken]
-    _is_shown: bool = PrivateAttr(True)  # it is in the text
-    _follows: bool = PrivateAttr(True)  # something is before it
+    _is_shown: bool = PrivateAttr(True)  # whether the text contains the token
+    _follows: bool = PrivateAttr(True)  # whether a token precedes it
 
 
 class ChatLogprobs(BaseModel):
-    """Of a chat's answer, or of a piece of it."""
+    """Logprobs of a chat's answer, or of a piece of it."""
 
     content: list[SpelledChoice]
     refusal: None = None
 
     @classmethod
     def of(cls, choices: Sequence[SpelledChoice]) -> ChatLogprobs | None:
-        """None where none are told."""
+        """Return the logprobs of `choices`; None if there are none."""
         return cls(content=list(choices)) if choices else None
 
 
 class TextLogprobs(BaseModel):
-    """Of a completion, or of a piece of it. `text_offset`: where each token begins in the text. A prompt's first token follows
-    nothing, so its logprobs are null. Of several likely tokens that are written alike, those after the first bear their ids."""
+    """Logprobs of a completion, or of a piece of it. `text_offset` is the index in the text at which each token begins. The first
+    token of a prompt has null logprobs. If several likely tokens have the same text, all after the first are named by their ids."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -52,17 +52,18 @@ class TextLogprobs(BaseModel):
 
 
 class TextSpeller:
-    """Tells the logprobs of one completion, piece after piece, by where in the text their tokens are."""
+    """Converter of the logprobs of one completion, piece after piece; it counts characters for `text_offset`."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._chars = 0  # of whole characters so far
+        self._chars = 0  # complete characters up to now
 
     def __repr__(self) -> str:
         return f"<TextSpeller after {self._chars} characters>"
 
     def tell(self, choices: Sequence[SpelledChoice], text_length: int) -> TextLogprobs | None:
-        """Return those of these tokens; the text ends at `text_length`, where a stop string may have cut it. None without any."""
+        """Return the logprobs of the tokens in `choices`; None if there are none. No offset exceeds `text_length`, where a stop
+        string may have cut the text."""
         if not choices:
             return None
         told = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -84,7 +85,7 @@ def _by_text(tokens: Sequence[SpelledToken]) -> dict[str, float]:
 
 
 def spell(tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob]) -> SpelledChoice:
-    """The drawn token, which comes first, and the others."""
+    """Return the drawn token, which is the first of `logprobs`, with the other tokens as its alternatives."""
     drawn, *others = (_spelled(tokenizer, one) for one in logprobs)
     choice = SpelledChoice(top_logprobs=others, **drawn.model_dump())
     choice._is_shown = tokenizer is not None and not tokenizer.is_special(logprobs[0].id)
@@ -94,7 +95,7 @@ def spell(tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenL
 def spell_prompt(
     tokenizer: Tokenizer | ByteTokenizer | None, first: int, scores: Sequence[Sequence[TokenLogprob]]
 ) -> list[SpelledChoice]:
-    """A prompt's tokens, of which the first one follows nothing."""
+    """Return a prompt's tokens: the id `first`, which has no logprob, and one token for each of `scores`."""
     begin = spell(tokenizer, [TokenLogprob(first, 0.0)])
     begin._follows = False
     return [begin, *(spell(tokenizer, score) for score in scores)]

@@ -1,4 +1,4 @@
-"""An answer as a row of parts, each of one kind: how newer APIs tell one (OpenAI's output items, Anthropic's content blocks)."""
+"""Answer as a sequence of parts of different kinds, as newer APIs have it (OpenAI's output items, Anthropic's content blocks)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from swarmnode.gateway.generation.response_parser import ToolCall
 
 
 class TokenUsage(NamedTuple):
-    """`cached` is of the prompt's tokens those that were not computed again, `reasoning` of the completion's those before the
-    answer."""
+    """Token counts of an answer. `cached` is the number of prompt tokens that came from a cache, `reasoning` the number of
+    completion tokens before the answer."""
 
     prompt: int
     completion: int
@@ -21,7 +21,7 @@ class TokenUsage(NamedTuple):
 
 
 class PartKind(Enum):
-    """What a part is."""
+    """Kind of a part."""
 
     REASONING = auto()
     TEXT = auto()
@@ -30,7 +30,7 @@ class PartKind(Enum):
 
 @dataclass
 class AnswerPart:
-    """`text` is all of it by now; of a call its arguments, which come at once."""
+    """Part of an answer. `text` is its text up to now; for a call, the arguments, which come all at once."""
 
     index: int
     kind: PartKind
@@ -39,7 +39,7 @@ class AnswerPart:
 
 
 class PartStep(Enum):
-    """What happens to a part."""
+    """Kind of an event of a part."""
 
     BEGIN = auto()
     DELTA = auto()
@@ -47,7 +47,7 @@ class PartStep(Enum):
 
 
 class PartEvent(NamedTuple):
-    """`text` is what a delta adds."""
+    """Event of a part; `text` is the addition of a delta, else empty."""
 
     step: PartStep
     part: AnswerPart
@@ -55,7 +55,7 @@ class PartEvent(NamedTuple):
 
 
 class Parts:
-    """The parts by now; the last one is open while more of its kind may come."""
+    """Parts of one answer up to now. The last one is open if more of its kind may follow."""
 
     def __init__(self) -> None:
         self.all: list[AnswerPart] = []
@@ -67,7 +67,8 @@ class Parts:
     def push(
         self, reasoning: str, text: str, calls: tuple[ToolCall, ...], *, over: bool = False
     ) -> Iterator[PartEvent]:
-        """What this adds. An answer that is `over` has a text, be it empty, or a call."""
+        """Add new reasoning, text and calls, and yield the events. If `over` is true, close the last part; an answer without text
+        and calls gets an empty text."""
         yield from self._add(PartKind.REASONING, reasoning)
         yield from self._add(PartKind.TEXT, text)
         for call in calls:

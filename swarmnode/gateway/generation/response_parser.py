@@ -1,4 +1,4 @@
-"""What a model says in a chat, parted into reasoning, text and calls of tools as it comes."""
+"""Parsers that split what a model writes in a chat into reasoning, text and tool calls while it arrives."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class StopStrings:
-    """Lets a text through as it comes, but for its end where that may be the beginning of a stop string."""
+    """Filter that ends a text at its first stop string. It holds back the end of the text as long as a stop string may begin
+    there."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.found: str | None = None  # which of them ended the text
-        self.rest = ""  # and what came after it in the same breath
+        self.found: str | None = None  # the stop string that ended the text
+        self.rest = ""  # the text after the stop string in the same push
 
     def __repr__(self) -> str:
         return f"<StopStrings {self._stops!r}, {'found' if self.found is not None else f'{len(self._held)} characters held back'}>"
 
     def push(self, text: str) -> str:
-        """What is certain to come before any stop string, once this has been said. Nothing more after one was found."""
+        """Add `text` and return the part that certainly comes before any stop string; nothing after one was found."""
         if self.found is not None:
             return ""
         held = self._held + text
         ends = [(begin + len(stop), begin) for stop in self._stops if (begin := held.find(stop)) >= 0]
-        if ends:  # the one that was said first, so that it does not matter how much came at once
+        if ends:  # the one that ends first, so that the result does not depend on how the text was split
             end, begin = min(ends)
             self.found, self.rest, self._held = held[begin:end], held[end:], ""
             return held[:begin]
@@ -42,38 +43,38 @@ class StopStrings:
         return held[: len(held) - kept]
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
+        """End the text and return the part that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that is a beginning of the stop string."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if stop.startswith(text[-length:])), 0)
 
 
 class ToolCall(NamedTuple):
-    """`arguments` is JSON."""
+    """Call of a tool; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCallParser:
-    """Lets a text through as it comes, but for what may be calls of the tools of these names."""
+    """Parser that passes a text through, except what may be calls of the tools in `names`."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._before = StopStrings([CALL_BEGIN])
-        self._is_object: bool | None = None  # not known before the first character
+        self._is_object: bool | None = None  # None before the first character
         self._held = ""
 
     def __repr__(self) -> str:
         return f"<ToolCallParser for {', '.join(self._names)}, {len(self._held)} characters held back>"
 
     def push(self, text: str) -> str:
-        """What is certain to be no call."""
+        """Add `text` and return the part that certainly belongs to no call."""
         if self._is_object is None and text.strip():
             self._is_object = text.lstrip().startswith("{")
         if self._is_object or self._before.found is not None:
@@ -85,7 +86,7 @@ class ToolCallParser:
         return told
 
     def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
-        """What was held back, as calls where all of it is that, else as text."""
+        """Return the text that was held back: as calls if all of it is calls, else as text."""
         held = self._before.flush() + self._held
         bodies = [held] if self._is_object else [part.split(CALL_END)[0] for part in held.split(CALL_BEGIN)[1:]]
         calls = [self._call(body) for body in bodies]
@@ -103,25 +104,26 @@ class ToolCallParser:
 
 
 class ReasoningParser:
-    """Parts a text as it comes into reasoning and answer. `begun` where the prompt has opened the reasoning already."""
+    """Parser that splits a text into reasoning and answer while it arrives. `begun` means that the prompt has already opened the
+    reasoning."""
 
     def __init__(self, *, begun: bool) -> None:
         self._inside = begun
         self._end = StopStrings([THOUGHTS_END])
-        self._start = ""  # while it may still become BEGIN
+        self._start = ""  # text that may still become THOUGHTS_BEGIN
         self._undecided = not begun
-        self._told = False  # something of the part that we are in, so that white space no longer leads it
+        self._told = False  # whether the present part has text, so that line breaks are no longer stripped
 
     def __repr__(self) -> str:
         return f"<ReasoningParser {'inside' if self._inside else 'outside'}>"
 
     @property
     def inside(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """Whether the next text is reasoning."""
         return self._inside
 
     def push(self, text: str) -> tuple[str, str]:
-        """What is certain to be reasoning, and what is certain to be of the answer."""
+        """Add `text`; return the parts that are certainly reasoning and certainly answer."""
         if self._undecided:
             self._start += text
             seen = self._start.lstrip()
@@ -138,20 +140,20 @@ class ReasoningParser:
         return reasoning, self._led(self._end.rest)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the text that was held back, as reasoning and answer."""
         if self._undecided:
             return "", self._start
         return self._end.flush(), ""
 
     def _led(self, text: str) -> str:
-        """Without the line breaks that templates put around both parts."""
+        """Strip the line breaks that templates put around both parts."""
         text = text if self._told else text.lstrip("\n")
         self._told = self._told or bool(text)
         return text
 
 
 class Parsed(NamedTuple):
-    """What is certain by now. Calls come with the end alone: before it they may turn out to be text."""
+    """Parsed part of an answer. Only the last one has calls, because before the end a call may turn out to be text."""
 
     text: str = ""
     reasoning: str = ""
@@ -159,27 +161,27 @@ class Parsed(NamedTuple):
 
 
 class ResponseParser(Protocol):
-    """Of one answer."""
+    """Parser of one answer."""
 
     @property
     def reasoning(self) -> bool:
-        """Whether the model is not yet answering."""
+        """Whether the model is still reasoning."""
         ...
 
     def push(self, text: str) -> Parsed:
-        """The next piece of what it says."""
+        """Add the next piece of the model's text and return the part that is certain by now."""
         ...
 
     def finish(self) -> Parsed:
-        """What was held back, now that nothing follows."""
+        """End the answer and return the parts that were held back, with the calls."""
         ...
 
 
 class CommonParser:
-    """For models whose tokenizer does not tell how they write: the formats that most of them share."""
+    """Parser for models whose tokenizer does not define the format of answers: it reads the formats that most models share."""
 
     def __init__(self, tools: ToolUse, reasoning: ReasoningParser | None = None) -> None:
-        """Without `reasoning` all of it is the answer."""
+        """Without `reasoning` the whole text is the answer."""
         self._reasoning = reasoning
         self._calls = ToolCallParser(tools.names) if tools.offered else None
         self._most = None if tools.parallel else 1
@@ -189,18 +191,18 @@ class CommonParser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the model is not yet answering."""
+        """Whether the model is still reasoning."""
         return self._reasoning is not None and self._reasoning.inside
 
     def push(self, text: str) -> Parsed:
-        """The next piece of what it says."""
+        """Add the next piece of the model's text and return the part that is certain by now."""
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
         return Parsed(text if self._calls is None else self._calls.push(text), reasoning)
 
     def finish(self) -> Parsed:
-        """What was held back, now that nothing follows."""
+        """End the answer and return the parts that were held back, with the calls."""
         reasoning, text = ("", "") if self._reasoning is None else self._reasoning.finish()
         if self._calls is None:
             return Parsed(text, reasoning)
@@ -210,28 +212,29 @@ class CommonParser:
 
 
 class TemplateParser:
-    """`parser` is transformers' `ResponseParser`, which wants special tokens, too. What it cannot read is told as text."""
+    """Parser by the checkpoint's own response template. `parser` is transformers' `ResponseParser`, which needs special tokens in
+    the text. Text that it cannot read is passed through as it is."""
 
     def __init__(self, parser: Any, tools: ToolUse) -> None:
         self._parser = parser
         self._tools = tools
         self._calls: list[ToolCall] = []
         self._region: str | None = None
-        self._held = ""  # of a call that has not ended
-        self._unread = ""  # what was fed and not told, should reading it fail
+        self._held = ""  # text of a call that has not ended
+        self._unread = ""  # text that was fed but not returned; returned if parsing fails
         self._failed = False
-        self._take(parser.initial_events)  # how the prompt begins the answer
+        self._take(parser.initial_events)  # the part of the answer that is in the prompt
 
     def __repr__(self) -> str:
         return f"<TemplateParser in {self._region}, {len(self._calls)} calls>"
 
     @property
     def reasoning(self) -> bool:
-        """Whether the model is not yet answering."""
+        """Whether the model is still reasoning."""
         return self._region in REASONING
 
     def push(self, text: str) -> Parsed:
-        """The next piece of what it says."""
+        """Add the next piece of the model's text and return the part that is certain by now."""
         if self._failed:
             return Parsed(text)
         self._unread += text
@@ -242,7 +245,7 @@ class TemplateParser:
         return self._take(events)
 
     def finish(self) -> Parsed:
-        """What was held back, now that nothing follows."""
+        """End the answer and return the parts that were held back, with the calls."""
         if self._failed:
             return Parsed(calls=tuple(self._calls))
         try:
@@ -268,12 +271,12 @@ class TemplateParser:
                 text += event["text"]
             elif kind == "region_chunk" and field in REASONING:
                 reasoning += event["text"]
-            if self._region != CALLS:  # what follows the last event may be the beginning of a call
+            if self._region != CALLS:  # the text after the last event may be the beginning of a call
                 self._unread = self._unread.rpartition(event["text"])[2] if kind == "region_chunk" else ""
         return Parsed(text, reasoning)
 
     def _call(self, event: Mapping[str, Any]) -> str:
-        """The text of what turns out to be no call of ours."""
+        """Return the text of a call that turns out to be none of the offered tools', else an empty text."""
         if event["type"] != "region_close":
             self._held += event.get("text", "")
             return ""

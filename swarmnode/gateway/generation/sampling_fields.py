@@ -1,5 +1,5 @@
-"""How to draw, as requests of every API say it. Of fields that are not here those that would change the answer are refused;
-None is as if it were not there."""
+"""Sampling fields that all APIs share. Unknown fields that would change the answer are refused. A field that is None counts as
+absent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swarmnode.gateway.http.json_bound import Items
 
 
 def _checked_count(biases: Any) -> Any:
-    """Raises ValueError where there are too many, before each of them is looked at."""
+    """Raise ValueError if there are too many biases, before each one is validated."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
         raise ValueError(f"at most {MAX_BIASES} tokens may have a bias")
     return biases
@@ -46,37 +46,37 @@ AS_OPTIONS = (
     "min_p",
     *PENALTIES,
     "logit_bias",
-)  # they are called so in GenerateOptions, too
+)  # GenerateOptions has fields of the same names
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 
 
 def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """The same. Raises ApiError where there are too many, or too long ones."""
+    """Return `stops` as a tuple. Raises ApiError if there are too many or one is too long."""
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise bad_request(f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters are possible", "stop")
+        raise bad_request(f"give at most {MAX_STOPS} stop strings of at most {MAX_STOP_CHARS} characters", "stop")
     return tuple(stops)
 
 
 class StreamOptions(BaseModel):
-    """`include_usage`: a last event tells how many tokens it was."""
+    """Options of a stream. With `include_usage` the last event has the token counts."""
 
     include_usage: bool = False
 
 
 def check_type(type_: str | None, known: Sequence[str | None], what: str) -> None:
-    """Raise ApiError for a tool that is of no known type; `what` says which ones are known."""
+    """Raise ApiError if a tool's `type_` is not in `known`; `what` names the known types in the error."""
     if type_ not in known:
-        raise bad_request(f"a tool of type {type_!r} is not known here: {what}", "tools")
+        raise bad_request(f"a tool of type {type_!r} is not supported: use {what}", "tools")
 
 
 class SamplingFields(BaseModel, extra="allow"):
-    """How to draw, as chats and completions have it in common. What else a request says is kept, to see if it can be ignored."""
+    """Sampling fields that all text APIs share. Unknown fields are kept, so that they can be checked and refused."""
 
     model: str = ""
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)  # vLLM's -1 is off, as 0 is
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)  # vLLM's -1 turns it off, as 0 does
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -96,46 +96,46 @@ class SamplingFields(BaseModel, extra="allow"):
 
     @model_validator(mode="after")
     def _check_ignored(self) -> SamplingFields:
-        """Raises ApiError for what would be ignored, and changes an answer."""
+        """Raise ApiError for a field that would be ignored although it changes the answer."""
         check_refused(self.model_extra or {})
         endless = self.ignore_eos and not self.stop and not self.stop_token_ids
         if self.min_tokens and not endless:
-            raise bad_request("min_tokens is possible with ignore_eos and without stops alone", "min_tokens")
+            raise bad_request("min_tokens works only with ignore_eos and without stops: leave it out", "min_tokens")
         return self
 
     @property
     def new_tokens(self) -> int | None:
-        """How many at most; None where it is not said."""
+        """Maximum of new tokens; None if the request does not say."""
         return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a text. Raises ApiError where there are too many, or too long ones."""
+        """Strings that end a text. Raises ApiError if there are too many or one is too long."""
         return checked_stops((self.stop,) if isinstance(self.stop, str) else self.stop or ())
 
     @property
     def texts(self) -> int:
-        """How many are wanted of each prompt."""
+        """Number of texts for each prompt."""
         return 1
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """The tools of a chat; None where the text is no chat and is told as the model writes it. Raises ApiError."""
+        """Tools of a chat; None if the request is no chat, so that the text is returned as the model writes it. Raises ApiError."""
         return None
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends by saying how many tokens it was."""
+        """Whether the last event of a stream has the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def told_logprobs(self) -> int | None:
-        """Of how many tokens beside the drawn one the logarithms of their probabilities are told; None where of none."""
+        """Number of the most likely tokens that the answer lists for each drawn one; None without logprobs."""
         return None
 
     def followed_grammar(self) -> Grammar | None:
-        """What the text must follow: a call where the model is forced to make one, else `grammar`, which is Lark's, or the format.
-        Raises ApiError."""
+        """Return the grammar of the text: that of a tool call if the model must call one, else `grammar` (in Lark's format), else
+        that of `response_format`. None if the text is free. Raises ApiError."""
         if self.tool_use is not None and (call := self.tool_use.grammar()) is not None:
             return call
         if self.grammar is not None:
@@ -143,8 +143,8 @@ class SamplingFields(BaseModel, extra="allow"):
         return None if self.response_format is None else self.response_format.grammar()
 
     def drawing(self, choice: int, grammar: Grammar | None, defaults: Mapping[str, float | int]) -> dict[str, Any]:
-        """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own. `defaults` are the model's
-        own, of what the request does not say."""
+        """Return the fields of GenerateOptions for text number `choice`, which gets a seed of its own. `defaults` are the model's
+        values for fields that the request leaves out."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
         said = {name: value for name in AS_OPTIONS if (value := getattr(self, name)) is not None}
         beside = {"logprobs": self.told_logprobs, "grammar": grammar, "seed": seed}

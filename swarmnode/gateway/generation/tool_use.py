@@ -1,4 +1,4 @@
-"""Which tools a model may call, and which it must, whatever its API calls them."""
+"""Tools that a model may or must call, in a form that all APIs share."""
 
 from __future__ import annotations
 
@@ -14,52 +14,58 @@ from swarmnode.gateway.http.api_error import bad_request
 
 MAX_TOOLS = 256
 NONE, AUTO, REQUIRED = "none", "auto", "required"
-Tool = dict[str, Any]  # as OpenAI's chats have it, which is what chat templates expect
+Tool = dict[str, Any]  # in the format of OpenAI's chats, which chat templates expect
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema."""
+    """JSON schema with a name."""
 
     name: str = ""
     definition: dict[str, Any] | bool = Field(True, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """`type` is text, json_object or json_schema; the schema is in a field of its own or, in responses, beside the type."""
+    """Format of the answer. `type` is text, json_object or json_schema. The schema is in `json_schema` or, in /v1/responses and
+    /v1/messages, in `schema` beside the type."""
 
     type: str
     json_schema: NamedSchema | None = None
     definition: dict[str, Any] | bool | None = Field(None, alias="schema")
 
     def grammar(self) -> Grammar | None:
-        """None where any text will do. Raises ApiError."""
+        """Return the grammar of the format; None if `type` is text. Raises ApiError if the type is unknown or its schema is
+        missing."""
         if self.type == "text":
             return None
         if self.type == "json_object":
             return json_grammar(ANY_OBJECT)
         schema = self.definition if self.json_schema is None else self.json_schema.definition
         if self.type != "json_schema" or schema is None:
-            raise bad_request("a response format is text, json_object, or json_schema with a schema", "response_format")
+            raise bad_request(
+                "a response format must be text, json_object, or json_schema with a schema",
+                "response_format",
+            )
         return json_grammar(schema)
 
 
 def json_grammar(schema: dict[str, Any] | bool) -> Grammar:
-    """Of JSON that fits a schema."""
+    """Return the grammar of JSON texts that fit `schema`."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 def tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> Grammar:
-    """Of one call of one of these tools, as `ToolCallParser` reads it. Raises ApiError where two schemas define one name."""
+    """Return the grammar of one call of one of `tools`, in the format that `ToolCallParser` reads. Raises ApiError if two tools
+    define a schema of the same name differently."""
     definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
     for tool in tools:
         function = tool["function"]
         parameters = dict(function.get("parameters") or ANY_OBJECT)
-        for word, defined in definitions.items():  # references begin at the root
+        for word, defined in definitions.items():  # references are resolved from the root of the schema
             own = parameters.pop(word, {})
             if any(defined.get(name, schema) != schema for name, schema in own.items()):
-                raise bad_request(f"two tools define one name in their {word}", "tools")
+                raise bad_request(f"two tools define the same name in their {word}: rename one of them", "tools")
             defined.update(own)
         fields = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
@@ -68,7 +74,8 @@ def tool_call_grammar(tools: Sequence[Mapping[str, Any]]) -> Grammar:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """`offered` are shown to the model, which must call one of `forced` where there are any; `parallel` ones at once."""
+    """Tools of a chat. The model sees the `offered` ones, and must call one of `forced` if there are any; `parallel` allows several
+    calls in one answer."""
 
     offered: Sequence[Tool] = ()
     forced: Sequence[Tool] = ()
@@ -78,28 +85,31 @@ class ToolUse:
     def choose(
         cls, tools: Sequence[Tool], choice: str = AUTO, name: str | None = None, *, parallel: bool = True
     ) -> ToolUse:
-        """What `tool_choice` says of these tools: none, auto, required, or the `name` of one. Raises ApiError."""
+        """Return the use of `tools` by `choice`: none, auto, or required, of one of them if `name` is given. Raises ApiError if the
+        choice is unknown or names no tool."""
         forced = [tool for tool in tools if name in (None, name_of(tool))] if choice == REQUIRED else []
         if choice not in (NONE, AUTO, REQUIRED) or (choice == REQUIRED and not forced):
-            raise bad_request("tool_choice is none, auto, required, or the name of one of the tools", "tool_choice")
+            raise bad_request(
+                "tool_choice must be none, auto, required, or the name of one of the tools", "tool_choice"
+            )
         return cls([] if choice == NONE else tools, forced, parallel)
 
     @property
     def names(self) -> frozenset[str]:
-        """Of those that it may call."""
+        """Names of the tools that the model may call."""
         return frozenset(map(name_of, self.offered))
 
     def grammar(self) -> Grammar | None:
-        """Of a call, where it must make one. Raises ApiError."""
+        """Return the grammar of a tool call if the model must make one, else None. Raises ApiError."""
         return tool_call_grammar(self.forced) if self.forced else None
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
-    """A tool of another API."""
+    """Return a tool in the format of chat templates, from the fields of another API."""
     function: Tool = {"name": name, "parameters": dict(parameters or {"type": "object", "properties": {}})}
     return {"type": "function", "function": {**function, **({"description": description} if description else {})}}
 
 
 def name_of(tool: Tool) -> str:
-    """What the model calls it by."""
+    """Return the name of a tool."""
     return str(tool["function"]["name"])

@@ -1,1 +1,1 @@
-"""Over HTTP itself: the server, errors with a status, and answers that come as events."""
+"""HTTP layer of the gateway: the server, errors with a status, and responses that are streams of events."""

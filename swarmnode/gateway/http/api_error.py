@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: a status, and a body that its clients turn into exceptions of their own."""
+"""Errors in the format of OpenAI's API: a status, and a body that its clients turn into their own exceptions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from swarmnode.errors import (
     UsageError,
 )
 
-RETRY_S = 5.0  # where nothing says when asking again is worth it
+RETRY_S = 5.0  # Retry-After if the error itself has no better value
 
 
 class ApiError(HTTPException):
-    """What a request is answered with. `retry_s` says after how many seconds asking again is worth it."""
+    """Error response to a request. `retry_s` is the number of seconds after which the client may try again; None if there is no
+    such time."""
 
     def __init__(
         self,
@@ -37,23 +38,23 @@ class ApiError(HTTPException):
         parameter: str | None = None,
         retry_s: float | None = None,
     ) -> None:
-        super().__init__(status, message.encode(errors="replace").decode())  # it may tell of half a character
+        super().__init__(status, message.encode(errors="replace").decode())  # it may quote a lone surrogate
         self.kind = kind
         self.code = code
         self.parameter = parameter
         self.retry_s = retry_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON of it. Anthropic's clients look for the outer type, OpenAI's for the rest."""
+        """Return the body as a dict. Anthropic's clients read the outer `type`, OpenAI's the rest."""
         told = {"message": self.detail, "type": self.kind, "param": self.parameter, "code": self.code}
         return {"type": "error", "error": told}
 
     def json(self) -> str:
-        """The same, written."""
+        """Return the body as JSON text."""
         return json.dumps(self.body())
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """Return the HTTP response, with the headers Retry-After and WWW-Authenticate if they apply."""
         headers = {} if self.retry_s is None else {"Retry-After": str(math.ceil(self.retry_s))}
         if self.status_code == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -61,17 +62,17 @@ class ApiError(HTTPException):
 
 
 def bad_request(message: str, parameter: str | None = None, *, code: str | None = None) -> ApiError:
-    """Return the error for a request that cannot be answered as it is, for `parameter` of it."""
+    """Return an error with status 400 for an invalid request; `parameter` is the field that is wrong, if one is."""
     return ApiError(400, message, code=code, parameter=parameter)
 
 
 def too_many(message: str, retry_s: float) -> ApiError:
-    """For who asks more than there is room for now."""
+    """Return an error with status 429 for a client that exceeds a limit; it may try again after `retry_s` seconds."""
     return ApiError(429, message, kind="requests", code="rate_limit_exceeded", retry_s=retry_s)
 
 
 def api_error(error: SwarmnodeError) -> ApiError:
-    """An error of the swarm or of this machine, by whose fault it is."""
+    """Convert an error of the swarm or of this machine: 4xx if the request must change, 429 if the swarm is busy, 5xx otherwise."""
     text = str(error)
     if isinstance(error, ContextTooLong):
         return bad_request(text, "messages", code="context_length_exceeded")
@@ -82,7 +83,7 @@ def api_error(error: SwarmnodeError) -> ApiError:
     if isinstance(error, NoRoute | NetworkDown):
         return ApiError(503, text, kind="server_error", code="no_route", retry_s=RETRY_S)
     if isinstance(error, PeerRefused) and error.code is ErrorCode.TOO_LARGE:
-        text = "no machine of the swarm has memory for so many tokens: shorten the prompt, or ask for fewer new ones"
+        text = "no machine of the swarm has enough memory for this many tokens: shorten the prompt, or lower max_tokens"
         return bad_request(text, code="context_length_exceeded")
     if isinstance(error, PeerRefused) and error.code is ErrorCode.INVALID_REQUEST:
         return bad_request(text)

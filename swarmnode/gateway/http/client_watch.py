@@ -1,4 +1,4 @@
-"""Whether whoever asked is still there."""
+"""Cancels work for a request whose client has gone, and work that takes too long."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class TimeLimit:
-    """`with TimeLimit(seconds):` raises asyncio.TimeoutError where what is awaited inside takes longer. A timer is all that it
-    costs; `wait_for` costs a task, and two turns of the loop. (`asyncio.timeout`, which Python 3.10 does not have.)"""
+    """Context manager that raises asyncio.TimeoutError if the code inside takes longer than `seconds`. It costs one timer;
+    `wait_for` costs a task and two turns of the loop. (Python 3.10 lacks `asyncio.timeout`.)"""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -40,11 +40,12 @@ class TimeLimit:
 
 
 class ClientGone(Exception):
-    """Whoever asked has closed the connection, or does not read: there is nobody to answer."""
+    """Raised if the client has closed the connection or does not read, so that no response can be sent."""
 
 
 class ClientWatch:
-    """From when it is made to `close`, or while its context lasts. `receive` is ASGI's, of a request whose body was read."""
+    """Watch for the client's disconnection, from construction to `close` or while its context lasts. `receive` is the ASGI function
+    of a request whose body has been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.ensure_future(_gone(receive))
@@ -59,13 +60,13 @@ class ClientWatch:
         return f"<ClientWatch: {'gone' if self._gone.done() else 'there'}>"
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop watching."""
         self._gone.cancel()
 
     async def run(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which is cancelled when the client goes. Raises ClientGone.
+        """Return the result of `work`; cancel it when the client disconnects. Raises ClientGone in that case.
 
-        It runs in the task of who calls: another one would put two turns of the loop before a first token, and two behind it.
+        The caller's own task runs `work`: another task would cost two turns of the loop before the first token, and two after it.
         """
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
@@ -73,7 +74,7 @@ class ClientWatch:
 
         def end(_gone: object = None) -> None:
             task.cancel()
-            again[:] = [loop.call_later(CANCEL_AGAIN_S, end)]  # as `cancel_and_wait` does, and for its reason
+            again[:] = [loop.call_later(CANCEL_AGAIN_S, end)]  # for the same reason as `cancel_and_wait`
 
         self._gone.add_done_callback(end)
         try:

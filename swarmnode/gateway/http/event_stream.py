@@ -1,4 +1,4 @@
-"""Answers as server-sent events, which end when nobody reads them any more."""
+"""Responses as server-sent events, which end when the client stops reading."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ DONE = "[DONE]"
 
 
 class NamedEvent(BaseModel, extra="allow"):
-    """An event of an API that names its events, with whatever that one tells."""
+    """Event of an API that names its events, with any further fields."""
 
     type: str
 
     @classmethod
     def of(cls, type: str, **told: Any) -> NamedEvent:
-        """An event of this name."""
+        """Return an event of the name `type` with the fields in `told`."""
         return cls.model_validate({"type": type, **told})
 
 
 class TextEvents:
-    """Events of the choices of an answer that are the same each time but for one text. Each is written once and then filled: by
-    pydantic a token takes half of all the time that the gateway has for it."""
+    """Writer of events of an answer's choices that differ only in one text. Each choice's event is serialised once and then filled
+    in: serialising every token's event by pydantic took half of the gateway's time for the token."""
 
     def __init__(self, write: Callable[[int, str], BaseModel]) -> None:
-        """`write` makes the event of a choice, by its index, and a text."""
+        """`write` builds the event of a choice from its index and a text."""
         self._write = write
-        self._around: dict[int, list[str]] = {}  # by choice, what is before and behind the text
+        self._around: dict[int, list[str]] = {}  # by choice: the serialised event before and after the text
 
     def __repr__(self) -> str:
         return f"<TextEvents of {len(self._around)} choices>"
 
     def fill(self, index: int, text: str) -> bytes:
-        """Return the event of a choice with this text."""
+        """Return the serialised event of choice `index` with `text`."""
         if index not in self._around:
             place = secrets.token_hex(16)
             self._around[index] = event(self._write(index, place)).decode().split(f'"{place}"')
@@ -52,7 +52,8 @@ class TextEvents:
 
 
 def event(data: BaseModel | str | bytes, *, name: str | None = None) -> bytes:
-    """A server-sent event, with a name where it has one; bytes are one already."""
+    """Serialise `data` as a server-sent event, with a name if `name` is given or `data` is a NamedEvent. Bytes are returned
+    unchanged, because they are an event already."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, NamedEvent):
@@ -62,14 +63,14 @@ def event(data: BaseModel | str | bytes, *, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events as they come. Made by `begin`."""
+    """Response that streams server-sent events. Create it with `begin`."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self, first: bytes, events: AsyncGenerator[bytes, None], client: ClientWatch, write_timeout_s: float
     ) -> None:
-        # Proxies shall not wait either.
+        # Proxies must not buffer the stream either.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
@@ -84,7 +85,8 @@ class EventStream(Response):
     async def begin(
         cls, request: Request, events: AsyncGenerator[bytes, None], *, write_timeout_s: float
     ) -> EventStream:
-        """With its first event, so that what fails before that is answered by a status. Raises what it fails with."""
+        """Wait for the first event and return the response. An error before that event is raised, so that the client gets a status
+        instead of a stream. Raises ClientGone if the client disconnects while waiting."""
         client = ClientWatch(request.receive)
         try:
             first = await client.run(anext(events))
@@ -95,7 +97,7 @@ class EventStream(Response):
         return cls(first, events, client, write_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the last one, or until nobody reads."""
+        """Send the events until the last one, or until the client stops reading."""
         try:
             with contextlib.suppress(ClientGone), self._client:
                 await self._client.run(self._send(send))
@@ -110,7 +112,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """Raises ClientGone where the reader does not take it in time."""
+        """Send one piece. Raises ClientGone if the client does not take it within the write timeout."""
         try:
             with TimeLimit(self._write_timeout_s):
                 await send({"type": "http.response.body", "body": body, "more_body": True})

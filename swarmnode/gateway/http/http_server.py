@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: uvicorn on our own loop, until it is told to stop."""
+"""HTTP server of the gateway: uvicorn on the caller's event loop, with bounds on connections and request heads."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from swarmnode.net.limits.address_group import Claimant, address_group
 from swarmnode.net.limits.fair_share import FairShare
 
 MAX_CONNECTIONS = 1024
-LEAVE_S = 5  # for answers that are under way
-MAX_HEAD_BYTES = 1 << 16  # and as much again as one read brings
-HEAD_S = 30.0  # for a head to arrive, also the first one of a connection
+LEAVE_S = 5  # for unfinished responses when the server stops
+MAX_HEAD_BYTES = 1 << 16  # may be exceeded by the size of one read
+HEAD_S = 30.0  # for a request's head to arrive, also for the first one of a connection
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-FRAMING = 8  # bytes that a chunked body may take on the wire for one of its own: a chunk of one byte takes 6
+FRAMING = 8  # bytes on the wire for each byte of a chunked body: a chunk of one byte takes 6
 
 
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Where all `places` are taken, the address group with most of them gives its newest one up."""
+    """Connection of a client. If all `places` are taken, the address group with the most connections loses its newest one."""
 
     def __init__(
         self, *arguments: Any, places: FairShare[BoundedHttp] | None = None, **named: Any
-    ) -> None:  # as uvicorn has it, beside that
+    ) -> None:  # uvicorn's arguments, and `places`
         super().__init__(*arguments, **named)
         self._places = FairShare[BoundedHttp](1) if places is None else places
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower than asyncio's
-        self._beside_bytes = 0  # bodies, of the request that comes in
+        self._beside_bytes = 0  # bytes of the current request that are not of its body
         self._overdue: asyncio.TimerHandle | None = None
         yielding = self._places.take(self, self._claimant())
         if yielding is self:
@@ -62,7 +62,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Of whatever part of a request."""
+        """Pass the data on to uvicorn; refuse a head that is too long, and start the timer for the next head."""
         self._beside_bytes += len(data)
         super().data_received(data if self._overdue is None else _without_upgrade(data))
         if self._beside_bytes > MAX_HEAD_BYTES:
@@ -96,7 +96,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._overdue = None
 
     def _refuse(self, sentence: str) -> None:
-        """End the connection; in words, where no answer is under way."""
+        """Close the connection; if no response is under way, send `sentence` with status 400 first."""
         if self.transport.is_closing():
             return
         if self._is_answering:
@@ -106,8 +106,8 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """The head of a request whose client would rather speak HTTP/2, as Java's does: the parser would take its body for that. Who is
-    not answered so goes on with HTTP/1.1."""
+    """Hide the Upgrade header of a request whose client offers HTTP/2, as Java's does: the parser would take the body for HTTP/2. A
+    client whose offer gets no answer goes on with HTTP/1.1."""
     head, end, body = data.partition(b"\r\n\r\n")
     return UPGRADE.sub(b"\r\nX-Upgrade:", head) + end + body
 
@@ -115,17 +115,18 @@ def _without_upgrade(data: bytes) -> bytes:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ctrl-C is the command's business."""
+        """Leave signals to the command, which handles Ctrl-C itself."""
         yield
 
 
 @contextlib.asynccontextmanager
 async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
-    """ApiAnswer while the context lasts, at the port that it yields (a free one for 0). Raises LocalError."""
-    listener = await asyncio.to_thread(_listen, host, port)  # it may ask a resolver
+    """Serve `app` at `host` and `port` while the context lasts, and yield the port (a free one if `port` is 0). Raises LocalError
+    if it cannot listen there."""
+    listener = await asyncio.to_thread(_listen, host, port)  # may query a DNS resolver
     config = uvicorn.Config(
         app,
-        http=partial(BoundedHttp, places=FairShare(MAX_CONNECTIONS)),  # type: ignore[arg-type]  # what makes one will do
+        http=partial(BoundedHttp, places=FairShare(MAX_CONNECTIONS)),  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
         lifespan="off",
         log_config=None,

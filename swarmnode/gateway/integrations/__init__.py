@@ -1,1 +1,1 @@
-"""Programs that use a gateway or a swarm: what each wants to be told."""
+"""Configurations for programs that use a gateway, and tools for agents that use a swarm."""

@@ -1,4 +1,4 @@
-"""Tools that speak to a gateway: what each wants to be told, and where it looks for it."""
+"""Configuration files of tools that use a gateway."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A gateway at `url`, which ends in /v1, and the models that it serves: those that generate text, and `embedders`. `key` is
-    any word where it wants none."""
+    """Gateway at `url`, which ends in /v1. `models` generate text, `embedders` make embeddings. `key` is any word if the gateway
+    needs no key."""
 
     url: str
     models: Sequence[str]
@@ -22,15 +22,15 @@ class Endpoint:
 
     @property
     def origin(self) -> str:
-        """The URL without its path."""
+        """URL without its path."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc}"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """`file` is where its configuration goes (~ is the home folder, else it is of the project), `then` what to do with it. One that
-    `embeds` has use for embedders, too."""
+    """Tool that uses a gateway. `file` is its configuration file, in the home folder if it begins with ~, else in the project.
+    `then` is the next thing for the user to do. If `embeds` is true, the tool also uses embedders."""
 
     name: str
     file: Path
@@ -39,7 +39,7 @@ class Tool:
     embeds: bool = False
 
     def can_use(self, endpoint: Endpoint) -> bool:
-        """Whether there is a model for it."""
+        """Return whether the gateway serves a model that the tool can use."""
         return bool(endpoint.models or (self.embeds and endpoint.embedders))
 
 

@@ -1,4 +1,4 @@
-"""A swarm as tools of the Model Context Protocol, with its official SDK."""
+"""Tools of the Model Context Protocol (MCP) for a swarm, by its official SDK."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.measuring.timeline import Stop, Timeline
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
 
-MAX_TEXTS = 64  # an agent reads all that it is told
+MAX_TEXTS = 64  # an agent reads every result
 MAX_NUMBERS = 4096
 
 
 class SwarmTools:
-    """What agents may ask of a swarm. What fails is told in words, by ToolError."""
+    """Tools of a swarm for agents. An error of the swarm reaches the agent as text, by ToolError."""
 
     def __init__(self, client: SwarmClient) -> None:
         self._client = client
@@ -29,9 +29,9 @@ class SwarmTools:
         return f"<SwarmTools of {self._client!r}>"
 
     def server(self, name: str) -> MCPServer:
-        """Of this name, with those that its model is for."""
+        """Return an MCP server called `name`, with the tools that suit the task of the swarm's model."""
         manifest = self._client.manifest
-        told = f"The swarm {name}, machines of volunteers that hold a model together: it {manifest.purpose}."
+        told = f"The swarm {name}: volunteers' machines that run a model together. It {manifest.purpose}."
         server = MCPServer(name, instructions=told)
         for tool in (*self._by_task().get(manifest.task, ()), self.status):
             server.add_tool(tool)
@@ -48,7 +48,8 @@ class SwarmTools:
     async def generate(
         self, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int | None = None
     ) -> dict[str, Any]:
-        """Let the swarm's model go on with a text. Tells the new text, its trace, and the machines that wrote it."""
+        """Let the swarm's model continue a text. Returns the new text, the trace, and the machines that computed it. Raises
+        ToolError."""
         with _told_in_words():
             result = await self._client.generate(
                 prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
@@ -57,36 +58,39 @@ class SwarmTools:
         return {"text": result.text, "tokens": len(result.ids), "trace": result.trace, "machines": machines}
 
     async def embed(self, texts: list[str]) -> dict[str, list[list[float]]]:
-        """The vector that the swarm's model makes of each text: texts that mean the same have vectors that point alike."""
+        """Return the vector that the swarm's model makes of each text: texts with a similar meaning have vectors of a similar
+        direction. Raises ToolError."""
         with _told_in_words():
             _check_texts(texts)
             return {"vectors": [vector.tolist() for vector in await self._client.embed(texts)]}
 
     async def classify(self, texts: list[str]) -> dict[str, list[dict[str, float]]]:
-        """How probable each of the model's classes is for each text."""
+        """Return for each text the probability of each of the model's classes. Raises ToolError."""
         with _told_in_words():
             _check_texts(texts)
             return {"classes": await self._client.classify(texts)}
 
     async def infer(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The outputs of the swarm's module by name, as nested lists, for its inputs by name, as nested lists of numbers. What is
-        wrong with inputs is told with the names and shapes that the module takes."""
+        """Return the outputs of the swarm's module by name, as nested lists, for its `inputs` by name, as nested lists of numbers.
+        Raises ToolError if the outputs have more than 4096 numbers, or if inputs are wrong: the error names the inputs and their
+        shapes."""
         with _told_in_words():
             outputs = await self._client.infer(inputs)
             numbers = sum(array.size for array in outputs.values())
             if numbers > MAX_NUMBERS:
                 raise UsageError(
-                    f"{numbers} numbers came out, and {MAX_NUMBERS} are told: give fewer samples at a time"
+                    f"the output has {numbers} numbers, and a tool returns at most {MAX_NUMBERS}: send fewer samples at a time"
                 )
         return {name: array.tolist() for name, array in outputs.items()}
 
     async def status(self) -> dict[str, Any]:
-        """Who is in the swarm, what units of the model each machine holds, and which have nobody."""
+        """Return the machines of the swarm, the layers (units) of the model that each one holds, and the layers that no machine
+        holds."""
         return self._client.status()
 
     async def trace(self, trace: str) -> dict[str, Any]:
-        """Where the time of a generation went, by its trace: tokens at each machine, and their median milliseconds of waiting and
-        computing there."""
+        """Return where the time of a generation went: for each machine the tokens, and the median milliseconds of waiting and of
+        computing per token. `trace` comes from a generation's result. Raises ToolError if it is malformed."""
         try:
             known = bytes.fromhex(trace)
         except ValueError:
@@ -105,9 +109,9 @@ def _told_in_words() -> Iterator[None]:
 
 
 def _check_texts(texts: list[str]) -> None:
-    """Raises UsageError."""
+    """Raise UsageError if there is no text, or more than `MAX_TEXTS`."""
     if not 1 <= len(texts) <= MAX_TEXTS:
-        raise UsageError(f"{len(texts)} texts were given; between 1 and {MAX_TEXTS} are possible at once")
+        raise UsageError(f"you sent {len(texts)} texts: send 1 to {MAX_TEXTS} at once")
 
 
 def _machine(stop: Stop) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The API of OpenAI and its clients, with what vLLM adds to it."""
+"""OpenAI's API, with vLLM's additions."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions"""
+"""OpenAI's endpoint for chats: POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/chat/completions", response_model=ChatReply)
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-    """What the model says next in a conversation."""
+    """Generate the next message of a conversation."""
     model = gateway_of(request).model(asked.model)
     prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables, asked.ending)
     choices = await model.choices([prompt], asked, key_of(request))
@@ -34,7 +34,7 @@ class _ChatStyle:
     def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
         self._answer = answer
         self._tells_usage = tells_usage
-        self._begun: set[int] = set()  # choices that have said whose words they are
+        self._begun: set[int] = set()  # choices whose role has been sent
         self._texts = TextEvents(lambda index, text: self._chunk(index, ChatMessage(content=text)))
 
     def whole(self, texts: Sequence[Text]) -> ChatReply:
@@ -83,7 +83,7 @@ class _ChatStyle:
         return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
 
     def _calls(self, choice: int, calls: Sequence[ToolCall]) -> list[ToolCallReply] | None:
-        """With ids that follow from the answer's."""
+        """Return the calls in this API's format, with ids derived from the answer's trace; None if there are none."""
         told = [
             ToolCallReply(
                 index=number,

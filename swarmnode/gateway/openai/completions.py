@@ -1,4 +1,4 @@
-"""POST /v1/completions"""
+"""OpenAI's endpoint for completions: POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/completions", response_model=CompletionReply)
 async def completions(asked: CompletionRequest, request: Request) -> Response:
-    """How a text goes on."""
+    """Generate the continuation of texts."""
     if asked.suffix:
-        raise bad_request("suffix is not possible: a model here only goes on with a text", "suffix")
+        raise bad_request("suffix is not supported: models here only continue a text", "suffix")
     if asked.max_tokens == 0 and not asked.echo:
-        raise bad_request("max_tokens: 0 is possible with echo alone", "max_tokens")
+        raise bad_request("max_tokens: 0 works only with echo: true", "max_tokens")
     model = gateway_of(request).model(asked.model)
     model.check_count(len(asked.prompts), asked)
     prompts = [await _ids(model, prompt, asked) for prompt in asked.prompts]
@@ -54,7 +54,7 @@ async def _ids(model: ServedModel, prompt: str | list[int], asked: CompletionReq
 
 
 class Echo(NamedTuple):
-    """A prompt as it is told before what follows it."""
+    """Prompt that is returned before its continuation."""
 
     text: str
     logprobs: Sequence[SpelledChoice]
@@ -63,7 +63,7 @@ class Echo(NamedTuple):
 async def _echoes(
     model: ServedModel, prompts: Sequence[list[int]], asked: CompletionRequest, key: ApiKey
 ) -> list[Echo]:
-    """Of each prompt."""
+    """Return an echo of each prompt, with its logprobs if the request asks for logprobs."""
     tokenizer = await model.loader.tokenizer()
     told = []
     for given, ids in zip(asked.prompts, prompts, strict=True):
@@ -86,8 +86,8 @@ class _CompletionStyle:
         self._tells_usage = asked.tells_usage
         self._tells_ids = tells_ids
         self._texts = TextEvents(lambda index, text: self._told([TextChoice(index=index, text=text)]))
-        self._spellers: defaultdict[int, TextSpeller] = defaultdict(TextSpeller)  # of each choice
-        self._lengths: Counter[int] = Counter()  # of what each choice has told
+        self._spellers: defaultdict[int, TextSpeller] = defaultdict(TextSpeller)  # by choice
+        self._lengths: Counter[int] = Counter()  # characters sent up to now, by choice
         self._echoes = {choice.index: echoes[choice.index // asked.texts] for choice in answer.choices if echoes}
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:

@@ -1,4 +1,4 @@
-"""Conversations as OpenAI's clients write them, and as chat templates take them."""
+"""Conversations: from the format of OpenAI's clients to that of chat templates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class ContentPart(BaseModel):
-    """A part of a message. Models here read text."""
+    """Part of a message. Models here read only text."""
 
     type: str
     text: str | None = None
@@ -25,7 +25,8 @@ class ContentPart(BaseModel):
 
 
 def text_of(content: str | Sequence[ContentPart] | None) -> str:
-    """Its text. Raises ApiError where there is anything else in it."""
+    """Return the text of a message's content; empty if `content` is None. Raises ApiError if a part is neither text nor a
+    refusal."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.refusal or "" if part.type == "refusal" else _text_in(part) for part in content)
@@ -35,59 +36,64 @@ def _text_in(part: ContentPart) -> str:
     if part.type not in TEXT_PARTS:
         raise not_text(part.type)
     if part.text is None:
-        raise bad_request(f"a part of type {part.type!r} has no text", "messages")
+        raise bad_request(f"a part of type {part.type!r} has no text: send its text in the field text", "messages")
     return part.text
 
 
 def not_text(kind: str) -> ApiError:
-    """For a part of this type, be it a picture, a sound or a file."""
-    return bad_request(f"this model reads text only: a part of type {kind!r} says nothing to it", "messages")
+    """Return the error for a part of type `kind` that is no text, such as a picture, a sound or a file."""
+    return bad_request(f"this model reads only text: leave out the part of type {kind!r}", "messages")
 
 
 def template_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call that the model made before, as chat templates expect it, in which arguments are values."""
+    """Return an earlier tool call of the model in the format of chat templates: there `arguments` are values, not JSON text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_of(name: str, text: str) -> Any:
-    """The arguments of a call of this tool. Raises ApiError where the text is no JSON."""
+    """Return the arguments of a call of the tool `name`. Raises ApiError if `text` is not JSON."""
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):
-        raise bad_request(f"the arguments of a call of {name} are not JSON", "messages") from None
+        raise bad_request(
+            f"the arguments of a call of {name} are not JSON: send them as the model wrote them", "messages"
+        ) from None
 
 
 def check_results(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Raises ApiError where one tells what a tool gave that no message before it has called."""
+    """Raise ApiError if a message has a tool's result, but no earlier message has the call."""
     called: set[str] = set()
     for message in messages:
         called.update(call["id"] for call in message.get("tool_calls", ()))
         answered = message.get("tool_call_id")
         if answered is not None and answered not in called:
-            raise bad_request(f"no call before it has the id {answered!r} of this result", "messages")
+            raise bad_request(
+                f"the id {answered!r} of a tool's result belongs to no earlier call: send the message with the call, too",
+                "messages",
+            )
 
 
 class CalledFunction(BaseModel):
-    """`arguments` is JSON."""
+    """Function that was called; `arguments` is JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
 class CalledTool(BaseModel):
-    """A call that the model made before."""
+    """Earlier tool call of the model."""
 
     id: str = ""
     function: CalledFunction
 
     def as_template_takes_it(self) -> dict[str, Any]:
-        """As chat templates expect it. Raises ApiError."""
+        """Return the call in the format of chat templates. Raises ApiError if its arguments are not JSON."""
         name = self.function.name
         return template_call(self.id, name, arguments_of(name, self.function.arguments))
 
 
 class Message(BaseModel):
-    """What one side of a conversation said."""
+    """Message of a conversation."""
 
     role: str
     content: str | Items[ContentPart] | None = None
@@ -99,12 +105,14 @@ class Message(BaseModel):
     audio: Any = None
 
     def as_template_takes_it(self) -> dict[str, Any]:
-        """As chat templates expect it, in which content is one text. Raises ApiError where there is anything but text, or nothing
-        although no calls say what the model did."""
+        """Return the message in the format of chat templates: there content is one text. Raises ApiError if a part is not text,
+        or if the content is missing and the role is not assistant."""
         if self.content is None and self.role != ASSISTANT:
-            raise bad_request(f"a message of the role {self.role!r} needs content", "messages")
+            raise bad_request(f"a message of the role {self.role!r} has no content: send its text", "messages")
         if self.function_call is not None or self.audio is not None:
-            raise bad_request("a message says its calls by tool_calls, and has no audio", "messages")
+            raise bad_request(
+                "function_call and audio are not supported: send calls as tool_calls, and text", "messages"
+            )
         told: dict[str, Any] = {"role": template_role(self.role), "content": text_of(self.content)}
         if self.tool_calls:
             told["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]
@@ -113,12 +121,13 @@ class Message(BaseModel):
 
 
 def template_role(role: str) -> str:
-    """As templates know it: developer is the system's newer name."""
+    """Return the name of a role in chat templates: "developer" is the system's newer name."""
     return "system" if role == "developer" else role
 
 
 def templated(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as chat templates expect it. Raises ApiError."""
+    """Return a conversation in the format of chat templates. Raises ApiError if a message is unsupported, or a result has no call
+    before it."""
     told = [message.as_template_takes_it() for message in messages]
     check_results(told)
     return told

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and /classify as vLLM has it."""
+"""Endpoints for models that encode texts: OpenAI's POST /v1/embeddings, and vLLM's POST /classify."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MAX_TEXTS = 2048  # OpenAI's own bound
 
 
 class EncoderUsage(BaseModel):
-    """How many tokens went in."""
+    """Token counts of the input."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embedding(BaseModel):
-    """`embedding`: numbers, or float32 (little-endian) in base64."""
+    """Vector of one text. `embedding` is a list of numbers, or float32 values (little-endian) in base64."""
 
     object: str = "embedding"
     index: int
@@ -41,7 +41,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingReply(BaseModel):
-    """The vectors, in the order of the texts."""
+    """Vectors in the order of the texts."""
 
     object: str = "list"
     data: list[Embedding]
@@ -50,7 +50,7 @@ class EmbeddingReply(BaseModel):
 
 
 class Classification(BaseModel):
-    """The most probable class of a text, and how probable each is."""
+    """Most probable class of a text (`label`), and the probabilities of all classes."""
 
     index: int
     label: str
@@ -59,7 +59,7 @@ class Classification(BaseModel):
 
 
 class ClassificationReply(BaseModel):
-    """The classes, in the order of the texts."""
+    """Classes in the order of the texts."""
 
     id: str = Field(default_factory=lambda: f"classify-{uuid.uuid4().hex}")
     object: str = "list"
@@ -70,35 +70,38 @@ class ClassificationReply(BaseModel):
 
 
 class EncoderRequest(BaseModel):
-    """A text, token ids, or several of one of these."""
+    """Text or row of token ids, or a list of either."""
 
     model: str = ""
     input: Texts
 
     @property
     def texts(self) -> list[str] | list[list[int]]:
-        """Each of them."""
+        """All texts or rows of token ids, as a list."""
         return each_of(self.input)
 
 
 class EmbeddingRequest(EncoderRequest):
-    """POST /v1/embeddings"""
+    """Body of POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
 
 
 class ClassificationRequest(EncoderRequest):
-    """POST /classify"""
+    """Body of POST /classify."""
 
 
 @router.post("/v1/embeddings")
 async def embeddings(asked: EmbeddingRequest, request: Request) -> EmbeddingReply:
-    """The vectors of texts."""
+    """Compute the vectors of texts."""
     model = gateway_of(request).model(asked.model)
     encoder = await _encoder(model, EMBED)
     if asked.dimensions not in (None, encoder.size):
-        raise bad_request(f"{model.name} makes vectors of {encoder.size} numbers, and no others", "dimensions")
+        raise bad_request(
+            f"{model.name} makes vectors of {encoder.size} numbers: leave out dimensions, or send {encoder.size}",
+            "dimensions",
+        )
     vectors, usage = await _vectors(model, encoder, asked, request)
     data = [
         Embedding(index=index, embedding=_encoded(vector) if asked.encoding_format == "base64" else vector.tolist())
@@ -109,7 +112,7 @@ async def embeddings(asked: EmbeddingRequest, request: Request) -> EmbeddingRepl
 
 @router.post("/classify")
 async def classify(asked: ClassificationRequest, request: Request) -> ClassificationReply:
-    """The classes of texts."""
+    """Classify texts."""
     model = gateway_of(request).model(asked.model)
     encoder = await _encoder(model, CLASSIFY)
     vectors, usage = await _vectors(model, encoder, asked, request)
@@ -126,7 +129,7 @@ async def classify(asked: ClassificationRequest, request: Request) -> Classifica
 
 
 async def _encoder(model: ServedModel, task: str) -> RemoteEncoder:
-    """Raises ApiError where the model is for something else."""
+    """Return the encoder of `model`. Raises ApiError if the model has another task."""
     try:
         return await model.client.encoder(task)
     except UsageError as error:
@@ -136,11 +139,12 @@ async def _encoder(model: ServedModel, task: str) -> RemoteEncoder:
 async def _vectors(
     model: ServedModel, encoder: RemoteEncoder, asked: EncoderRequest, request: Request
 ) -> tuple[list[np.ndarray], EncoderUsage]:
-    """Of every text, once all are known to be possible."""
+    """Return the vector of every text and the token counts. Computing begins after all texts have been checked. Raises ApiError if
+    a text cannot be encoded."""
     if asked.input == []:
-        raise bad_request("input: give a text, token ids, or several of one of these", "input")
+        raise bad_request("input is empty: send a text, token ids, or a list of either", "input")
     if len(asked.texts) > MAX_TEXTS:
-        raise bad_request(f"at most {MAX_TEXTS} texts at once are possible", "input")
+        raise bad_request(f"send at most {MAX_TEXTS} texts in one request", "input")
     try:
         rows = [await encoder.ids(text) for text in asked.texts]
     except ContextTooLong as error:

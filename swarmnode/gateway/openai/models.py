@@ -1,4 +1,4 @@
-"""What is served here: /v1/models, and /tokenize and /detokenize as vLLM has them."""
+"""Endpoints about the served models: OpenAI's /v1/models, and vLLM's /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    """The swarms that this gateway belongs to, each a model, and each of their adapters another one."""
+    """List the models: each swarm of this gateway is one, and each of their adapters another."""
     return ModelList(data=[model.card() for model in gateway_of(request).models.values()])
 
 
 @router.get("/v1/models/{name:path}")
 async def one_model(name: str, request: Request) -> ModelCard:
-    """One of them."""
+    """Return one model."""
     return gateway_of(request).model(name).card()
 
 
 @router.post("/tokenize")
 async def tokenize(asked: TokenizeRequest, request: Request) -> TokenizeReply:
-    """The token ids that the model would be given."""
+    """Return the token ids of a prompt or of a conversation, as the model would get them."""
     model = gateway_of(request).model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
-        raise bad_request("give either a prompt or messages", "prompt")
+        raise bad_request("send either prompt or messages, not both", "prompt")
     if asked.prompt is not None:
         tokens = await model.encode(asked.prompt, special_tokens=asked.add_special_tokens)
     else:
         tools, variables = ToolUse(offered_tools(asked.tools)), asked.chat_template_kwargs or {}
         tokens = await model.encode_chat(templated(asked.messages or ()), tools, variables, asked.ending)
     if len(tokens) > MAX_VALUES:
-        raise bad_request(f"at most {MAX_VALUES:,} tokens are told, and these are {len(tokens):,}", "prompt")
+        raise bad_request(
+            f"the text has {len(tokens):,} tokens, and at most {MAX_VALUES:,} can be returned: send a shorter one",
+            "prompt",
+        )
     return TokenizeReply(count=len(tokens), max_model_len=model.card().max_model_len, tokens=tokens)
 
 
 @router.post("/detokenize")
 async def detokenize(asked: DetokenizeRequest, request: Request) -> DetokenizeReply:
-    """The text of token ids."""
+    """Return the text of token ids."""
     model = gateway_of(request).model(asked.model)
     tokenizer, limits = await model.tokenizer(), await model.client.limits()
     tokens = limits.ids(asked.tokens)

@@ -1,4 +1,4 @@
-"""What OpenAI's clients are told. Every field that they look for is there, also where it is null."""
+"""Responses in the format of OpenAI's API. Every field that its clients look for is present, even if it is null."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from swarmnode.gateway.generation.parts import TokenUsage
 
 
 class PromptTokens(BaseModel):
-    """`cached_tokens`: of the prompt's, those that were not computed again."""
+    """Details of the prompt's tokens: `cached_tokens` came from a cache."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokens(BaseModel):
-    """`reasoning_tokens`: of the completion's, those before the answer."""
+    """Details of the completion's tokens: `reasoning_tokens` came before the answer."""
 
     reasoning_tokens: int = 0
 
 
 class Usage(BaseModel):
-    """How many tokens a request was."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,7 +31,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, usage: TokenUsage) -> Usage:
-        """The same in this API's words."""
+        """Convert token counts to this API's fields."""
         return cls(
             prompt_tokens=usage.prompt,
             completion_tokens=usage.completion,
@@ -42,14 +42,14 @@ class Usage(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """`arguments` is JSON."""
+    """Function that the model calls; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCallReply(BaseModel):
-    """A call that the model makes."""
+    """Tool call by the model."""
 
     index: int | None = None
     id: str
@@ -58,7 +58,7 @@ class ToolCallReply(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the model says; in a stream a piece of it."""
+    """Message of the model; in a stream, a piece of it."""
 
     role: str | None = None
     content: str | None = None
@@ -67,7 +67,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One of the answers: `message`, in a stream `delta`."""
+    """Answer among several, as `message`; in a stream, a piece of it, as `delta`."""
 
     index: int
     message: ChatMessage | None = None
@@ -77,7 +77,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """An answer, or an event of a stream."""
+    """Answer of a chat, or an event of its stream."""
 
     id: str
     object: str
@@ -88,7 +88,8 @@ class ChatReply(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One of the texts, in a stream a piece of it; `token_ids` where they are wanted, or where there is no tokenizer."""
+    """Text among several; in a stream, a piece of it. `token_ids` is null unless the request asks for it or the model has no
+    tokenizer."""
 
     index: int
     text: str
@@ -98,7 +99,7 @@ class TextChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """A completion, or an event of a stream."""
+    """Completion, or an event of its stream."""
 
     id: str
     object: str = "text_completion"
@@ -109,10 +110,10 @@ class CompletionReply(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A swarm. `max_model_len`: positions that it has, as vLLM tells them; `task`: what may be asked of it (generate, embed,
-    classify; infer of another module, train where it only trains one). `parent`: of an adapter the model that it changes, as vLLM
-    tells it. `system_prompt` and `tool_prompt`: where the model's chat template has no place for what the system says or for
-    tools, where they are put instead; null without a template, and before it is loaded."""
+    """Model of this gateway: a swarm, or one of its adapters. `max_model_len` is the number of positions, as in vLLM. `task` is
+    what the model is for: generate, embed, classify, infer (any other module), or train (the swarm only trains it). `parent` is the
+    model that an adapter changes, as in vLLM. `system_prompt` and `tool_prompt` tell where system texts and tools go: into the chat
+    template's own place, or elsewhere if it has none. They are null if there is no chat template or it is not loaded yet."""
 
     id: str
     object: str = "model"
@@ -126,14 +127,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """GET /v1/models"""
+    """Response of GET /v1/models."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
 class TokenizeReply(BaseModel):
-    """The ids of a text, as vLLM tells them."""
+    """Token ids of a text, in vLLM's format."""
 
     count: int
     max_model_len: int | None
@@ -141,6 +142,6 @@ class TokenizeReply(BaseModel):
 
 
 class DetokenizeReply(BaseModel):
-    """The text of ids."""
+    """Text of token ids."""
 
     prompt: str

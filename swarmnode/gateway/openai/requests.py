@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask of chats and completions."""
+"""Requests for chats and completions in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from swarmnode.gateway.http.json_bound import Items, WholeNumber
 from swarmnode.gateway.openai.conversation import ASSISTANT, MAX_MESSAGES, Message, templated
 
 Texts = str | Items[WholeNumber] | Items[str] | Items[Items[WholeNumber]]
-"""A text, token ids, or several of one of these"""
+"""Text or row of token ids, or a list of either."""
 
 
 def each_of(given: Texts) -> list[str] | list[list[int]]:
-    """Return each of the texts or rows of token ids."""
+    """Return all texts or rows of token ids as a list."""
     if isinstance(given, str):
         return [given]
     if all(isinstance(one, int) for one in given):
@@ -29,7 +29,7 @@ def each_of(given: Texts) -> list[str] | list[list[int]]:
 
 
 class CompletionFields(SamplingFields):
-    """What chats and completions have in common."""
+    """Fields that chats and completions share."""
 
     n: int | None = Field(None, ge=1)
     best_of: int | None = Field(None, ge=1)
@@ -37,46 +37,44 @@ class CompletionFields(SamplingFields):
     @property
     def texts(self) -> int:
         if self.best_of not in (None, self.n or 1):
-            raise bad_request(
-                "best_of is not possible here: all texts that are drawn are told, so ask for n", "best_of"
-            )
+            raise bad_request("best_of is not supported: every text is returned, so use n", "best_of")
         return self.n or 1
 
 
 class OfferedFunction(BaseModel, extra="allow"):
-    """A function by its name, with its description and the JSON schema of its parameters for the template."""
+    """Function that the model may call. Further fields, such as its description, go to the chat template."""
 
     name: str
     parameters: dict[str, Any] | None = None
 
 
 class OfferedTool(BaseModel):
-    """A tool that the model may call."""
+    """Tool that the model may call."""
 
     type: Literal["function"] = "function"
     function: OfferedFunction
 
 
 def offered_tools(tools: Sequence[OfferedTool] | None) -> list[Tool]:
-    """Return them as chat templates take them."""
+    """Return `tools` in the format of chat templates; empty if `tools` is None."""
     return [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in tools or ()]
 
 
 class NamedFunction(BaseModel):
-    """A function by its name alone."""
+    """Name of a function."""
 
     name: str
 
 
 class NamedTool(BaseModel):
-    """The tool that the model must call."""
+    """Tool that the model must call."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class ChatRequest(CompletionFields):
-    """POST /v1/chat/completions"""
+    """Body of POST /v1/chat/completions."""
 
     messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: NewTokens | None = None
@@ -95,7 +93,7 @@ class ChatRequest(CompletionFields):
     @property
     def told_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs are told with logprobs only: say logprobs: true", "top_logprobs")
+            raise bad_request("top_logprobs works only with logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -111,27 +109,27 @@ class ChatRequest(CompletionFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it. Raises ApiError."""
+        """Return the conversation in the format of chat templates. Raises ApiError if a message is unsupported."""
         if self.echo:
-            raise bad_request("echo is not possible in a chat: it is of /v1/completions", "echo")
+            raise bad_request("echo is not supported in a chat: use /v1/completions", "echo")
         return templated(self.messages)
 
     @property
     def ending(self) -> ChatEnding:
-        """Whether the last message is answered or continued. Raises ApiError."""
+        """Ending of the conversation: its last message is answered, continued or closed. Raises ApiError."""
         return chat_ending(
             self.messages, continues=self.continue_final_message, begins_answer=self.add_generation_prompt
         )
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What else the template is told."""
+        """Further variables of the chat template."""
         hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         return {name: hint for name, hint in hints.items() if hint is not None} | (self.chat_template_kwargs or {})
 
 
 class CompletionRequest(CompletionFields):
-    """POST /v1/completions: a text, token ids, or several of one of these."""
+    """Body of POST /v1/completions. `prompt` is a text, a row of token ids, or a list of either."""
 
     prompt: Texts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_POSITIONS)] | None = None
@@ -147,24 +145,27 @@ class CompletionRequest(CompletionFields):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each of them."""
+        """All prompts as a list."""
         return each_of(self.prompt)
 
 
 def chat_ending(messages: Sequence[Message], *, continues: bool, begins_answer: bool | None) -> ChatEnding:
-    """Return what a conversation ends with, as vLLM's clients say it. Raises ApiError where they say both."""
+    """Return how a conversation ends, by the fields of vLLM's clients. Raises ApiError if both fields are true, or if the message
+    to continue is not the assistant's."""
     if not continues:
         return ChatEnding.CLOSED if begins_answer is False else ChatEnding.ANSWER
     if begins_answer:
-        sentence = "either an answer begins or the last message goes on: not both, add_generation_prompt"
+        sentence = "an answer cannot begin while the last message is continued: set only one of add_generation_prompt"
         raise bad_request(f"{sentence} and continue_final_message", "continue_final_message")
     if not messages or messages[-1].role != ASSISTANT:
-        raise bad_request("only a last message of the assistant can go on", "continue_final_message")
+        raise bad_request(
+            "only a message of the assistant can be continued: end the messages with one", "continue_final_message"
+        )
     return ChatEnding.CONTINUED
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize: a text, or a conversation as the model's chat template writes it."""
+    """Body of POST /tokenize: a text, or a conversation that the model's chat template turns into a text."""
 
     model: str = ""
     prompt: str | None = None
@@ -177,13 +178,13 @@ class TokenizeRequest(BaseModel):
 
     @property
     def ending(self) -> ChatEnding:
-        """Whether the last message is answered or continued. Raises ApiError."""
+        """Ending of the conversation: its last message is answered, continued or closed. Raises ApiError."""
         messages = self.messages or ()
         return chat_ending(messages, continues=self.continue_final_message, begins_answer=self.add_generation_prompt)
 
 
 class DetokenizeRequest(BaseModel):
-    """POST /detokenize"""
+    """Body of POST /detokenize."""
 
     model: str = ""
     tokens: Items[WholeNumber]

@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask of /v1/responses: a conversation is a row of items, of which a call and its result are two."""
+"""Requests to /v1/responses. A conversation is a list of items; a tool call and its result are two items."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class InputItem(BaseModel):
-    """A message, a call that the model made, what the tool gave, or what the model thought."""
+    """Item of a conversation: a message, a tool call, a tool's result, or reasoning of the model."""
 
     type: str = "message"
     role: str = ""
@@ -38,7 +38,7 @@ class InputItem(BaseModel):
 
 
 class ResponseTool(BaseModel):
-    """A tool that the model may call."""
+    """Tool that the model may call."""
 
     type: str
     name: str = ""
@@ -47,27 +47,27 @@ class ResponseTool(BaseModel):
 
 
 class NamedResponseTool(BaseModel):
-    """The tool that the model must call."""
+    """Tool that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 class TextOptions(BaseModel):
-    """What the text of a response is like."""
+    """Options of a response's text."""
 
     format: ResponseFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningOptions(BaseModel):
-    """How much the model thinks, where its template knows that."""
+    """Effort of reasoning, if the model's chat template has that setting."""
 
     effort: str | None = None
 
 
 class ResponsesRequest(SamplingFields):
-    """POST /v1/responses. What refers to something that OpenAI keeps is refused."""
+    """Body of POST /v1/responses. Fields that refer to something stored at OpenAI are refused."""
 
     input: str | Items[InputItem]
     kept_conversation: Any = Field(None, alias="conversation")
@@ -91,7 +91,7 @@ class ResponsesRequest(SamplingFields):
     @property
     def tool_use(self) -> ToolUse:
         for tool in self.tools or ():
-            check_type(tool.type, ("function",) if tool.name else (), "functions with a name are")
+            check_type(tool.type, ("function",) if tool.name else (), "functions with a name")
         tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedResponseTool):
@@ -105,7 +105,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What else the template is told."""
+        """Further variables of the chat template."""
         hints = {
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "verbosity": self.text and self.text.verbosity,
@@ -113,24 +113,29 @@ class ResponsesRequest(SamplingFields):
         return {name: hint for name, hint in hints.items() if hint is not None}
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it. Raises ApiError where it goes on from what nobody keeps, or is to be asked for later."""
+        """Return the conversation in the format of chat templates. Raises ApiError if it refers to a stored answer, prompt or
+        conversation, is to run in the background, or is malformed."""
         kept = {
             "previous_response_id": self.previous_response_id,
             "conversation": self.kept_conversation,
             "prompt": self.prompt,
         }
         for field in (name for name, told in kept.items() if told is not None):
-            raise bad_request(f"{field}: answers and prompts are not kept here: send all of it", field)
+            raise bad_request(
+                f"{field} is not supported, because nothing is stored here: send the whole conversation as input", field
+            )
         if self.background:
-            sentence = "background: answers are not kept here, so none can be fetched later: wait for it, or stream it"
+            sentence = "background is not supported, because answers are not stored: wait for the answer, or stream it"
             raise bad_request(sentence, "background")
         if self.top_logprobs or LOGPROBS in (self.include or ()):
-            raise bad_request("logprobs are told by /v1/chat/completions and /v1/completions alone", "top_logprobs")
+            raise bad_request(
+                "logprobs are not supported here: use /v1/chat/completions or /v1/completions", "top_logprobs"
+            )
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
         if not 0 < len(self.input) <= MAX_MESSAGES:
-            raise bad_request(f"an input is a text, or 1 to {MAX_MESSAGES} items", "input")
+            raise bad_request(f"input must be a text, or 1 to {MAX_MESSAGES} items", "input")
         for item in self.input:
             _add(item, turns)
         check_results(turns)
@@ -138,7 +143,8 @@ class ResponsesRequest(SamplingFields):
 
 
 def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
-    """To what templates expect, in which what the model thought, said and called is one turn. Raises ApiError."""
+    """Add `item` to `turns`, in the format of chat templates: there the model's reasoning, text and calls are one turn. Raises
+    ApiError if the item is unsupported."""
     if item.type == "function_call":
         call = template_call(item.call_id, item.name, arguments_of(item.name, item.arguments))
         _answer(turns, without=()).setdefault("tool_calls", []).append(call)
@@ -147,7 +153,9 @@ def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
     elif item.type == "reasoning":
         _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _thought(item)
     elif item.type != "message" or not item.role:
-        raise bad_request(f"an item of type {item.type!r} is not known here, or has no role", "input")
+        raise bad_request(
+            f"an item of type {item.type!r} is not supported, or lacks a role: leave it out, or add the role", "input"
+        )
     elif item.role == ASSISTANT:
         _answer(turns, without=("content", "tool_calls"))["content"] = text_of(item.content)
     else:
@@ -155,7 +163,8 @@ def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
 
 
 def _answer(turns: list[dict[str, Any]], *, without: tuple[str, ...]) -> dict[str, Any]:
-    """The model's last turn, where it lacks these; else a new one."""
+    """Return the last turn if it is the model's and lacks all fields of `without`; else append a new turn of the model and return
+    it."""
     if not turns or turns[-1]["role"] != ASSISTANT or any(turns[-1].get(field) for field in without):
         turns.append({"role": ASSISTANT, "content": ""})
     return turns[-1]

@@ -1,4 +1,4 @@
-"""POST /v1/responses, without a memory: each request brings its whole conversation."""
+"""OpenAI's endpoint POST /v1/responses. Nothing is stored: each request has the whole conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """What the model says in a response."""
+    """Message of the model in a response."""
 
     id: str
     type: str = "message"
@@ -44,14 +44,14 @@ class OutputMessage(BaseModel):
 
 
 class ReasoningText(BaseModel):
-    """What the model thinks."""
+    """Text of the model's reasoning."""
 
     type: str = "reasoning_text"
     text: str
 
 
 class ReasoningItem(BaseModel):
-    """What the model thinks before it answers."""
+    """Reasoning of the model before its answer."""
 
     id: str
     type: str = "reasoning"
@@ -61,7 +61,7 @@ class ReasoningItem(BaseModel):
 
 
 class FunctionCallItem(BaseModel):
-    """A call that the model makes; `arguments` is JSON."""
+    """Tool call by the model; `arguments` is JSON text."""
 
     id: str
     type: str = "function_call"
@@ -75,13 +75,13 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class OutputTokens(BaseModel):
-    """`reasoning_tokens`: of the output's, those before the answer."""
+    """Details of the output's tokens: `reasoning_tokens` came before the answer."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(BaseModel):
-    """How many tokens a response was."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: PromptTokens
@@ -91,7 +91,7 @@ class ResponseUsage(BaseModel):
 
     @classmethod
     def of(cls, usage: TokenUsage) -> ResponseUsage:
-        """The same in this API's words."""
+        """Convert token counts to this API's fields."""
         return cls(
             input_tokens=usage.prompt,
             input_tokens_details=PromptTokens(cached_tokens=usage.cached),
@@ -102,7 +102,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseReply(BaseModel):
-    """POST /v1/responses"""
+    """Response of POST /v1/responses."""
 
     id: str
     object: str = "response"
@@ -125,7 +125,7 @@ class ResponseReply(BaseModel):
 
 @router.post("/v1/responses", response_model=ResponseReply)
 async def responses(asked: ResponsesRequest, request: Request) -> Response:
-    """What the model says next in a conversation."""
+    """Generate the next message of a conversation."""
     model = gateway_of(request).model(asked.model)
     prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables)
     answer = ApiAnswer("resp_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
@@ -231,7 +231,7 @@ class _ResponseStyle:
         return INCOMPLETE if self._reason == LENGTH else COMPLETED
 
     def _output(self) -> list[OutputItem]:
-        """The last item is what an answer that ended too early lacks something of."""
+        """Return the items of the answer. If the answer was cut off, its last item is the incomplete one."""
         *before, last = self._parts.all
         return [*(self._item(part, COMPLETED) for part in before), self._item(last, self._status)]
 

@@ -1,1 +1,1 @@
-"""The page: what a browser shows of swarms and of this machine, and the endpoints that feed it."""
+"""The page: views of swarms and of this machine in a browser, and the endpoints that provide their data."""

@@ -1,4 +1,4 @@
-"""Feed of one swarm for the page: a picture, its changes as events, and the history of the last hour."""
+"""Feed of one swarm for the page: its state, changes of the state as events, and the history of the last hour."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram
 from swarmnode.serving.client.generation import Generation
 
-SWARM_PERIOD_S = 0.5  # at which changes are told together
+SWARM_PERIOD_S = 0.5  # changes within one period are sent together
 SESSION_PERIOD_S = 0.1
-KEEP_ALIVE_S = 15.0  # proxies close what is silent
+KEEP_ALIVE_S = 15.0  # proxies close silent connections
 KEEP_ALIVE = b": nothing new\n\n"
 MAX_SESSIONS = 64
-HIDDEN = ("addresses",)  # where machines are is nobody's business who looks at a page
+HIDDEN = ("addresses",)  # the page does not show where machines are
 
-PERIOD_S = 10.0  # of the history
-KEPT = 360  # samples: an hour
+PERIOD_S = 10.0  # between samples of the history
+KEPT = 360  # samples; an hour
 
 Picture = dict[str, Any]
 
 LossOf = Callable[[str], float | None]
-"""The loss of the last step of the swarm with this id, if a node of this machine trains it; called in a thread"""
+"""Function that returns the loss of the last step of the swarm with this id, or None if no node of this machine trains in it. It is
+called in a thread."""
 
 
 class SwarmHistory:
-    """Samples of one swarm, taken while `record` runs."""
+    """History of one swarm: samples of the last hour, taken while `record` runs."""
 
     def __init__(self, client: SwarmClient, loss_of: LossOf, *, now: Callable[[], float] = time.time) -> None:
         self._client = client
@@ -47,11 +48,11 @@ class SwarmHistory:
         return f"<SwarmHistory of {len(self._samples)} samples>"
 
     def reply(self) -> HistoryReply:
-        """All of it."""
+        """Return all samples."""
         return HistoryReply(period_s=PERIOD_S, samples=list(self._samples))
 
     async def record(self) -> None:
-        """Take samples, for ever."""
+        """Take a sample every `PERIOD_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             status, tokens = self._client.status(), self._generated()
@@ -69,13 +70,14 @@ class SwarmHistory:
             self._tokens = tokens
 
     def _generated(self) -> float:
-        """Tokens that came so far."""
+        """Return the number of tokens that this client has received."""
         counts = (one.value for one in self._client.readings() if one.metric is table.CLIENT_TOKENS)
         return sum(count for count in counts if not isinstance(count, Histogram))
 
 
 class SwarmFeed:
-    """`client` is the swarm called `name`; `tells_sessions` is whether everybody may know of all of its texts."""
+    """Feed of the swarm called `name`, which `client` has joined. `tells_sessions` means that every viewer may see the running
+    texts."""
 
     def __init__(self, name: str, client: SwarmClient, history: SwarmHistory, *, tells_sessions: bool) -> None:
         self.client = client
@@ -83,17 +85,18 @@ class SwarmFeed:
         self._name = name
         self._tells_sessions = tells_sessions
         self._ended = False
-        self._status: tuple[int, Picture] = (-1, {})  # the last one, and of which revision it is
+        self._status: tuple[int, Picture] = (-1, {})  # the last status with its revision
 
     def __repr__(self) -> str:
         return f"<SwarmFeed of {self._name}>"
 
     def end(self) -> None:
-        """Let all streams come to their ends."""
+        """End all event streams of this feed."""
         self._ended = True
 
     def picture(self) -> Picture:
-        """As `SwarmReply` has it. All who look share one look at a thousand machines."""
+        """Return the swarm's state in the format of `SwarmReply`. All viewers share one status, because building it for a thousand
+        machines takes long."""
         if self._status[0] != self.client.revision:
             status = {name: value for name, value in self.client.status().items() if name not in HIDDEN}
             self._status = (self.client.revision, status)
@@ -104,7 +107,8 @@ class SwarmFeed:
         return [progress_of(trace, result) for trace, result in running]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """`swarm` with all of it, then `changes`: what is new, peers that are or have changed, and those that are `gone`."""
+        """Yield server-sent events: `swarm` with the whole state, then `changes` with the new values, the new and changed peers,
+        and the ids of peers that are `gone`."""
         told, revision = self.picture(), self.client.revision
         yield _event("swarm", told)
         silent_s = 0.0
@@ -122,10 +126,11 @@ class SwarmFeed:
                 silent_s = 0.0
 
     async def session_events(self, trace: str) -> AsyncGenerator[bytes, None]:
-        """`session` whenever something of it has changed, then `over`. Raises ApiError (404) where nothing has this trace."""
+        """Yield server-sent events of one text: `session` after each change, then `over`. Raises ApiError (404) if no running text
+        has this trace."""
         result = self.client.running.get(trace)
         if result is None:
-            raise ApiError(404, "nothing with this trace is being written here")
+            raise ApiError(404, "no text with this trace is being written here: it may have ended")
         told: Picture = {}
         while not self._ended:
             is_over = trace not in self.client.running
@@ -139,7 +144,7 @@ class SwarmFeed:
 
 
 def progress_of(trace: str, result: Generation) -> Picture:
-    """As `SessionReply` has it."""
+    """Return the state of a text in the format of `SessionReply`."""
     return {
         "trace": trace,
         "route": [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route],
@@ -152,7 +157,8 @@ def progress_of(trace: str, result: Generation) -> Picture:
 
 
 def changes_between(before: Picture, after: Picture) -> Picture:
-    """What is new in `after`: of `peers` those that are not as they were, and the ids of those that are `gone`."""
+    """Return the values of `after` that differ from `before`: of `peers` only the new and changed ones, and as `gone` the ids of
+    the missing ones."""
     changes = {name: value for name, value in after.items() if name != "peers" and value != before[name]}
     known, there = _by_id(before), _by_id(after)
     peers = [peer for name, peer in there.items() if peer != known.get(name)]

@@ -20,7 +20,7 @@ router = APIRouter(prefix="/api/v1/machine")
 
 
 class NodeCommand(BaseModel):
-    """What its owner wants of a node, as `swarmnode pause`, `finish` and `resume` do. `keep` is where a paused node's weights
+    """Command of the owner to a node, like `swarmnode pause`, `finish` and `resume`. `keep` is where the weights of a paused node
     stay."""
 
     command: Literal["pause", "finish", "resume"]
@@ -30,17 +30,18 @@ class NodeCommand(BaseModel):
 
 @router.get("", response_model=MachineReply)
 async def nodes(page: Page = OWNED) -> dict[str, Any]:
-    """What this machine lends, what it does now and why, and what it has given."""
+    """Return what this machine lends, what it does now and why, and what it has contributed."""
     found = await asyncio.to_thread(page.nodes)
     return {"nodes": [{"node": node, **answer} for node, answer in found.items()]}
 
 
 @router.post("/{node}", response_model=NodeReply)
 async def tell(node: str, wanted: NodeCommand, page: Page = OWNED) -> dict[str, Any]:
-    """Let a node pause, finish or go on. Answers at once; how far it is says `GET /api/v1/machine`."""
+    """Let a node pause, finish its work, or resume. Returns at once; `GET /api/v1/machine` shows the progress. Raises ApiError
+    (404) if no such node runs."""
     path = running_nodes(page.owner.home).get(node)
     told = wanted.model_dump(exclude_none=True)
     answer = None if path is None else await asyncio.to_thread(tell_node, path, told.pop("command"), **told)
     if answer is None:
-        raise ApiError(404, f"no node {node!r} runs here")
+        raise ApiError(404, f"no node {node!r} runs on this machine: start it with `swarmnode run`")
     return {"node": node, **answer}

@@ -1,6 +1,6 @@
-"""/api/v1/swarms/NAME/members, invites and revocations: the commands of a swarm's owner, whose .swarm file and key lie here.
+"""/api/v1/swarms/NAME/members, invites and revocations: for a swarm's owner, whose .swarm file and key are on this machine.
 
-As `swarmnode members`, `invite` and `revoke`. The password of the key comes with each request that needs it, and goes with it.
+They do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password, which is not kept.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ router = APIRouter(prefix="/api/v1/swarms/{name}")
 
 
 class InviteCommand(BaseModel):
-    """As the options of `swarmnode invite`: `life_s` null is for ever, `uses` 0 any number of peers, `peer` empty anybody; `note`
-    is for the owner's own book. `password` opens the owner's key."""
+    """Terms of a new invite, like the options of `swarmnode invite`. `life_s` null means forever, `uses` 0 any number of peers,
+    `peer` empty any peer. `note` is for the owner's own list. `password` opens the owner's key."""
 
     password: SecretStr = Field(max_length=MAX_PASSWORD_CHARS)
     role: Literal["client", "bootstrap", "volunteer", "trainer"] = "volunteer"
@@ -46,12 +46,13 @@ class InviteCommand(BaseModel):
     note: str = Field("", max_length=MAX_NOTE_CHARS)
 
     def terms(self) -> InviteTerms:
-        """What the invite is good for."""
+        """Return the invite's terms."""
         return InviteTerms(Role[self.role.upper()], self.life_s, self.uses, self.peer, self.group, self.note)
 
 
 class RevokeCommand(BaseModel):
-    """`who` is a peer's id, its end or its name, or an invite or the beginning of its id. `password` opens the owner's key."""
+    """Membership or invite to end. `who` is a peer's id, the end of the id or the peer's name; or an invite, or the beginning of
+    its id. `password` opens the owner's key."""
 
     password: SecretStr = Field(max_length=MAX_PASSWORD_CHARS)
     who: str = Field(min_length=1, max_length=MAX_INVITE_CHARS)
@@ -59,7 +60,8 @@ class RevokeCommand(BaseModel):
 
 @router.get("/members", response_model=MembersReply)
 async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
-    """Who belongs to a swarm, and with the owner's .swarm file the invites that were given out. For the owner of this machine."""
+    """Return the members of a swarm and, if the owner's .swarm file is here, the invites that were issued. Only for the owner of
+    this machine."""
     client = page.feed(name).client
     owner_client, file = client.as_owner(), client.swarm.file
     guests = [] if file is None else (await asyncio.to_thread(_book_beside, file)).guests
@@ -69,7 +71,7 @@ async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
 
 @router.post("/invites", response_model=NewInvite)
 async def invite(name: str, wanted: InviteCommand, page: Page = OWNED) -> dict[str, Any]:
-    """Make an invite to a private swarm. For its owner."""
+    """Create an invite to a private swarm. Only for the swarm's owner."""
     swarm = page.feed(name).client.swarm
     async with page.book_lock:
         line, guest = await asyncio.to_thread(_issue, swarm, wanted)
@@ -78,7 +80,7 @@ async def invite(name: str, wanted: InviteCommand, page: Page = OWNED) -> dict[s
 
 @router.post("/revocations", response_model=RevocationReply)
 async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[str, Any]:
-    """End a membership, or an invite with all memberships by it, for good. For the swarm's owner."""
+    """End a membership for good, or an invite and all memberships that came from it. Only for the swarm's owner."""
     client = page.feed(name).client
     swarm, owner_client = client.swarm, client.as_owner()
     owner = await asyncio.to_thread(_unlock, swarm, wanted.password)
@@ -97,14 +99,15 @@ def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:
 
 
 def _unlock(swarm: Swarm, password: SecretStr) -> SigningKey:
-    """The owner's key; it takes a moment, as whoever guesses is to notice. Raises UsageError."""
+    """Return the owner's key. Opening it is slow by design, to slow down guessing. Raises UsageError if the password or the file is
+    wrong."""
     return load_owner_key(_owners_file(swarm).with_suffix(OWNER_SUFFIX), password.get_secret_value() or None)
 
 
 def _owners_file(swarm: Swarm) -> Path:
     if swarm.file is None:
         raise UsageError(
-            f"this gateway knows {swarm.name} by an invite: its owner starts one with the .swarm file, beside which the key lies"
+            f"only the owner of {swarm.name} can do this: start the gateway with the .swarm file that has the owner's key beside it"
         )
     return swarm.file
 

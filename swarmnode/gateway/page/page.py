@@ -1,4 +1,4 @@
-"""The page of a gateway: a feed for each of its swarms, and the owner's access to this machine's nodes."""
+"""State of the page: a feed for each swarm, and the owner's access to this machine's nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 class OwnerAccess:
-    """Of the nodes that run from one home folder. Raises LocalError where its token cannot be kept there."""
+    """Check of the owner's access to the nodes of one home folder. Raises LocalError if its token cannot be written there."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -40,18 +40,20 @@ class OwnerAccess:
         return f"<OwnerAccess to the nodes of {self.home}>"
 
     def check(self, request: Request) -> None:
-        """Raises ApiError (403) unless it is the owner who asks, from this machine and by no other's page."""
+        """Raise ApiError (403) unless the request has the owner's token, comes from this machine, and comes from no other site's
+        page."""
         presented = request.headers.get(HEADER, "")
         if not _comes_from_here(request) or not secrets.compare_digest(presented.encode(), self.token.encode()):
             raise ApiError(
                 403,
-                "only the owner of this machine sees and commands its nodes, by the address that `swarmnode serve` prints",
+                "only the owner of this machine sees and controls its nodes: open the address that `swarmnode serve` prints",
                 code="not_owner",
             )
 
 
 def _comes_from_here(request: Request) -> bool:
-    """Straight, without a proxy: a tunnel that ends on this machine is not its owner."""
+    """Return whether the request comes directly from this machine. A request through a proxy does not count: a tunnel that ends on
+    this machine is not its owner."""
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
     peer = request.client.host if request.client is not None else ""
@@ -80,11 +82,11 @@ def _token_in(path: Path) -> str:
 
 
 class Page:
-    """`home` is the folder of the nodes that its owner may command."""
+    """Page of a gateway. `home` is the folder of the nodes that the owner may control."""
 
     def __init__(self, gateway: Gateway, home: Path) -> None:
         self.owner = OwnerAccess(home)
-        self.book_lock = asyncio.Lock()  # of the book of a swarm's owner, which is read, changed and written
+        self.book_lock = asyncio.Lock()  # held while the owner's list of invites is read, changed and written
         self._feeds = {
             name: SwarmFeed(
                 name, model.client, SwarmHistory(model.client, self.loss_of), tells_sessions=not len(gateway.keys)
@@ -97,18 +99,18 @@ class Page:
 
     @property
     def names(self) -> list[str]:
-        """Of its swarms."""
+        """Names of the swarms."""
         return list(self._feeds)
 
     def feed(self, name: str) -> SwarmFeed:
-        """Of the swarm of this name. Raises ApiError."""
+        """Return the feed of the swarm called `name`. Raises ApiError (404) if there is none."""
         if name not in self._feeds:
-            raise ApiError(404, f"there is no swarm {name!r} here; there is {', '.join(self._feeds)}")
+            raise ApiError(404, f"there is no swarm {name!r} here: choose one of {', '.join(self._feeds)}")
         return self._feeds[name]
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Record what there is to show, and end all streams afterwards."""
+        """Record the history while the context lasts; end all event streams afterwards."""
         tasks = Tasks("page", on_crash=None)
         for name, feed in self._feeds.items():
             tasks.spawn(feed.history.record(), f"history of {name}")
@@ -120,25 +122,27 @@ class Page:
             await tasks.close()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """What the nodes of this machine say of themselves, by name. Waits for them: call it in a thread."""
+        """Return the state of each node of this machine, by its name; nodes that do not respond are left out. Blocks while the
+        nodes answer, so call it in a thread."""
         answers = {node: tell_node(path, "state") for node, path in running_nodes(self.owner.home).items()}
         return {node: answer for node, answer in answers.items() if answer is not None and "error" not in answer}
 
     def loss_of(self, swarm: str) -> float | None:
-        """Of the last step that a node of this machine has trained in the swarm with this id. Waits for the nodes."""
+        """Return the loss of the last step that a node of this machine has trained in the swarm with the id `swarm`; None if none
+        does. Blocks while the nodes answer."""
         told = (node.get("training") for node in self.nodes().values() if node.get("swarm_id") == swarm)
         return next((training["loss"] for training in told if training is not None), None)
 
 
 def page_of(request: Request) -> Page:
-    """Whose request it is."""
+    """Return the page that received `request`."""
     page = request.app.state.page
     assert isinstance(page, Page)
     return page
 
 
 def owned_page(request: Request) -> Page:
-    """The page, where its owner asks. Raises ApiError."""
+    """Return the page if the owner sent `request`. Raises ApiError (403) otherwise."""
     page = page_of(request)
     page.owner.check(request)
     return page

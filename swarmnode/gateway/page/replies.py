@@ -1,4 +1,4 @@
-"""What the page is told. Unknown is null; speeds that nobody measured are 0."""
+"""Responses of the page's endpoints. Unknown values are null; speeds that were never measured are 0."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from pydantic import BaseModel
 
 
 class RouteHop(BaseModel):
-    """A machine and the units [start, end) that it computes."""
+    """Machine of a route, and the layers (units) [start, end) that it computes."""
 
     peer: str
     span: tuple[int, int]
 
 
 class FaultReply(BaseModel):
-    """A machine that was replaced, and why."""
+    """Machine that was replaced in a route, and the cause."""
 
     peer: str
     cause: str
 
 
 class SessionReply(BaseModel):
-    """A text that is being written. `longest_stall_s`: the longest wait for a token."""
+    """Text that is being generated. `longest_stall_s` is the longest wait for a token."""
 
     trace: str
     route: list[RouteHop]
@@ -32,8 +32,8 @@ class SessionReply(BaseModel):
 
 
 class PeerReply(BaseModel):
-    """A machine, as it announces itself; `standing` (good, doubted, shunned) and `trust` (0 to 1) are what this gateway's own
-    audits have found."""
+    """Machine as it announces itself. `standing` (good, doubted, shunned) and `trust` (0 to 1) come from this gateway's own
+    audits."""
 
     peer: str
     name: str
@@ -57,9 +57,9 @@ class PeerReply(BaseModel):
 
 
 class SwarmReply(BaseModel):
-    """A swarm at one moment. `id` is what it is called here, `task` what may be asked of it (see ModelCard); `missing` are units
-    that nobody holds; `max_model_len` as ModelCard's; `sessions` are those of this gateway, unless it has keys: then each asker
-    knows its own."""
+    """State of a swarm. `id` is its name at this gateway, `task` its use (see ModelCard); `missing` are the layers (units) without
+    a holder; `max_model_len` is that of ModelCard. `sessions` are the texts that this gateway generates; empty if the gateway has
+    keys."""
 
     id: str
     swarm: str
@@ -80,13 +80,14 @@ class SwarmReply(BaseModel):
 
 
 class SwarmList(BaseModel):
-    """The swarms that are served here."""
+    """Swarms that this gateway serves."""
 
     swarms: list[str]
 
 
 class LinksReply(BaseModel):
-    """Rows send, columns receive. What was not `measured` follows from network coordinates."""
+    """Links between machines, as matrices: rows send, columns receive. Values that are not `measured` are estimated from network
+    coordinates."""
 
     peers: list[str]
     rtt_s: list[list[float]]
@@ -95,7 +96,8 @@ class LinksReply(BaseModel):
 
 
 class HistorySample(BaseModel):
-    """A moment of the last hour. `tokens_per_s`: what this gateway has got; `loss` where a node of this machine trains."""
+    """Sample of the last hour. `tokens_per_s` counts the tokens that this gateway received; `loss` is null unless a node of this
+    machine trains in the swarm."""
 
     at: float
     tokens_per_s: float
@@ -107,14 +109,14 @@ class HistorySample(BaseModel):
 
 
 class HistoryReply(BaseModel):
-    """The oldest first."""
+    """Samples of the last hour, the oldest first."""
 
     period_s: float
     samples: list[HistorySample]
 
 
 class NodeReply(BaseModel, extra="allow"):
-    """A node of this machine, as it describes itself to its owner."""
+    """Node of this machine, as it describes itself to its owner."""
 
     node: str
     state: str
@@ -122,14 +124,14 @@ class NodeReply(BaseModel, extra="allow"):
 
 
 class MachineReply(BaseModel):
-    """The nodes that run on this machine."""
+    """Nodes that run on this machine."""
 
     nodes: list[NodeReply]
 
 
 class MemberReply(BaseModel):
-    """Who belongs to a swarm; `unseen` is the state of one who came by an invite and has not announced itself. Role, group and
-    invite are what its certificate says, empty where nobody has seen one; `expires_at` null is never."""
+    """Member of a swarm. The state `unseen` means that the member used an invite but has not announced itself. `role`, `group` and
+    `invite` come from its certificate and are empty if that is unknown; `expires_at` null means never."""
 
     peer: str
     name: str
@@ -142,7 +144,7 @@ class MemberReply(BaseModel):
 
 
 class InviteReply(BaseModel):
-    """Terms of an invite. `uses` null is any number, `peer` null anybody, `expires_at` null never."""
+    """Terms of an invite. `uses` null means any number, `peer` null any peer, `expires_at` null never."""
 
     id: str
     role: str
@@ -153,7 +155,7 @@ class InviteReply(BaseModel):
 
 
 class GivenInvite(InviteReply):
-    """An invite that was given out, and how many `used` it."""
+    """Invite that was issued; `used` is how many members used it."""
 
     issued_at: int
     used: int
@@ -162,8 +164,8 @@ class GivenInvite(InviteReply):
 
 
 class MembersReply(BaseModel):
-    """As `swarmnode members --json` has it. `owned`: the .swarm file and the owner's key lie on this machine, so that invites can
-    be made and revoked."""
+    """Members and invites, as in `swarmnode members --json`. `owned` means that the .swarm file and the owner's key are on this
+    machine, so that invites can be created and revoked."""
 
     name: str
     membership: str
@@ -173,22 +175,22 @@ class MembersReply(BaseModel):
 
 
 class QrPicture(BaseModel):
-    """The dark modules of a QR code as an SVG `path` in a square of `size`, which has a light ground and its quiet zone."""
+    """QR code: `path` is an SVG path of its dark modules in a square of `size`, which includes the quiet zone."""
 
     size: int
     path: str
 
 
 class NewInvite(InviteReply):
-    """New invite: `invite` is the line to hand out, which is kept nowhere; `qr` is null if the line is too long for a picture."""
+    """New invite. `invite` is the line to hand out, which is not stored; `qr` is null if the line is too long for a QR code."""
 
     invite: str
     qr: QrPicture | None
 
 
 class RevocationReply(BaseModel):
-    """Which peer or invite belongs no more. `told`: how many peers heard it now; where none did, it spreads when a node runs with
-    the .swarm file."""
+    """Result of a revocation: the `peer` or the `invite` that was revoked. `told` is how many peers received it. If it is 0, the
+    revocation spreads when a node runs with the .swarm file."""
 
     peer: str | None
     invite: str | None

@@ -1,4 +1,4 @@
-"""The page's own files, out of the package. They hold no secrets, so they need no key."""
+"""Static files of the page, from the package. They hold no secrets, so they need no key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter(include_in_schema=False)
 INDEX = "index.html"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
-    # Scripts and styles of this gateway alone; markup never comes from text (`trusted-types 'none'`), wherever it slipped in.
+    # Only scripts and styles of this gateway run, and no text becomes markup (`trusted-types 'none'`), wherever it slipped in.
     "Content-Security-Policy": "; ".join(
         (
             "default-src 'none'",
@@ -32,7 +32,7 @@ HEADERS = {
             "trusted-types 'none'",
         )
     ),
-    "Cache-Control": "no-cache",  # it asks each time whether there is a newer one
+    "Cache-Control": "no-cache",  # the browser checks each time for a newer file
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -40,7 +40,7 @@ HEADERS = {
 
 
 class StaticFile(NamedTuple):
-    """`tag` follows from its content."""
+    """File of the page. `tag` is its ETag, a hash of the content."""
 
     content: bytes
     media_type: str
@@ -48,7 +48,7 @@ class StaticFile(NamedTuple):
 
 
 def _read_all() -> Mapping[str, StaticFile]:
-    """By name, which has no folders."""
+    """Read all files, by their names."""
     found = {}
     for file in resources.files(__package__).joinpath("static").iterdir():
         content = file.read_bytes()
@@ -62,20 +62,20 @@ FILES = _read_all()
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    """The page."""
+    """Return the page."""
     return _answer(request, INDEX)
 
 
 @router.get("/page/{name}")
 async def static_file(name: str, request: Request) -> Response:
-    """A script, a style or a picture."""
+    """Return a script, a style or a picture of the page."""
     return _answer(request, name)
 
 
 def _answer(request: Request, name: str) -> Response:
     file = FILES.get(name)
     if file is None:
-        raise ApiError(404, f"the page has no file {name!r}")
+        raise ApiError(404, f"the page has no file {name!r}: reload the page")
     headers = {**HEADERS, "ETag": file.tag}
     if request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)

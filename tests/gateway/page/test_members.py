@@ -184,7 +184,7 @@ async def test_a_member_who_is_not_the_owner_sees_members_and_changes_nothing(pr
                 picture = (await http.get(MEMBERS)).json()
                 assert not picture["owned"] and picture["invites"] == [] and picture["members"]
                 for path, body in ((INVITES, {}), (REVOCATIONS, {"who": "a"})):
-                    assert "by an invite" in await sentence(await send(http, path, **body))
+                    assert "start the gateway with the .swarm file" in await sentence(await send(http, path, **body))
 
 
 @in_virtual_time

@@ -1,1 +1,1 @@
-"""`swarmnode service`: a node that starts with the machine, as a unit of the user's own systemd."""
+"""Command `swarmnode service`: run a node in the background as a service of the user."""

@@ -1,4 +1,4 @@
-"""`swarmnode service install`, `status`, `logs` and `uninstall`."""
+"""Commands `swarmnode service install`, `status`, `logs` and `uninstall`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from swarmnode.cli.lend.service.service import Service, ServiceManager
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, command, fail, say
 
-WSL = "WSL_DISTRO_NAME"  # which WSL sets
-SYSTEMD = Path("/run/systemd/system")  # there where systemd is what runs the machine
+WSL = "WSL_DISTRO_NAME"  # set by WSL
+SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs the machine
 
-NAME = argument(..., "Name of the swarm that was joined; one service for each.", metavar="NAME")
+NAME = argument(..., "Name of a swarm that you joined; each has its own service.", metavar="NAME")
 app = typer.Typer(
-    help="Run a node in the background, from the start of the machine on (systemd, launchd, Windows' tasks).",
+    help="Run a node in the background as a service. It uses systemd, launchd or Windows tasks.",
     no_args_is_help=True,
 )
 
@@ -33,9 +33,9 @@ def install(
     *,
     name: str = NAME,
     home: Path = HOME,
-    start: bool = option(True, "Start it now, and whenever you log in.", "--start/--no-start"),
+    start: bool = option(True, "Start the service now and whenever you log in.", "--start/--no-start"),
 ) -> None:
-    """Install and start a node for a swarm that was joined. Further options are those of `swarmnode run`.
+    """Install and start a node for a swarm that you joined. Add any options of `swarmnode run`.
 
     Example: swarmnode service install friends --memory 6GB --only-idle 10m
     """
@@ -56,13 +56,13 @@ def install(
     written = [service.swarm, *manager.write(service)]
     say(f"Wrote {', '.join(map(str, written))}")
     if start:
-        say(f"It runs. {manager.start(service)}\nswarmnode service logs {name}")
+        say(f"The service runs. {manager.start(service)}\nRead its log: swarmnode service logs {name}")
 
 
 @app.command()
 @command
 def status(name: str = NAME) -> None:
-    """Whether the service runs, as the system has it.
+    """Show whether the service runs. The exit code is the service manager's.
 
     Example: swarmnode service status friends
     """
@@ -72,8 +72,8 @@ def status(name: str = NAME) -> None:
 
 @app.command()
 @command
-def logs(name: str = NAME, follow: bool = option(False, "Go on with what comes.", "--follow", "-f")) -> None:
-    """What the service has said.
+def logs(name: str = NAME, follow: bool = option(False, "Keep printing new lines.", "--follow", "-f")) -> None:
+    """Show the service's log. The exit code is that of the program that prints it.
 
     Example: swarmnode service logs friends -f
     """
@@ -84,18 +84,18 @@ def logs(name: str = NAME, follow: bool = option(False, "Go on with what comes."
 @app.command()
 @command
 def uninstall(name: str = NAME) -> None:
-    """Stop the service and remove what `install` wrote. Weights, identity and the joined swarm stay.
+    """Stop the service and remove the files that `install` wrote. Weights, identity and the joined swarm stay.
 
     Example: swarmnode service uninstall friends
     """
     swarm = _installed(name)
     manager_here().remove(name)
     swarm.unlink(missing_ok=True)
-    say(f"The service {name} is gone.")
+    say(f"Removed the service {name}.")
 
 
 def manager_here() -> ServiceManager:
-    """What keeps services going on this machine."""
+    """Return the service manager of this machine."""
     if platform.system() == "Darwin":
         return Launchd()
     if os.environ.get(WSL) and not SYSTEMD.is_dir():
@@ -106,29 +106,30 @@ def manager_here() -> ServiceManager:
 def _invite(name: str, home: Path) -> str:
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 
-    return JoinedSwarms(home).invite_to(name) or fail(f"{name} was not joined here: `swarmnode join` first", 2)
+    return JoinedSwarms(home).invite_to(name) or fail(f"you have not joined {name} here: run `swarmnode join` first", 2)
 
 
 def _installed(name: str) -> Path:
-    """The swarm of a service that was installed."""
+    """Return the swarm file of an installed service. Ends the command if there is no such service."""
     _check_name(name)
     swarm = Service(name).swarm
     if not (swarm.is_symlink() or swarm.exists()):
-        fail(f"there is no service {name}: `swarmnode service install {name}` makes one", 2)
+        fail(f"there is no service {name}: `swarmnode service install {name}` creates it", 2)
     return swarm
 
 
 def _check_name(name: str) -> None:
-    """What every manager of services takes for a name without quoting."""
+    """End the command if a service manager would need quotes around `name`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         fail(
-            f"{name!r} cannot be a service's name; join the swarm under another one: swarmnode join INVITE --name friends",
+            f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join INVITE --name friends",
             2,
         )
 
 
 def _parsed(options: list[str]) -> dict[str, Any]:
-    """As `swarmnode run` takes them. Ends where it does not: the service would fail where nobody looks."""
+    """Return the values of options of `swarmnode run`. Ends the command if an option is wrong: else the service would fail
+    unseen."""
     from swarmnode.cli.main import app as commands
 
     run = typer.main.get_command(commands).commands["run"]  # type: ignore[attr-defined]  # it is a group

@@ -1,4 +1,4 @@
-"""Managers of services: systemd's of the user, launchd's agents (macOS), and Windows' scheduled tasks (WSL)."""
+"""Service managers: systemd for the user, launchd's agents (macOS), and Windows' scheduled tasks (WSL)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from swarmnode.cli.lend.service.service import Service, call, call_well, config_folder, program, show_log
 
 UNIT = "swarmnode@.service"
-PROGRAM = "%h/.local/bin/swarmnode"  # what the unit has; the one that installs it takes its place
+PROGRAM = "%h/.local/bin/swarmnode"  # in the unit file; replaced by the program that installs it
 LABEL = "org.swarmnode.{}"
-AGAIN_S = 30  # after a failure
-LEAVING_S = 30  # conversations move to other peers
+AGAIN_S = 30  # pause after a failure
+LEAVING_S = 30  # for conversations to move to other peers
 TASK = "swarmnode-{}"
 SCRIPT = """#!/bin/sh
-# A node of {name}, begun anew after a failure, and not where it says that it was told something wrong (2) or is to end (0).
+# A node of {name}. It starts again after a failure, but not after wrong usage (exit code 2) or a normal end (0).
 [ "$1" = stop ] && exec {stop}
 exec >> {log} 2>&1
 while :; do
@@ -31,13 +31,13 @@ done
 
 
 class ScheduledTask:
-    """Started by Windows when the user logs in. `schtasks.exe` and `wsl.exe` are there within WSL."""
+    """Windows' task scheduler, which starts the node when the user logs in. WSL provides `schtasks.exe` and `wsl.exe`."""
 
     def __repr__(self) -> str:
         return f"<ScheduledTask {TASK.format('*')}>"
 
     def write(self, service: Service) -> list[Path]:
-        """The script; see ServiceManager."""
+        """Write the script that the task runs; see ServiceManager."""
         script, log = _script(service.name), shlex.quote(str(_task_log(service.name)))
         command, stop = shlex.join(service.command), shlex.join(service.stop_command)
         script.write_text(SCRIPT.format(name=service.name, log=log, command=command, stop=stop))
@@ -45,24 +45,24 @@ class ScheduledTask:
         return [script]
 
     def start(self, service: Service) -> str:
-        """Now, and whenever the user logs in."""
+        """Start the service now and whenever the user logs in, and return where its log is."""
         runs = f"wsl.exe -d {os.environ['WSL_DISTRO_NAME']} -e {_script(service.name)}"
         task = TASK.format(service.name)
         call_well("schtasks.exe", "/Create", "/F", "/SC", "ONLOGON", "/TN", task, "/TR", runs)
         call_well("schtasks.exe", "/Run", "/TN", task)
-        return f"It says what it does in {_task_log(service.name)}"
+        return f"Its log is {_task_log(service.name)}"
 
     def status(self, name: str) -> int:
-        """As Windows has it."""
+        """Print the state of the task and return the exit code of `schtasks.exe`."""
         return call("schtasks.exe", "/Query", "/TN", TASK.format(name))
 
     def logs(self, name: str, *, follow: bool) -> int:
-        """Out of its file."""
+        """Print the end of the service's log file and return the exit code of `tail`."""
         return show_log(_task_log(name), follow=follow)
 
     def remove(self, name: str) -> None:
-        """It leaves in order first: what Windows ends is `wsl.exe` alone."""
-        call(str(_script(name)), "stop")  # fails where it does not run
+        """Let the node leave its swarm in order, then remove the task and its files. Windows alone would end only `wsl.exe`."""
+        call(str(_script(name)), "stop")  # fails if the node does not run
         call("schtasks.exe", "/Delete", "/F", "/TN", TASK.format(name))
         for path in (_script(name), _task_log(name)):
             path.unlink(missing_ok=True)
@@ -77,13 +77,13 @@ def _task_log(name: str) -> Path:
 
 
 class Launchd:
-    """Property lists in ~/Library/LaunchAgents."""
+    """launchd of macOS: agents are property lists in ~/Library/LaunchAgents."""
 
     def __repr__(self) -> str:
         return f"<Launchd {_agent('*')}>"
 
     def write(self, service: Service) -> list[Path]:
-        """The agent; see ServiceManager."""
+        """Write the agent's property list; see ServiceManager."""
         agent, log = _agent(service.name), _log(service.name)
         for folder in (agent.parent, log.parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,28 +92,28 @@ class Launchd:
         return [agent]
 
     def start(self, service: Service) -> str:
-        """Now, and whenever the user logs in."""
-        if call("launchctl", "print", _target(service.name)) == 0:  # an earlier one, with other options perhaps
+        """Start the service now and whenever the user logs in, and return where its log is."""
+        if call("launchctl", "print", _target(service.name)) == 0:  # an earlier one, perhaps with other options
             call_well("launchctl", "bootout", _target(service.name))
         call_well("launchctl", "bootstrap", _domain(), str(_agent(service.name)))
-        return f"It says what it does in {_log(service.name)}"
+        return f"Its log is {_log(service.name)}"
 
     def status(self, name: str) -> int:
-        """As launchd has it."""
+        """Print the state of the agent and return the exit code of `launchctl`."""
         return call("launchctl", "print", _target(name))
 
     def logs(self, name: str, *, follow: bool) -> int:
-        """Out of its file."""
+        """Print the end of the service's log file and return the exit code of `tail`."""
         return show_log(_log(name), follow=follow)
 
     def remove(self, name: str) -> None:
-        """The log stays."""
-        call("launchctl", "bootout", _target(name))  # fails where it does not run
+        """Stop the agent and remove its property list; the log stays."""
+        call("launchctl", "bootout", _target(name))  # fails if the agent does not run
         _agent(name).unlink(missing_ok=True)
 
 
 def agent_of(service: Service) -> dict[str, object]:
-    """What launchd reads of it."""
+    """Return the property list of a service's agent."""
     log = str(_log(service.name))
     return {
         "Label": LABEL.format(service.name),
@@ -148,7 +148,7 @@ def _target(name: str) -> str:
 
 
 class Systemd:
-    """One unit for all, and a file of options for each."""
+    """systemd of the user: one unit file for all services, and a file of options for each."""
 
     def __repr__(self) -> str:
         return f"<Systemd {self._unit}>"
@@ -158,7 +158,7 @@ class Systemd:
         return config_folder("systemd/user") / UNIT
 
     def write(self, service: Service) -> list[Path]:
-        """The unit, and the options; see ServiceManager."""
+        """Write the unit file and the service's options; see ServiceManager."""
         from swarmnode.files import write_private
 
         self._unit.parent.mkdir(parents=True, exist_ok=True)
@@ -168,23 +168,23 @@ class Systemd:
         return [self._unit, options]
 
     def start(self, service: Service) -> str:
-        """Now, anew where it runs with other options, and whenever the user logs in."""
+        """Start the service now, or restart it if it runs, and whenever the user logs in. Return a hint for the user."""
         call_well("systemctl", "--user", "daemon-reload")
         for command in ("enable", "restart"):
             call_well("systemctl", "--user", command, f"swarmnode@{service.name}")
-        return "To have it run while you are not logged in, too: loginctl enable-linger"
+        return "To keep it running while you are logged out: loginctl enable-linger"
 
     def status(self, name: str) -> int:
-        """As systemd has it."""
+        """Print the state of the service and return the exit code of `systemctl`."""
         return call("systemctl", "--user", "status", "--no-pager", f"swarmnode@{name}")
 
     def logs(self, name: str, *, follow: bool) -> int:
-        """Out of the journal."""
+        """Print the service's lines in the journal and return the exit code of `journalctl`."""
         arguments = ["--follow"] if follow else ["--no-pager", "--lines=100"]
         return call("journalctl", "--user", f"--unit=swarmnode@{name}", *arguments, endless=follow)
 
     def remove(self, name: str) -> None:
-        """With the unit, where it was the last service."""
+        """Stop the service and remove its options; remove the unit file too if no service is left."""
         call_well("systemctl", "--user", "disable", "--now", f"swarmnode@{name}")
         _options(name).unlink(missing_ok=True)
         if not list(config_folder("swarmnode").glob("*.conf")):
@@ -193,7 +193,7 @@ class Systemd:
 
 
 def unit_text() -> str:
-    """The unit of this package, with the program that it starts."""
+    """Return the package's unit file, with the path of the installed program in it."""
     text = resources.files("swarmnode.cli.lend.service").joinpath(UNIT).read_text()
     return text.replace(PROGRAM, " ".join(program()))
 

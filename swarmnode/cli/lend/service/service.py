@@ -1,4 +1,4 @@
-"""A node in the background: what every manager of services is told of it, and where its files lie."""
+"""Service of a node in the background: its command and files, and the interface of service managers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Service:
-    """A node of a swarm that was joined. `options` are those of `swarmnode run` but for the `home`, which is None where it is the
-    usual one; `node` is what the node is called, where it is not as the swarm."""
+    """Service of a node. `name` is that of a joined swarm, `options` are those of `swarmnode run` except `home`, which is None for
+    the default folder. `node` is the node's own name, empty if it has none."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -28,22 +28,22 @@ class Service:
 
     @property
     def swarm(self) -> Path:
-        """The invite, or the founder's file."""
+        """Path of the file with the invite, or of the link to the founder's .swarm file."""
         return config_folder("swarmnode") / f"{self.name}.swarm"
 
     @property
     def all_options(self) -> list[str]:
-        """Of `swarmnode run`."""
+        """All options of `swarmnode run`, including --home."""
         return [*self.options, *self._home]
 
     @property
     def command(self) -> list[str]:
-        """What is to run."""
+        """Command that runs the node."""
         return [*program(), "run", str(self.swarm), "--json", *self.all_options]
 
     @property
     def stop_command(self) -> list[str]:
-        """What lets it leave in order."""
+        """Command that lets the node leave its swarm in order."""
         return [*program(), "stop", self.node or self.name, *self._home]
 
     @property
@@ -52,53 +52,77 @@ class Service:
 
 
 class ServiceManager(Protocol):
-    """What starts services on a system, and keeps them going."""
+    """Service manager of an operating system: starts services and keeps them running."""
 
     def write(self, service: Service) -> list[Path]:
-        """Write down what it needs beside the swarm; the files."""
+        """Write the files that the manager needs, except the swarm's file.
+
+        Args:
+            service: The service to install.
+
+        Returns:
+            The paths of the written files.
+        """
         ...
 
     def start(self, service: Service) -> str:
-        """Start it, now and whenever the user logs in; what is good to know then."""
+        """Start the service now and whenever the user logs in.
+
+        Returns:
+            A sentence for the user, about the log or about running while logged out.
+        """
         ...
 
     def status(self, name: str) -> int:
-        """Print how it is; the exit code."""
+        """Print the state of the service called `name`.
+
+        Returns:
+            The exit code of the system's program.
+        """
         ...
 
     def logs(self, name: str, *, follow: bool) -> int:
-        """Print what it has said; the exit code."""
+        """Print the log of the service called `name`.
+
+        Args:
+            name: The service's name.
+            follow: Whether to keep printing new lines.
+
+        Returns:
+            The exit code of the system's program.
+        """
         ...
 
     def remove(self, name: str) -> None:
-        """Stop it, and remove what was written."""
+        """Stop the service called `name` and remove the files that `write` wrote."""
         ...
 
 
 def program() -> list[str]:
-    """How this swarmnode is started."""
+    """Return the command that starts this swarmnode."""
     found = shutil.which("swarmnode")
     return [found] if found is not None else [sys.executable, "-m", "swarmnode.cli.main"]
 
 
 def config_folder(kind: str) -> Path:
-    """The user's, by the rules of the desktop."""
+    """Return the folder `kind` in the user's folder of configuration (XDG_CONFIG_HOME, or ~/.config)."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / kind
 
 
 def call(command: str, *arguments: str, endless: bool = False) -> int:
-    """Run a program of the system to its end; its exit code."""
+    """Run a program of the system until it ends and return its exit code. `endless` turns the time limit off. Ends the command if
+    the program is missing."""
     if shutil.which(command) is None:
-        fail(f"no {command} on this machine: services need it")
+        fail(f"{command} is missing on this machine: install it; services need it")
     return subprocess.run([command, *arguments], timeout=None if endless else TIMEOUT_S, check=False).returncode
 
 
 def call_well(command: str, *arguments: str) -> None:
-    """The same of one that has to succeed."""
+    """Run a program of the system; end the command if it fails."""
     if call(command, *arguments):
-        fail(f"{command} {shlex.join(arguments)} did not succeed")
+        fail(f"`{command} {shlex.join(arguments)}` failed: see its message above")
 
 
 def show_log(path: Path, *, follow: bool) -> int:
-    """The end of a file, and with `follow` what comes."""
+    """Print the last 100 lines of a file, with `follow` also new ones, and return the exit code."""
     return call("tail", "-n", "100", *(["-f"] if follow else []), str(path), endless=follow)

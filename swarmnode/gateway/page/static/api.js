@@ -1,4 +1,4 @@
-// How the page asks its gateway. The key and the owner's token last as long as the tab, and go to this gateway alone.
+// Requests to the gateway. The API key and the owner's token are kept as long as the tab and sent only to this gateway.
 
 import { $ } from "./dom.js";
 
@@ -6,16 +6,16 @@ const KEY = "swarmnode.key";
 const OWNER = "swarmnode.owner";
 const RETRY_MS = 2000;
 
-/** A refusal in the API's words. */
+/** Error response of the gateway, with the API's message. */
 export class Refusal extends Error {
   constructor(status, error) {
-    super(error?.message ?? `the gateway answered ${status}`);
+    super(error?.message ?? `the gateway answered with status ${status}: try again, or see its log`);
     this.status = status;
     this.code = error?.code ?? null;
   }
 }
 
-/** Take the owner's token out of the address, where it would stay in sight. */
+/** Move the owner's token from the address, where it would stay visible, into the tab's storage. */
 export function takeOwnerToken() {
   const found = /^#owner=([\w-]+)$/.exec(location.hash);
   if (!found) return;
@@ -23,14 +23,14 @@ export function takeOwnerToken() {
   history.replaceState(null, "", "#chat");
 }
 
-/** Keep the owner's token that somebody pasted, alone or in its address. */
+/** Store an owner's token that the user pasted, alone or as a part of the address. */
 export function keepOwnerToken(text) {
   sessionStorage.setItem(OWNER, text.trim().split("#owner=").at(-1));
 }
 
 export const isOwner = () => sessionStorage.getItem(OWNER) !== null;
 
-/** The answer to a request, once its headers are there. Raises Refusal; asks for a key where one is wanted. */
+/** Return the response to a request once its headers are there. Throws Refusal; asks the user for a key after status 401. */
 export async function ask(path, { body, signal } = {}) {
   for (;;) {
     const headers = { Accept: "application/json, text/event-stream" };
@@ -50,7 +50,7 @@ export const askJson = async (path, options) => (await ask(path, options)).json(
 
 let asking = null;
 
-/** Several may be refused at once: they share one dialog. */
+/** Ask the user for the API key. Requests that need it at the same time share one dialog. */
 function askForKey() {
   asking ??= new Promise((resolve) => {
     const dialog = $("key-dialog");
@@ -65,7 +65,7 @@ function askForKey() {
   return asking;
 }
 
-/** The events of a stream as [name, text], until its end. */
+/** Yield the events of a stream as [name, text], until its end. */
 export async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -83,7 +83,7 @@ export async function* eventsOf(answer) {
   }
 }
 
-/** Hear of every event, again and again after whatever ended the stream, while the tab is looked at. Returns how to end it. */
+/** Call `hear` for every event while the tab is visible. After the stream ends, call `lost` if it failed, and connect again. Returns a function that ends it. */
 export function follow(path, hear, lost) {
   let ended = false;
   let current = null;

@@ -1,4 +1,4 @@
-// A curve small enough to read at a glance: an area under a line, what it is now, and the ends of its axes.
+// A small curve: an area under a line, with its present value.
 
 import { fill, h, s } from "./dom.js";
 import { KeptElements } from "./kept-elements.js";
@@ -7,7 +7,7 @@ const WIDTH = 240;
 const HEIGHT = 56;
 
 /** Figures by their titles. Each is `{ title, now, note }`, or `{ title, now, points, fromZero }` with its history, the oldest first;
- * `fromZero` lets the axis begin there. */
+ * with `fromZero` the axis begins at 0. */
 export class Figures {
   constructor(element) {
     this.figures = new KeptElements(element, { make: () => h("figure", { class: "chart" }), show, idOf: ({ title }) => title });

@@ -1,4 +1,4 @@
-// Talking with a swarm: messages as they are written, and beside them who writes.
+// Chat with a swarm: messages while they are written, and beside them the machines that write.
 
 import { ask, askJson, eventsOf, follow } from "./api.js";
 import { begin, load, save, titleOf } from "./conversations.js";
@@ -10,10 +10,10 @@ import { Writing, badge, showWriting } from "./writers.js";
 
 const NEAR_END_PX = 80;
 const CHAT = "/v1/chat/completions";
-const TEXT = "/v1/completions"; // for models that have not learnt to converse
+const TEXT = "/v1/completions"; // for models without a chat template
 
 export class Chat {
-  /** `swarmOf()` is the picture of the chosen swarm, `model()` what the model is called, `swarmName(model)` what its swarm is. */
+  /** `swarmOf()` returns the state of the chosen swarm, `model()` the model's name, `swarmName(model)` its swarm's name. */
   constructor(swarmOf, model, swarmName) {
     this.swarmOf = swarmOf;
     this.model = model;
@@ -22,7 +22,7 @@ export class Chat {
     this.current = this.conversations[0] ?? begin();
     this.writing = null;
     this.abort = null;
-    this.task = null; // of the swarm, once its picture is here
+    this.task = null; // of the swarm; null until its state is known
     this.showLast = everyFrame(() => this.showLastNow());
     $("new-chat").addEventListener("click", () => this.open(begin($("system").value)));
     $("composer").addEventListener("submit", (submit) => {
@@ -46,7 +46,7 @@ export class Chat {
     this.say($("prompt").value);
   }
 
-  /** As many lines as are written. */
+  /** Fit the input's height to its lines. */
   fit() {
     $("prompt").rows = Math.min(8, $("prompt").value.split("\n").length);
   }
@@ -73,7 +73,7 @@ export class Chat {
     this.showTalks();
   }
 
-  /** The picture of the swarm has changed. */
+  /** Show the new state of the swarm. */
   refresh() {
     const { task = null } = this.swarmOf();
     if (task !== this.task) {
@@ -93,7 +93,7 @@ export class Chat {
     await this.answer();
   }
 
-  /** Once more, instead of the last answer. */
+  /** Replace the last answer by a new one. */
   async regenerate() {
     if (this.abort) return;
     while (this.current.messages.at(-1)?.role === "assistant") this.current.messages.pop();
@@ -117,7 +117,7 @@ export class Chat {
     this.stopHearing = null;
     this.abort = null;
     Object.assign(message, this.writing.summary());
-    announce(message.error ? `Failed: ${message.error}` : "The answer is there.");
+    announce(message.error ? `Failed: ${message.error}` : "The answer is complete.");
     if (current === this.current) this.show();
     this.keep();
   }
@@ -133,12 +133,12 @@ export class Chat {
     } catch (error) {
       if (error.code !== "no_chat_template") throw error;
       answer = await ask(TEXT, { body: { ...drawn, prompt: earlier.at(-1).content }, signal });
-      message.note = "This model has not learnt to converse: it goes on with your text.";
+      message.note = "This model cannot chat: it continues your text.";
     }
     for await (const [name, data] of eventsOf(answer)) {
       if (data === "[DONE]") return;
       const told = JSON.parse(data);
-      if (name === "error" || told.error) throw new Error(told.error?.message ?? "the swarm failed");
+      if (name === "error" || told.error) throw new Error(told.error?.message ?? "the swarm failed: try again");
       if (!message.trace) this.hear(message, told.id.split("-").at(-1));
       message.content += told.choices[0]?.delta?.content ?? told.choices[0]?.text ?? "";
       message.ended = told.choices[0]?.finish_reason ?? message.ended;
@@ -146,7 +146,7 @@ export class Chat {
     }
   }
 
-  /** Hear which machines write it. */
+  /** Follow the machines that write the message. */
   hear(message, trace) {
     message.trace = trace;
     const writing = this.writing;
@@ -159,7 +159,7 @@ export class Chat {
         message.tokens_per_s = told.tokens_per_s;
         if (writing === this.writing) this.refresh();
       },
-      () => stop(), // it is over already
+      () => stop(), // the session has ended
     );
     this.stopHearing = stop;
   }
@@ -182,7 +182,7 @@ export class Chat {
     $("messages").scrollTop = $("messages").scrollHeight;
     $("composer").hidden = $("writing").hidden = other !== null;
     $("no-chat").hidden = other === null || !said.length;
-    $("no-chat").textContent = other === null ? "" : `${this.model()} does not converse. ${other}`;
+    $("no-chat").textContent = other === null ? "" : `${this.model()} cannot chat. ${other}`;
     $("send").hidden = this.abort !== null;
     $("stop").hidden = this.abort === null;
     this.refresh();
@@ -203,7 +203,7 @@ export class Chat {
     );
   }
 
-  /** The message that is being written, and nothing else. */
+  /** Update only the message in progress. */
   showLastNow() {
     const element = $("messages");
     const follows = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR_END_PX;
@@ -231,7 +231,7 @@ export class Chat {
   foot(message, isLast) {
     const facts = [
       message.tokens && `${plural(message.tokens, "token")} at ${message.tokens_per_s.toFixed(1)}/s`,
-      message.ended === "length" && "as long as it may be",
+      message.ended === "length" && "maximum of tokens reached",
       message.ended === "stopped" && "stopped",
     ].filter(Boolean);
     return h(
@@ -246,14 +246,14 @@ export class Chat {
   }
 }
 
-/** `other` is what a model does that does not converse. */
+/** `other` describes the use of a model that cannot chat, or is null. */
 const welcome = (model, other) =>
   h(
     "div",
     { class: "welcome" },
-    h("p", { class: "large" }, other ? `${model} does not converse.` : `You talk with ${model || "a swarm"}.`),
-    h("p", {}, other ?? "Several machines write each sentence together. When one of them goes away in the middle of a word, others take over, and the text is the same."),
+    h("p", { class: "large" }, other ? `${model} cannot chat.` : `You are chatting with ${model || "a swarm"}.`),
+    h("p", {}, other ?? "Several machines write each sentence together. If one of them leaves in the middle of a word, others take over, and the text stays the same."),
   );
 
-/** The models that there are: `parent` is of an adapter the swarm whose model it changes. */
+/** Return the models; `parent` is the model that an adapter changes, else null. */
 export const models = async () => (await askJson("/v1/models")).data;

@@ -1,10 +1,10 @@
-// Conversations, kept in this browser alone. Of many the oldest go.
+// Conversations, stored only in this browser. If there are too many, the oldest are dropped.
 
 const KEY = "swarmnode.conversations";
 const MOST = 50;
 const TITLE_CHARS = 40;
 
-/** All of them, the newest first; none where what is kept cannot be read. */
+/** Return all conversations, the newest first; none if the stored data cannot be read. */
 export function load() {
   try {
     const kept = JSON.parse(localStorage.getItem(KEY));
@@ -14,20 +14,20 @@ export function load() {
   }
 }
 
-/** Keep them; where the browser has no room, without the oldest. */
+/** Store the conversations; if the browser has no room, without the oldest. */
 export function save(conversations) {
   for (let most = MOST; most > 0; most = Math.floor(most / 2)) {
     try {
       localStorage.setItem(KEY, JSON.stringify(conversations.filter((each) => each.messages.length).slice(0, most)));
       return;
     } catch {
-      // full: with half as many
+      // no room: try half as many
     }
   }
 }
 
-/** A new one. */
+/** Return a new conversation. */
 export const begin = (system = "") => ({ id: crypto.randomUUID?.() ?? String(Math.random()), system, messages: [] });
 
-/** What it is called: how it begins. */
+/** Return the title of a conversation: its beginning. */
 export const titleOf = (conversation) => conversation.messages.find((each) => each.role === "user")?.content.trim().slice(0, TITLE_CHARS) || "New conversation";

@@ -1,19 +1,19 @@
-// How well the units of a swarm's model are held.
+// Coverage of a swarm's model: how many machines hold each of its layers (units).
 
 import { fill, h } from "./dom.js";
 import { plural, runs, units } from "./format.js";
 
-const CELLS = 128; // at most; several units share one in larger models
+const CELLS = 128; // at most; in larger models several layers share a cell
 
-/** It in words. */
+/** Return the coverage as a sentence. */
 export function coverageText({ units: all, holders }) {
   const missing = runs(holders.flatMap((count, unit) => (count ? [] : [unit])));
-  if (missing.length) return `Nobody holds ${missing.map(units).join(", ")}.`;
+  if (missing.length) return `No machine holds ${missing.map(units).join(", ")}.`;
   const least = Math.min(...holders);
-  return `Every one of ${all} units is held by ${plural(least, "machine")} or more.`;
+  return `Each of ${all} layers is held by ${plural(least, "machine")} or more.`;
 }
 
-/** It as cells in a row. */
+/** Show the coverage as a row of cells. */
 export function coverage(element, swarm) {
   const size = Math.ceil(swarm.units / CELLS);
   const cells = [];

@@ -1,11 +1,11 @@
-// Elements out of values. Text goes in as text, whoever wrote it: nothing here ever parses markup.
+// Elements built from values. Text stays text, whoever wrote it: nothing here parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-export const SLICE_MS = 4; // of a frame, for what may also be done in the next
+export const SLICE_MS = 4; // of a frame, for work that can wait for the next frame
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element. Properties that begin with `on` are listeners, `data` is a dataset, false and null are left out, the rest are attributes. */
+/** Create an element. Properties that begin with `on` are listeners, `data` is a dataset, false and null are left out, the rest are attributes. */
 export function h(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -19,7 +19,7 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
-/** An element of a picture. */
+/** Create an SVG element. */
 export function s(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -27,15 +27,15 @@ export function s(tag, attributes, ...children) {
   return element;
 }
 
-/** The element with these children and no others. */
+/** Replace the children of an element and return the element. */
 export function fill(element, ...children) {
   element.replaceChildren(...children.flat().filter((child) => child != null && child !== false));
   return element;
 }
 
-const shown = new WeakMap(); // what elements were filled for
+const shown = new WeakMap(); // values that elements were filled for
 
-/** The element filled with what `make()` is, unless it shows the same value already. */
+/** Fill an element with `make()`, unless it already shows the same value; return the element. */
 export function refill(element, value, make) {
   const told = JSON.stringify(value);
   if (shown.get(element) === told) return element;
@@ -43,13 +43,13 @@ export function refill(element, value, make) {
   return fill(element, ...[make()].flat(2));
 }
 
-/** Let custom properties of a style be these values. */
+/** Set properties of an element's style and return the element. */
 export function styled(element, properties) {
   for (const [name, value] of Object.entries(properties)) element.style.setProperty(name, value);
   return element;
 }
 
-/** Calls `work` before the next frame, once, however often it was asked for. */
+/** Return a function that lets `work` run once before the next frame, however often it is called. */
 export function everyFrame(work) {
   let waiting = false;
   return () => {
@@ -62,10 +62,10 @@ export function everyFrame(work) {
   };
 }
 
-/** Calls `works` one after the other, once, however often it was asked for: in each frame as many as leave it time. */
+/** Return a function that lets `works` run one after the other, over as many frames as they need, once however often it is called. */
 export function overFrames(works) {
   let next = works.length;
-  let again = false; // asked for while some of them were done already
+  let again = false; // called again after some of them had run
   const slice = () => {
     const until = performance.now() + SLICE_MS;
     do works[next++]();
@@ -84,14 +84,14 @@ export function overFrames(works) {
   };
 }
 
-/** Do `work`. Where that takes away what has the focus, or hides it, `next()` has it then: the keyboard goes on from there. */
+/** Run `work`. If it removes or hides the focused element, focus `next()`, so that the keyboard continues from there. */
 export function keepFocus(work, next) {
   const focused = document.activeElement;
   work();
   if (!focused.isConnected || focused.hidden) next()?.focus();
 }
 
-/** Tell those who listen to the page, without moving anything. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   $("status").textContent = text;
 }

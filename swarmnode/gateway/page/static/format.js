@@ -1,17 +1,17 @@
-// Figures as people read them.
+// Figures for people.
 
 const GOLDEN_ANGLE = 137.508;
 
 export const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
-/** The order of ids, which is quicker than a language's. */
+/** Compare peers by their ids; faster than by a language's rules. */
 export const byId = (one, other) => (one.peer < other.peer ? -1 : Number(one.peer > other.peer));
 
-/** What a peer is called: its name, else the end of its id. */
+/** Return a peer's name; if it has none, the end of its id. */
 export const nameOf = (peer) => peer.name || peer.peer.slice(-8);
 
-/** Units [start, end) by their numbers. */
-export const units = ([start, end]) => (end - start === 1 ? `unit ${start}` : `units ${start}–${end - 1}`);
+/** Name the layers (units) [start, end) by their numbers. */
+export const units = ([start, end]) => (end - start === 1 ? `layer ${start}` : `layers ${start}–${end - 1}`);
 
 export function bytes(count) {
   if (!count) return count === 0 ? "0 B" : "?";
@@ -35,21 +35,21 @@ export function duration(value) {
   return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${Math.round(minutes / 1440)} days`;
 }
 
-/** When something ends, in unix seconds; null is never. */
+/** Return when something ends, as text; `unix` is in seconds, null means never. */
 export function until(unix) {
   if (unix === null) return "for ever";
   const end = new Date(unix * 1000);
   return end < new Date() ? "expired" : `until ${end.toLocaleDateString("en", { dateStyle: "medium" })}`;
 }
 
-/** The colour of a machine, the same wherever it is shown: a hue that follows from its id. */
+/** Return the hue of a machine's colour, which follows from its id and is the same everywhere. */
 export function hue(peer) {
   let hash = 0;
   for (const character of peer) hash = (hash * 31 + character.codePointAt(0)) >>> 0;
   return ((hash % 997) * GOLDEN_ANGLE) % 360;
 }
 
-/** Consecutive numbers together, as [start, end). */
+/** Return sorted numbers as ranges [start, end) of consecutive ones. */
 export function runs(numbers) {
   const found = [];
   for (const number of numbers) {

@@ -1,14 +1,14 @@
-// The invites of a private swarm: a new one, to be handed out as a line or a QR code, and those that were given out.
+// Invites of a private swarm: a new one, as a line and a QR code, and the issued ones.
 
 import { $, announce, fill, h, s } from "./dom.js";
 import { until } from "./format.js";
 
 const SHOWN_CHARS = 8; // of an id
 
-/** What an invite is called. */
+/** Return the short id of an invite. */
 export const shortId = (invite) => invite.id.slice(0, SHOWN_CHARS);
 
-/** What the owner fills in, as the gateway takes it. */
+/** Return the form's values in the gateway's format. */
 export function terms() {
   const life = $("invite-life").value;
   return {
@@ -21,13 +21,13 @@ export function terms() {
   };
 }
 
-/** Show an invite that was just made: nobody keeps it, so this is the only time. */
+/** Show a new invite. It is not stored, so this is the only time. */
 export function showNew(element, made) {
   const line = h("textarea", { rows: "5", readonly: true, spellcheck: "false", value: made.invite, onfocus: () => line.select() });
   const copy = async () => {
     line.focus();
     await navigator.clipboard?.writeText(made.invite);
-    announce("The invite is copied.");
+    announce("Copied the invite.");
   };
   const shut = () => {
     fill(element);
@@ -39,8 +39,8 @@ export function showNew(element, made) {
     h(
       "div",
       {},
-      h("h3", {}, `An invite for a ${made.role}`),
-      h("p", {}, "Whoever has it can join. It is kept nowhere: hand it out before you close this."),
+      h("h3", {}, `Invite for a ${made.role}`),
+      h("p", {}, "Anyone with this invite can join. It is not stored: hand it out before you close this."),
       h("label", {}, "Invite", line),
       h("div", { class: "row" }, h("button", { type: "button", onclick: copy }, "Copy"), h("button", { type: "button", class: "quiet", onclick: shut }, "Close")),
     ),
@@ -48,10 +48,10 @@ export function showNew(element, made) {
   line.focus();
 }
 
-/** One that was given out, on a card; `revoke` is a button, or null. */
+/** Show an issued invite on a card; `revoke` is a button, or null. */
 export function showGiven(card, invite, revoke) {
   const used = invite.uses === null ? `used ${invite.used} times` : `used ${invite.used} of ${invite.uses} times`;
-  const whom = invite.peer ? `for ${invite.peer.slice(-SHOWN_CHARS)}` : "for anybody";
+  const whom = invite.peer ? `for ${invite.peer.slice(-SHOWN_CHARS)}` : "for anyone";
   const facts = [used, whom, invite.group && `group ${invite.group}`, until(invite.expires_at)].filter(Boolean).join(" · ");
   fill(
     card,

@@ -1,14 +1,14 @@
-// Elements that stay for as long as what they show is there: an update costs what has changed, not what is to be seen.
+// Elements that stay as long as their items: an update costs only what has changed.
 
 export class KeptElements {
-  /** Of items by `idOf(item)`, in `parent`: `make(item)` is a new one, and `show(element, item, before)` writes on it what is not as
-   * in `before`, the item that it showed until now, or null. */
+  /** Elements in `parent` for items with the ids `idOf(item)`. `make(item)` creates one, and `show(element, item, before)` updates it
+   * where `item` differs from `before`, the item that it showed until now, or null. */
   constructor(parent, { make, show, idOf }) {
     Object.assign(this, { parent, make, show, idOf });
-    this.kept = new Map(); // by id: [element, the item that is on it]
+    this.kept = new Map(); // by id: [element, its item]
   }
 
-  /** Show these and no others; new ones come last. Returns whether all are shown: not those that would come after `until`. */
+  /** Show exactly these items; new ones come last. Stops at the time `until`. Returns whether all are shown. */
   set(items, until = Infinity) {
     const ids = new Set(items.map(this.idOf));
     for (const [id, [element]] of this.kept) {

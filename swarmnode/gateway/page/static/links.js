@@ -1,12 +1,12 @@
-// The links between machines as a matrix: rows send, columns receive. Its thousands of cells are written a few in each frame.
+// Links between machines as a matrix: rows send, columns receive. Its thousands of cells are written a few per frame.
 
 import { fill, h, overFrames, styled } from "./dom.js";
 import { nameOf } from "./format.js";
 
-const SLOW_MS = 200; // as dark as it gets
+const SLOW_MS = 200; // the darkest shade
 const SLOW_MBIT = 10;
 const CAPTIONS = {
-  delay: "Round trips in ms; in italics what follows from coordinates and was not measured.",
+  delay: "Round trips in ms; values in italics are estimated from coordinates, not measured.",
   rate: "Bandwidths in Mbit/s.",
 };
 const NOTHING = { text: "", shade: 0, isMeasured: true };
@@ -21,7 +21,7 @@ export class LinkMatrix {
   show(links, swarm, kind) {
     if (links.peers.length < 2) {
       this.table = null;
-      fill(this.element, h("p", { class: "fine" }, "There are no links yet: fewer than two machines hold units."));
+      fill(this.element, h("p", { class: "fine" }, "There are no links yet: fewer than two machines hold layers."));
       return;
     }
     const names = links.peers.map((id) => nameOf(swarm.peers.get(id) ?? { peer: id }));
@@ -33,12 +33,12 @@ export class LinkMatrix {
   }
 }
 
-/** Of machines with these names. Roles are told because tables lose them where they are laid out as grids. */
+/** Table of links between machines with these names. Its roles are explicit because tables lose them when laid out as grids. */
 class LinkTable {
   constructor(names) {
     this.names = names;
     this.cells = []; // [row][column]
-    this.written = []; // what is in them, in the same places
+    this.written = []; // the values of the cells
     this.write = overFrames(names.map((_, row) => () => this.writeRow(row)));
     this.caption = h("caption", { class: "fine" });
     this.body = h("tbody", { role: "rowgroup" });

@@ -1,4 +1,4 @@
-// This machine: what it lends, what it does now and why, and what it has given. For its owner alone.
+// View of this machine, only for its owner: what it lends, what it does and why, and what it has contributed.
 
 import { askJson, isOwner, keepOwnerToken } from "./api.js";
 import { $, announce, fill, h, keepFocus } from "./dom.js";
@@ -6,9 +6,9 @@ import { bytes, plural, rate, units } from "./format.js";
 
 const LOOK_MS = 2000;
 const COMMANDS = {
-  running: [["pause", "Pause", {}], ["pause", "Pause, keep the weights in memory", { keep: "memory" }], ["finish", "Finish what runs, then pause", {}]],
-  finishing: [["resume", "Go on after all", {}], ["pause", "Pause now", {}]],
-  draining: [["resume", "Go on after all", {}]],
+  running: [["pause", "Pause", {}], ["pause", "Pause, keep the weights in memory", { keep: "memory" }], ["finish", "Finish running work, then pause", {}]],
+  finishing: [["resume", "Keep lending", {}], ["pause", "Pause now", {}]],
+  draining: [["resume", "Keep lending", {}]],
   paused: [["resume", "Lend again", {}]],
   waiting: [["pause", "Pause", {}]],
 };
@@ -19,16 +19,16 @@ const LENDS = {
   max_upload_bps: (value) => `at most ${rate(value)} up`,
   max_download_bps: (value) => `at most ${rate(value)} down`,
   share: (value) => `${percent(value)} of the device's time`,
-  only_idle_s: (value) => `when nobody has touched it for ${Math.round(value / 60)} min`,
+  only_idle_s: (value) => `after ${Math.round(value / 60)} min without keyboard or mouse`,
   max_load: (value) => `while other programs use less than ${percent(value)} of the CPUs`,
   exclusive: (value) => `not beside ${value.join(", ")}`,
   hours: (value) => `at ${value}`,
   days: (value) => `on ${value.join(", ")}`,
   on_mains: () => "not on battery",
   max_pressure: (value) => `while programs wait for memory less than ${percent(value)} of the time`,
-  unmetered: () => "not where the connection is paid by what it carries",
-  max_gpu_memory_bytes: (value) => `while other programs use less than ${bytes(value)} of a card`,
-  max_gpu_load: (value) => `while other programs use less than ${percent(value)} of a card's time`,
+  unmetered: () => "not on a metered connection",
+  max_gpu_memory_bytes: (value) => `while other programs use less than ${bytes(value)} of a GPU's memory`,
+  max_gpu_load: (value) => `while other programs use less than ${percent(value)} of a GPU's time`,
   monthly_bytes: (value) => `at most ${bytes(value)} of traffic a month`,
 };
 
@@ -38,7 +38,7 @@ export default class MachineView {
     setInterval(() => this.look(), LOOK_MS);
   }
 
-  /** Whether the view is looked at. */
+  /** Note whether the view is visible. */
   shown(isShown) {
     this.isShown = isShown;
     this.look();
@@ -65,9 +65,9 @@ export default class MachineView {
     };
     fill(
       $("machine"),
-      h("p", {}, "Only the owner of this machine sees and commands its nodes. Open the address that `swarmnode serve` prints, or paste it here."),
+      h("p", {}, "Only the owner of this machine sees and controls its nodes. Open the address that `swarmnode serve` prints, or paste it here."),
       why && h("p", { class: "error" }, why),
-      h("form", { class: "row", onsubmit: submit }, h("label", {}, "Address or token", field), h("button", { type: "submit" }, "Go on")),
+      h("form", { class: "row", onsubmit: submit }, h("label", {}, "Address or token", field), h("button", { type: "submit" }, "Continue")),
     );
   }
 
@@ -76,7 +76,7 @@ export default class MachineView {
     if (told === this.told && $("machine").childElementCount) return;
     this.told = told;
     const { node, command } = document.activeElement.dataset;
-    const none = h("p", {}, "No node runs here. ", h("code", {}, "swarmnode run"), " lends this machine to a swarm.");
+    const none = h("p", {}, "No node runs here. To lend this machine to a swarm, run ", h("code", {}, "swarmnode run"), ".");
     keepFocus(
       () => fill($("machine"), nodes.length ? nodes.map((each) => this.card(each)) : none),
       () => buttonOf(node, command),
@@ -95,17 +95,17 @@ export default class MachineView {
       "article",
       { class: "card node" },
       h("h2", {}, node.node, h("b", { class: `state ${node.state}` }, node.state)),
-      node.reason && h("p", {}, `Because: ${node.reason}.`),
+      node.reason && h("p", {}, `Reason: ${node.reason}.`),
       h("p", {}, `${node.swarm ?? ""}${node.span ? `, ${units(node.span)}` : ""}, ${plural(node.sessions ?? 0, "session")} now, on ${node.device ?? "?"}.`),
       h("div", { class: "row" }, (COMMANDS[node.state] ?? []).map(([command, label, more]) => this.button(node.node, command, label, more))),
-      h("div", { class: "columns" }, part("What it lends", lends.length ? lends : [h("li", {}, "whatever is free, at any time")]), part("What it gave", gave.map((each) => h("li", {}, each)))),
+      h("div", { class: "columns" }, part("What it lends", lends.length ? lends : [h("li", {}, "all free resources, at any time")]), part("What it contributed", gave.map((each) => h("li", {}, each)))),
     );
   }
 
   button(node, command, label, more) {
     const tell = async ({ target }) => {
       if (target.ariaDisabled) return;
-      target.ariaDisabled = "true"; // not `disabled`, which would take the focus from it
+      target.ariaDisabled = "true"; // not `disabled`, which would remove its focus
       try {
         const answer = await askJson(`/api/v1/machine/${encodeURIComponent(node)}`, { body: { command, ...more } });
         announce(`${node} is ${answer.state}.`);
@@ -119,7 +119,7 @@ export default class MachineView {
   }
 }
 
-/** The button by which a node is told this, else its first one. */
+/** Return the button of a node for this command; if there is none, the node's first button. */
 function buttonOf(node, command) {
   const all = [...$("machine").querySelectorAll("button")].filter((each) => each.dataset.node === node);
   return all.find((each) => each.dataset.command === command) ?? all[0];

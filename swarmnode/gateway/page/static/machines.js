@@ -1,4 +1,4 @@
-// The machines of a swarm as cards.
+// Machines of a swarm, as cards.
 
 import { $, fill, h, styled } from "./dom.js";
 import { byId, bytes, duration, hue, nameOf, plural, rate, units } from "./format.js";
@@ -15,7 +15,7 @@ const ORDERS = {
 export class Machines {
   constructor(element) {
     this.peers = new Map();
-    this.writeText = true; // else they remember nothing between passes, and there is no room for it to tell
+    this.writeText = true; // else there are no caches, and so no free room to show
     this.grid = new VirtualGrid(element, {
       make: () => h("article", { class: "card machine" }),
       show: (card, peer) => showMachine(card, peer, this.writeText),
@@ -28,7 +28,7 @@ export class Machines {
     $("order").addEventListener("change", () => this.arrange());
   }
 
-  /** These are there now, which `writeText` or compute something else. */
+  /** Show these machines; `writeText` is false if the model does something else. */
   set(peers, { writeText }) {
     this.peers = peers;
     this.writeText = writeText;
@@ -51,7 +51,7 @@ function showMachine(card, peer, writesText) {
   const speed = peer.decode_units_per_s || peer.training_units_per_s;
   const facts = [
     [peer.device, bytes(peer.memory_bytes), peer.number_format],
-    [`${Math.round(speed).toLocaleString("en")} units/s`, ...doing],
+    [`${Math.round(speed).toLocaleString("en")} layers/s`, ...doing],
     [`↑ ${rate(peer.up_bps)}`, `↓ ${rate(peer.down_bps)}`],
     [peer.reached === "unknown" ? "" : `reached: ${peer.reached}`, `here for ${duration(Date.now() / 1000 - peer.since)}`],
     [peer.standing === "good" ? peer.trust > 0 && `audited, trust ${peer.trust.toFixed(2)}` : peer.standing],
@@ -60,7 +60,7 @@ function showMachine(card, peer, writesText) {
   fill(
     card,
     h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: peer.peer }, nameOf(peer)), h("b", { class: `state ${peer.state}` }, peer.state)),
-    h("p", {}, peer.span[1] > peer.span[0] ? units(peer.span) : "holds nothing"),
+    h("p", {}, peer.span[1] > peer.span[0] ? units(peer.span) : "holds no layers"),
     lines.map((line) => h("p", { class: "fine", title: line }, line)),
   );
   styled(card, { "--hue": hue(peer.peer) });

@@ -1,4 +1,4 @@
-// The page: which view is shown, of which swarm.
+// The page: the chosen view and the chosen swarm.
 
 import { follow, takeOwnerToken } from "./api.js";
 import { Chat, models } from "./chat.js";
@@ -10,18 +10,18 @@ import { startTheme } from "./theme.js";
 const VIEWS = ["chat", "swarm", "machine"];
 const MODEL = "swarmnode.model";
 const RETRY_MS = 2000;
-const AWAY = "The gateway does not answer at the moment. Trying again…";
+const AWAY = "The gateway does not answer. Trying again…";
 
-// Views of which most visits need none: their modules come when one is first looked at.
+// Most visits need none of these views: each module is loaded when its view is first opened.
 const MODULES = {
   swarm: () => import("./swarm.js"),
   machine: () => import("./machine.js"),
 };
-const views = {}; // those that are made
-const begun = new Set(); // names of those that are made or come
+const views = {}; // created views
+const begun = new Set(); // names of views that are created or loading
 let swarm = new Swarm();
 let stop = () => {};
-const parents = new Map(); // of the adapters: the swarms whose models they change
+const parents = new Map(); // by adapter: the swarm whose model it changes
 
 const swarmName = (model) => parents.get(model) ?? model;
 
@@ -38,7 +38,7 @@ function wantedView() {
   return VIEWS.includes(named) ? named : "chat";
 }
 
-/** Make a view, once, as soon as the gateway gives its modules. */
+/** Create a view once, as soon as the gateway provides its modules. */
 async function make(name) {
   if (begun.has(name)) return;
   begun.add(name);
@@ -112,7 +112,7 @@ async function untilItAnswers(work) {
 takeOwnerToken();
 startTheme();
 document.querySelector(".skip").addEventListener("click", (click) => {
-  click.preventDefault(); // the part behind # names views
+  click.preventDefault(); // the part after # names a view
   $("main").focus();
 });
 addEventListener("hashchange", () => {

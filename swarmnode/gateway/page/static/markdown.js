@@ -1,5 +1,5 @@
-// Markdown as elements: what models write most of CommonMark and GitHub's tables. Built out of text nodes, so whatever a stranger
-// writes stays text; links lead to the web alone.
+// Markdown as elements: the parts of CommonMark and of GitHub's tables that models use most. It builds text nodes, so text of
+// strangers stays text; links lead only to the web.
 
 import { h } from "./dom.js";
 
@@ -10,7 +10,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const TABLE_RULE = /^ *\|?( *:?-+:? *\|)+ *(:?-+:? *)?$/;
 const WEB = /^https?:\/\//i;
-// Every part is bounded, so that no text takes long, however it was made.
+// Every part is bounded, so that no text takes long to parse.
 const INLINE = new RegExp(
   [
     /(`{1,3})(?!`)([^`\n]{1,500})\1(?!`)/,
@@ -27,7 +27,7 @@ const INLINE = new RegExp(
 );
 const MAX_DEPTH = 8;
 
-/** The elements of a text; one that is still being written is shown as far as it goes. */
+/** Return the elements of a text, which may be incomplete. */
 export const markdown = (text) => blocks(text.split("\n"), 0);
 
 function blocks(lines, depth) {

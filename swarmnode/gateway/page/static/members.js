@@ -1,4 +1,4 @@
-// Who belongs to a swarm, for its owner: seen by whoever owns this machine, changed with the owner's key that lies on it.
+// Members of a swarm. The owner of this machine sees them; changing them needs the swarm owner's key on this machine.
 
 import { askJson, isOwner } from "./api.js";
 import { $, fill, h, styled } from "./dom.js";
@@ -14,7 +14,7 @@ export class Members {
   constructor() {
     this.name = null; // of the swarm
     this.isShown = false;
-    this.hasOwner = true; // until the gateway says otherwise
+    this.hasOwner = true; // until the gateway denies it
     this.told = null;
     this.owned = false;
     this.members = new VirtualGrid($("members"), { ...CARD, show: (card, each) => this.showMember(card, each), idOf: (each) => each.peer, label: "Members" });
@@ -24,7 +24,7 @@ export class Members {
     setInterval(() => this.look(), LOOK_MS);
   }
 
-  /** Show those of the swarm that is called so here. */
+  /** Show the members of the swarm called `name`. */
   follow(name) {
     if (name === this.name) return;
     this.name = name;
@@ -35,7 +35,7 @@ export class Members {
     this.look();
   }
 
-  /** Whether the view is looked at. */
+  /** Note whether the view is visible. */
   shown(isShown) {
     this.isShown = isShown;
     this.look();
@@ -65,14 +65,14 @@ export class Members {
 
   show(picture) {
     const told = JSON.stringify(picture);
-    if (told === this.told) return; // who has the focus keeps it
+    if (told === this.told) return; // so that the focus stays
     this.told = told;
     this.owned = picture.owned;
     const isPrivate = picture.membership === "private";
     $("owner-part").hidden = false;
     $("invites-block").hidden = !picture.owned || !isPrivate;
-    const who = isPrivate ? "Only those whom its owner invited belong to it." : "Everybody may join it; its owner may revoke peers.";
-    const where = picture.owned ? "" : " That is done where the .swarm file and the owner's key lie, which is not here.";
+    const who = isPrivate ? "Only invited machines belong to it." : "Everyone may join it; its owner can revoke machines.";
+    const where = picture.owned ? "" : " To change members, open the page on the machine with the .swarm file and the owner's key.";
     $("members-note").textContent = `${plural(picture.members.length, "member")} seen. ${who}${where}`;
     this.members.set(picture.members);
     this.invites.set(picture.invites.toReversed()); // the newest first
@@ -80,7 +80,7 @@ export class Members {
 
   showMember(card, member) {
     const facts = [member.role, member.group && `group ${member.group}`, member.role && until(member.expires_at)];
-    const text = facts.filter(Boolean).join(" · ") || "came without an invite";
+    const text = facts.filter(Boolean).join(" · ") || "joined without an invite";
     fill(
       card,
       h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: member.peer }, nameOf(member)), h("b", { class: `state ${member.state}` }, member.state)),
@@ -92,7 +92,7 @@ export class Members {
   }
 
   showInvite(card, invite) {
-    const title = `the invite ${shortId(invite)}${invite.note ? ` (${invite.note})` : ""} and all who came by it`;
+    const title = `the invite ${shortId(invite)}${invite.note ? ` (${invite.note})` : ""} and all who joined by it`;
     showGiven(card, invite, invite.revoked ? null : this.revoker(invite.id, title));
   }
 
@@ -102,21 +102,21 @@ export class Members {
   }
 
   async revoke(who, title) {
-    const told = await this.command(`Revoke ${title}? It cannot be taken back.`, "revocations", { who });
+    const told = await this.command(`Revoke ${title}? You cannot undo this.`, "revocations", { who });
     if (!told) return;
-    const heard = told.told ? `${plural(told.told, "peer")} heard it, and others will from them` : "it spreads as soon as others are online";
+    const heard = told.told ? `${plural(told.told, "machine")} got the news and will pass it on` : "it spreads as soon as other machines are online";
     $("members-said").textContent = `Revoked ${title}: ${heard}.`;
   }
 
   async invite(submit) {
     submit.preventDefault();
-    const made = await this.command("Make an invite", "invites", terms());
+    const made = await this.command("Create an invite", "invites", terms());
     if (!made) return;
     $("invite-form").reset();
     showNew($("new-invite"), made);
   }
 
-  /** The answer, or null. What is shown is looked at anew. */
+  /** Send an owner's command and return the response; null if it failed or was cancelled. Then update the view. */
   async command(question, what, body) {
     try {
       const answer = await askAsOwner(question, this.path(what), body);

@@ -1,9 +1,9 @@
-// The owner's key: its password is asked for each time, goes with one request, and is kept nowhere.
+// The owner's key: its password is asked for each time, sent with one request, and not stored.
 
 import { askJson } from "./api.js";
 import { $ } from "./dom.js";
 
-/** The answer to what the owner wants, once the password opens the key; null where they think better of it. */
+/** Ask for the key's password, send the owner's command with it, and return the response; null if the user cancels. */
 export function askAsOwner(question, path, body) {
   const dialog = $("owner-dialog");
   const form = $("owner-form");
@@ -29,7 +29,7 @@ export function askAsOwner(question, path, body) {
     const close = () => {
       form.removeEventListener("submit", send);
       password.value = "";
-      resolve(answer); // which may still be under way
+      resolve(answer); // it may still be pending
     };
     $("owner-title").textContent = question;
     $("owner-error").textContent = "";
@@ -39,7 +39,7 @@ export function askAsOwner(question, path, body) {
   });
 }
 
-/** The button that closes the question unanswered. */
+/** Set up the button that cancels the dialog. */
 export function startOwnerDialog() {
   $("owner-cancel").addEventListener("click", () => $("owner-dialog").close());
 }

@@ -1,4 +1,4 @@
-// A swarm as its events tell it.
+// State of a swarm, kept up to date by its events.
 
 export class Swarm {
   constructor() {
@@ -6,7 +6,7 @@ export class Swarm {
     this.counts = null;
   }
 
-  /** Raises nothing: what is not known is passed over. */
+  /** Apply an event of the swarm's stream. */
   hear(name, told) {
     const { peers = [], gone = [], ...rest } = told;
     if (name === "swarm") this.peers = new Map();
@@ -16,7 +16,7 @@ export class Swarm {
     this.counts = null;
   }
 
-  /** How many ready machines hold each unit. */
+  /** Number of ready machines that hold each unit. */
   get holders() {
     this.counts ??= countHolders(this);
     return this.counts;

@@ -1,4 +1,4 @@
-// The texts that this gateway has written now, and by which machines.
+// Texts that this gateway has in progress, with the machines that write them.
 
 import { fill, h, refill } from "./dom.js";
 import { plural } from "./format.js";
@@ -7,7 +7,7 @@ import { badge } from "./writers.js";
 
 export class Sessions {
   constructor(element) {
-    this.nothing = h("p", { class: "fine" }, "Nothing, by this gateway.");
+    this.nothing = h("p", { class: "fine" }, "None at this gateway.");
     this.list = h("ul", { class: "sessions" });
     this.rows = new KeptElements(this.list, { make: () => h("li"), show: showSession, idOf: ({ session }) => session.trace });
     fill(element, this.nothing, this.list);

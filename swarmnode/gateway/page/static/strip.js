@@ -1,4 +1,4 @@
-// The model as a strip of its units: above how many machines hold each, below every machine's span, in as many lanes as it takes.
+// The model as a strip of its layers (units): at the top the number of holders, below it every machine's span, in several lanes.
 
 import { coverage } from "./coverage.js";
 import { fill, h, refill, styled } from "./dom.js";
@@ -7,7 +7,7 @@ import { KeptElements } from "./kept-elements.js";
 
 const LANES = 8;
 
-/** The whole strip. */
+/** Strip of a model. */
 export class Strip {
   constructor(element) {
     this.cells = h("div", { class: "coverage tall" });
@@ -39,7 +39,7 @@ function showBar(bar, { peer, lane, isWriting }, before) {
   });
 }
 
-/** Spans in rows in which none overlaps another, the first row that has room taking the next; and how many found room in none. */
+/** Arrange spans in rows without overlaps, each in the first row with room; also return how many found no room. */
 function packed(peers) {
   const rows = [];
   let hidden = 0;

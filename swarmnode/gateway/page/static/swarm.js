@@ -1,4 +1,4 @@
-// A swarm at a glance: what it lacks, who is there, what is written now, and how the last hour went.
+// View of a swarm: missing layers, machines, texts in progress, and the last hour.
 
 import { askJson } from "./api.js";
 import { Figures } from "./chart.js";
@@ -31,7 +31,7 @@ export default class SwarmView {
     setInterval(() => this.look("history"), HISTORY_MS);
   }
 
-  /** Show this one. */
+  /** Show this swarm. */
   follow(swarm) {
     this.swarm = swarm;
     this.links = null;
@@ -39,7 +39,7 @@ export default class SwarmView {
     this.refresh();
   }
 
-  /** Whether the view is looked at. */
+  /** Note whether the view is visible. */
   shown(isShown) {
     this.isShown = isShown;
     this.members.shown(isShown);
@@ -47,7 +47,7 @@ export default class SwarmView {
     this.refresh();
   }
 
-  /** At what events do not tell, without waiting for its time to come. */
+  /** Ask at once for the data that events do not contain. */
   lookAtOnce(swarm) {
     if (this.asked === swarm) return;
     this.asked = swarm;
@@ -55,7 +55,7 @@ export default class SwarmView {
     this.look("history");
   }
 
-  /** Ask for what is not told by events. */
+  /** Ask for data that events do not contain. */
   async look(what) {
     const { swarm } = this;
     if (!this.isShown || document.hidden || !swarm?.id) return;
@@ -63,9 +63,9 @@ export default class SwarmView {
     try {
       told = await askJson(`/api/v1/swarms/${encodeURIComponent(swarm.id)}/${what}`);
     } catch {
-      return; // the stream of events tells that the gateway is away
+      return; // the event stream shows that the gateway is away
     }
-    if (swarm !== this.swarm) return; // another was chosen meanwhile
+    if (swarm !== this.swarm) return; // the user has chosen another swarm
     if (what === "links") {
       this.links = told;
       this.showLinks();
@@ -79,7 +79,7 @@ export default class SwarmView {
     if (this.links) this.matrix.show(this.links, this.swarm, $("link-kind").value);
   }
 
-  /** What an event may have changed, a part after the other, so that none holds up a frame for the others. */
+  /** Return the parts that an event may change; they are updated one after the other, so that none delays a frame for the others. */
   parts() {
     const looked = (show) => () => this.isShown && this.swarm?.id && show(this.swarm);
     return [
@@ -101,7 +101,7 @@ export default class SwarmView {
 
 const writesText = (swarm) => otherTask(swarm.task) === null;
 
-/** Samples of the last hour, and what of them is drawn. */
+/** Return the samples of the last hour, and the series that are drawn. */
 function seriesOf(samples) {
   return { samples, tokens: samples.map((each) => each.tokens_per_s), losses: samples.map((each) => each.loss).filter((loss) => loss !== null) };
 }
@@ -110,7 +110,7 @@ function showHead(element, swarm) {
   const { name, mode, model, missing } = swarm;
   const size = swarm.weights_bytes / swarm.units;
   const what = [
-    `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "unit")}, ${bytes(swarm.weights_bytes)}.`,
+    `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "layer")}, ${bytes(swarm.weights_bytes)}.`,
     mode === "serve" && otherTask(swarm.task),
     swarm.adapters.length && `Adapters: ${swarm.adapters.join(", ")}.`,
   ];
@@ -130,14 +130,14 @@ function figures(swarm, history) {
   const busy = peers.reduce((sum, peer) => sum + peer.sessions, 0);
   const shown = [
     { title: "Machines", now: String(swarm.peers.size), note: `${ready} ready, ${plural(swarm.bootstraps.length, "bootstrap peer")}` },
-    ...(writesText(swarm) ? writing(busy, history) : [{ title: "Passes at machines", now: String(busy), note: "that run or wait for their turn" }]),
+    ...(writesText(swarm) ? writing(busy, history) : [{ title: "Passes at machines", now: String(busy), note: "running or waiting" }]),
   ];
   return swarm.mode === "train" ? [...shown, ...training(swarm, history)] : shown;
 }
 
 function writing(busy, { tokens }) {
   return [
-    { title: "Sessions at machines", now: String(busy), note: "each text has one at every machine of its route" },
+    { title: "Sessions at machines", now: String(busy), note: "each text has one at each machine of its route" },
     { title: "Tokens per second, by this gateway", now: (tokens.at(-1) ?? 0).toFixed(1), points: tokens },
   ];
 }
@@ -150,6 +150,6 @@ function training(swarm, { samples, losses }) {
     { title: "Training step", now: swarm.training_step.toLocaleString("en"), note: pace },
     losses.length
       ? { title: "Loss", now: losses.at(-1).toFixed(4), points: losses, fromZero: false }
-      : { title: "Loss", now: "?", note: "known where a node of this machine trains" },
+      : { title: "Loss", now: "?", note: "known if a node of this machine trains" },
   ];
 }

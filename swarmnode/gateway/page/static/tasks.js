@@ -1,11 +1,11 @@
-// What models are for that do not converse.
+// Uses of models that cannot chat.
 
 const OTHERS = {
-  embed: "It makes a vector of a text. Programs ask for it at /v1/embeddings.",
-  classify: "It tells the class of a text. Programs ask for it at /classify.",
-  infer: "It is a module, from arrays to arrays. It is asked by swarmnode infer, or from Python.",
-  train: "It is a module that is being trained: it answers nobody.",
+  embed: "It turns a text into a vector. Programs call it at /v1/embeddings.",
+  classify: "It classifies texts. Programs call it at /classify.",
+  infer: "It is a module that turns arrays into arrays. Use it by swarmnode infer, or from Python.",
+  train: "It is a module in training: it does not answer yet.",
 };
 
-/** What such a model does; null for one that generates text, or while that is not known. */
+/** Return the use of such a model; null for a model that generates text, or if the task is unknown. */
 export const otherTask = (task) => OTHERS[task] ?? null;

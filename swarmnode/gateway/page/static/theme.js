@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it.
+// Theme: light, dark, or that of the system.
 
 import { $ } from "./dom.js";
 
@@ -6,7 +6,7 @@ const KEY = "swarmnode.theme";
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 const SIGNS = { auto: "◐", light: "☀", dark: "☾" };
 
-/** Begin with what was chosen last; the button goes through all three. */
+/** Start with the last chosen theme; the button cycles through all three. */
 export function startTheme() {
   const show = (theme) => {
     document.documentElement.dataset.theme = theme;

@@ -1,4 +1,4 @@
-// Cards of one size in as many columns as fit, of which only those in sight exist: a thousand machines cost what a screenful does.
+// Cards of one size in as many columns as fit. Only visible ones exist: a thousand machines cost as much as a screenful.
 
 import { SLICE_MS, everyFrame, h, keepFocus, styled } from "./dom.js";
 import { KeptElements } from "./kept-elements.js";
@@ -7,7 +7,7 @@ const SPARE_ROWS = 2;
 const MOST_PX = 516;
 
 export class VirtualGrid {
-  /** `make()` is an empty card, `show(card, item)` writes an item on it; sizes are in pixels, `idOf(item)` stays the same. */
+  /** `make()` returns an empty card, `show(card, item)` fills it; sizes are in pixels, `idOf(item)` is an item's constant id. */
   constructor(element, { make, show, idOf, width, height, label }) {
     Object.assign(this, { show, width, height });
     this.items = [];
@@ -24,14 +24,14 @@ export class VirtualGrid {
     new ResizeObserver(this.draw).observe(this.window);
   }
 
-  /** Show these, in this order. */
+  /** Show these items, in this order. */
   set(items) {
     this.items = items;
     this.draw();
   }
 
   drawNow() {
-    const { scrollTop } = this.window; // everything is read before anything is written: the browser lays out once
+    const { scrollTop } = this.window; // read everything before writing anything, so that the browser lays out once
     const columns = Math.max(1, Math.floor(this.sheet.clientWidth / this.width));
     const count = this.items.length;
     const rows = Math.ceil(count / columns);
@@ -43,7 +43,7 @@ export class VirtualGrid {
       styled(this.window, { height: `${Math.min(rows * this.height, MOST_PX)}px` });
     }
     const places = this.items.slice(first, first + inSight).map((item, offset) => ({ item, index: first + offset, columns, count }));
-    if (!this.cards.set(places, performance.now() + SLICE_MS)) this.draw(); // the others in the next frame
+    if (!this.cards.set(places, performance.now() + SLICE_MS)) this.draw(); // the rest in the next frame
   }
 
   showPlace(card, { item, index, columns, count }, before) {

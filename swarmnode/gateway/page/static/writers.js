@@ -1,23 +1,23 @@
-// The machines that write a sentence, and what happened when one of them went away.
+// Machines that write a text, and sentences about machines that left meanwhile.
 
 import { announce, fill, h, styled } from "./dom.js";
 import { hue, nameOf, plural, seconds, units } from "./format.js";
 
-/** A machine's colour and name. */
+/** Return a badge with a machine's colour and name. */
 export function badge(swarm, id, ...more) {
   const peer = swarm?.peers.get(id) ?? { peer: id, name: "" };
   return styled(h("span", { class: "badge" }, h("i", { "aria-hidden": "true" }), nameOf(peer), ...more), { "--hue": hue(id) });
 }
 
-/** What is told of one text while it is written. `happened` are sentences: who went away, and who took over. */
+/** State of one text in progress. `happened` holds sentences: which machine left, and which took over. */
 export class Writing {
   constructor() {
     this.session = null;
     this.happened = [];
-    this.names = new Map(); // of machines, by id, also of those that are not here any more
+    this.names = new Map(); // names of machines by id, also of those that have left
   }
 
-  /** The session goes on, as the gateway tells it. */
+  /** Take the session's new state. */
   hear(session, swarm) {
     const before = this.session;
     for (const { peer } of session.route) if (swarm?.peers.has(peer)) this.names.set(peer, nameOf(swarm.peers.get(peer)));
@@ -34,7 +34,7 @@ export class Writing {
     const cause = after.faults.findLast((fault) => gone.some((hop) => hop.peer === fault.peer))?.cause.replaceAll("_", " ");
     const who = gone.map((hop) => this.name(hop.peer)).join(" and ") || "A machine";
     const next = came.length ? came.map((hop) => `${this.name(hop.peer)} took over ${units(hop.span)}`).join(", ") : "the others took over";
-    const text = `${who} went away${cause ? ` (${cause})` : ""} after token ${before.tokens}; ${next}. The longest wait was ${seconds(after.longest_stall_s)}.`;
+    const text = `${who} left${cause ? ` (${cause})` : ""} after token ${before.tokens}; ${next}. The longest wait was ${seconds(after.longest_stall_s)}.`;
     this.happened.push(text);
     announce(text);
   }
@@ -43,21 +43,21 @@ export class Writing {
     return this.names.get(id) ?? id.slice(-8);
   }
 
-  /** For the conversation, which outlives the machines. */
+  /** Return the facts to store with the conversation. */
   summary() {
     return { machines: (this.session?.route ?? []).map((hop) => ({ peer: hop.peer, name: this.name(hop.peer) })), happened: this.happened };
   }
 }
 
-/** Show it; `isLive` while it is being written. */
+/** Show the machines of a text; `isLive` while it is in progress. */
 export function showWriting(element, writing, swarm, isLive) {
   const session = writing?.session;
   if (!session) {
-    fill(element, h("p", { class: "fine" }, isLive ? "Looking for machines…" : "Say something, and you see here which machines answer."));
+    fill(element, h("p", { class: "fine" }, isLive ? "Looking for machines…" : "Send a message to see here which machines answer."));
     return;
   }
   const hops = session.route.map((hop) => {
-    const device = swarm?.peers.get(hop.peer)?.device ?? "not here any more";
+    const device = swarm?.peers.get(hop.peer)?.device ?? "has left";
     return h("li", {}, badge(swarm, hop.peer), h("span", { class: "fine" }, `${units(hop.span)} · ${device}`));
   });
   const route = h("ol", { class: isLive ? "route live" : "route" }, hops);
