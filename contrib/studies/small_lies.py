@@ -295,7 +295,7 @@ def false_alarms(records: Records, positions: int, dice: random.Random) -> dict[
             alarms += found.false_hop is not None
             near += found.near_hop is not None
             done += sum(judged.compared for judged in found.judgements)
-            worst = max(worst, *(judged.worst for judged in found.judgements[:-1]))
+            worst = max([worst, *(judged.worst for judged in found.judgements[: len(records.hops) - 1])])
     return {
         "positions": done,
         "comparisons": comparisons,
