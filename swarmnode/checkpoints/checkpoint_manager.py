@@ -30,7 +30,7 @@ MAX_TOLD = 16
 @dataclass(eq=False)
 class CheckpointManager:
     """Store of a stage's states, one at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are
-    the stage's own; what the node held before may be on the disk, too."""
+    the stage's own; what the node held before may be on the disk, too. `electorate`: whose word counts on what is fetched."""
 
     peer: LocalPeer
     root: Path
@@ -38,6 +38,7 @@ class CheckpointManager:
     backups: BackupFolder | None = None
     _: KW_ONLY
     blocks: frozenset[int] = frozenset()
+    electorate: Callable[[], Electorate] = Electorate
 
     def __post_init__(self) -> None:
         self._ledger = self.peer.link_config.ledger
@@ -106,28 +107,28 @@ class CheckpointManager:
         """Bring a step of these blocks from the peers; which one it is."""
         assert self.store is not None
         async with self._fetching:
-            return await fetch_states(self._board, peers, blocks, into=self.store, at_least=at_least)
+            return await fetch_states(
+                self._board, peers, blocks, into=self.store, at_least=at_least, electorate=self.electorate
+            )
 
     async def restore(
         self,
         peers: Callable[[], Iterable[PeerId]],
         blocks: Collection[int],
         units: int,
-        electorate: Callable[[], Electorate] = Electorate,
     ) -> int | None:
         """Bring these blocks of the newest step of which all `units` are there, as backups if need be, and keep its run's
         states from now on; which step it is. None where there is none, or it is here. Raises PeerRefused, LocalError."""
         async with self._fetching:
-            return await self._restore(peers, blocks, units, electorate)
+            return await self._restore(peers, blocks, units)
 
     async def _restore(
         self,
         peers: Callable[[], Iterable[PeerId]],
         blocks: Collection[int],
         units: int,
-        electorate: Callable[[], Electorate],
     ) -> int | None:
-        found = await find_whole_step(self._board, peers, blocks, units, self.backups, electorate)
+        found = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
         if found is None:
             return None
         self.open(found.run)
@@ -141,7 +142,7 @@ class CheckpointManager:
             into=self.store,
             step=found.step,
             backups=self.backups,
-            electorate=electorate,
+            electorate=self.electorate,
         )
 
     async def close(self) -> None:

@@ -107,9 +107,11 @@ async def export(
     *,
     force: bool = False,
     patience_s: float = PATIENCE_S,
+    on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
 ) -> int:
     """Write the trained model into the folder `out`, which appears when all of it is there; the step that it is of.
 
+    `on_unconfirmed` hears of the parts of which one holder alone had the state.
     For a language model it is what `from_pretrained` reads, else safetensors for `load_state_dict`. Raises UsageError
     where there is something at `out` (`force`: something else than a checkpoint), PeerRefused where the peers do not have
     all units after `patience_s`, LocalError.
@@ -130,13 +132,14 @@ async def export(
                 at_least=found.step,
                 progress=progress,
                 whole=True,
-                electorate=lambda: Electorate(host.directory.peers()),
+                electorate=lambda: Electorate.of(host.directory),
                 on_unconfirmed=lambda blocks: unconfirmed.extend(map(named, blocks)),
             )
             files = [
                 store.path(step, block, verify=False) for block in found.blocks
             ]  # each chunk was checked on its way
             await _write(host, files, out, force, unconfirmed)
+            on_unconfirmed(unconfirmed)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:
             store.close()
@@ -156,11 +159,11 @@ async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         listings = await survey(board, _others(host))
-        found = whole_step(listings, len(units), Electorate(host.directory.peers()))
+        found = whole_step(listings, len(units), Electorate.of(host.directory))
         if found is not None:
             return found
         if asyncio.get_running_loop().time() > deadline_s:
-            lack = _lack(units, listings, Electorate(host.directory.peers()))
+            lack = _lack(units, listings, Electorate.of(host.directory))
             raise PeerRefused(lack, code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
 

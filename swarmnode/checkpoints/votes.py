@@ -5,8 +5,8 @@ holders list it (both, where there are two), and so does a version; what a versi
 whose own versions are alike, for devices round differently (`SecondVoice`). A backup of a step makes its keeper a holder as
 far as this step goes: that it has others, or not this one, says nothing.
 
-Where peers that announce a unit as ready list its state, they alone have a say, and each owner one vote, however many peers it has.
-The state of the only holder is used and called unconfirmed.
+Where peers that announce a unit as ready list its state, they alone have a say, on a step those that were ready before it, and each
+owner one vote, however many peers it has. The state of the only holder is used and called unconfirmed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from swarmnode.codec.state_messages import StateEntry
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group
+from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import FileContent
@@ -103,10 +104,16 @@ def majority(holders: int) -> int:
 
 @dataclass(frozen=True)
 class Electorate:
-    """Peers as they announce themselves: whose vote is whose, and who is ready with what. One that knows nobody gives each peer a
-    vote of its own."""
+    """Peers as they announce themselves: whose vote is whose, and who is ready with what, `ready_after` which step. One that knows
+    nobody gives each peer a vote of its own."""
 
     announced: Mapping[PeerId, Announcement] = field(default_factory=dict)
+    ready_after: Mapping[PeerId, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: Directory) -> Electorate:
+        """Return the peers that a directory knows now."""
+        return cls(directory.peers(), directory.ready_after())
 
     def owner(self, peer: PeerId) -> str:
         """Return whose vote a peer's is."""
@@ -119,6 +126,10 @@ class Electorate:
         if known is None or known.life is not State.READY:
             return False
         return known.holds(block) if block != SHARED else known.span[0] < known.span[1]
+
+    def was_ready(self, peer: PeerId, step: int) -> bool:
+        """Return whether a peer that is ready came to the holders before this step: of an earlier one it has what it was given."""
+        return self.ready_after.get(peer, -1) < step
 
 
 class Votes:
@@ -178,18 +189,20 @@ class Votes:
     def _listed(self, step: int, block: int) -> dict[str, Version]:
         """By owner, the version of a block that has its vote."""
         listed = self._versions[step].get(block, {})
-        voters = self._having_a_say(block, listed)
+        voters = self._having_a_say(step, block, listed)
         return {self._electorate.owner(peer): listed[peer] for peer in sorted(voters, reverse=True)}
 
-    def _having_a_say(self, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
-        """Of these peers those that announce the block as ready; all, if no peer does that lists it at any step."""
+    def _having_a_say(self, step: int, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
+        """Return of these peers those that announced the block as ready before the step; those that do now, if none did; all, if no
+        peer does that lists the block."""
         ready = [peer for peer in self._newest.get(block, {}) if self._electorate.is_ready(peer, block)]
-        return [peer for peer in peers if peer in ready] if ready else peers
+        voters = [peer for peer in ready if self._electorate.was_ready(peer, step)] or ready
+        return [peer for peer in peers if peer in voters] if voters else peers
 
     def _holders(self, step: int, block: int) -> int:
         """How many owners have a say in a step."""
         holders = {*self._newest.get(block, {}), *self._versions[step].get(block, {})}
-        return len({self._electorate.owner(peer) for peer in self._having_a_say(block, holders)})
+        return len({self._electorate.owner(peer) for peer in self._having_a_say(step, block, holders)})
 
     def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
         """Who has another version of the chosen step, and of which blocks."""
@@ -213,7 +226,7 @@ class Votes:
         """Holders of another version of the chosen step, one for each owner."""
         every, chosen, others = self._versions[choice.step].get(block, {}), choice.versions[block], {}
         owners = {owner for owner, version in self._listed(choice.step, block).items() if version == chosen}
-        for peer in self._having_a_say(block, every):
+        for peer in self._having_a_say(choice.step, block, every):
             owner = self._electorate.owner(peer)
             if every[peer] != chosen and owner not in owners:
                 owners.add(owner)

@@ -187,6 +187,11 @@ class Directory:
         """The live peers by id, ourselves included once we announced; a snapshot."""
         return self._peer_table.live
 
+    def ready_after(self) -> Mapping[PeerId, int]:
+        """For each peer that is ready with units: the training step at which their holders were when it came (-1: it was there
+        before this machine looked, or was the first)."""
+        return self._peer_table.ready_after()
+
     def suspects(self) -> Mapping[PeerId, Announcement]:
         """By id, what those announced whom `suspect` dropped and who have not come back: they may live or not."""
         return self._peer_table.suspects(self._now())
