@@ -51,8 +51,8 @@ class Suspicion:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPeer:
-    """Units (`span`) that a peer is ready with, the training step `after` which it came to their holders (-1: there were none, or it
-    was here before this machine), and when it was seen last."""
+    """Units (`span`) that a peer is ready with, the training step `after` which it came to their holders (-1: there were none, or
+    it was here before this machine), and when it was seen last."""
 
     span: tuple[int, int]
     after: int
