@@ -11,7 +11,7 @@ VIRTUAL, FAST = True, False
 
 
 async def attack() -> Outcome:
-    return await found_out(lambda member, _model: tamper(member, a_little_off(1.2e-5)))
+    return await found_out(lambda member, _model: tamper(member, a_little_off(5e-5)))
 
 
 main(__name__, attack, virtual=VIRTUAL)

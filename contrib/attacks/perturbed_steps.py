@@ -1,4 +1,4 @@
-"""A peer perturbs one of ten steps by five times the noise of honest peers, which changes the text now and then."""
+"""A peer perturbs one of ten steps by more than the noise of honest peers, which changes the text now and then."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from liar import found_out
 from tests.node.audited_swarm import noise_on_every_tenth, tamper
 
 VIRTUAL, FAST = True, False
-FIVE_TIMES_THE_NOISE = 1e-6  # of float32: contrib/benchmarks/audits.py finds 1.2e-7 to 2e-7
+BEYOND_NOISE = 5e-5  # of float32: honest positions of trained models lie at up to 4.5e-5
 
 
 async def attack() -> Outcome:
-    return await found_out(lambda member, _model: tamper(member, noise_on_every_tenth(FIVE_TIMES_THE_NOISE)))
+    return await found_out(lambda member, _model: tamper(member, noise_on_every_tenth(BEYOND_NOISE)))
 
 
 main(__name__, attack, virtual=VIRTUAL)

@@ -47,7 +47,7 @@ FORMATS = ("float32", "bfloat16", "float16", "bfloat16-int8", "bfloat16-nf4")
 CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
 STEP_S, PROMPT_POSITION_S = 1.0, 4 / 64  # of a card: a pass of 64 positions costs four decode steps
 MEAN_TRUST = 2 / 3  # of whom the mean share is audited
-NOISE_FACTOR, ONE_STEP_IN = 5.0, 10
+NOISE_FACTOR, ONE_STEP_IN = 20.0, 10
 MAX_STEPS = 20_000  # of a liar that is never found
 
 Passes = Iterator[list[tuple[int, int, int]]]
@@ -263,7 +263,7 @@ def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: s
 
 
 def perturbers(checkpoint: Checkpoint, trials: int, seed: int) -> dict[str, Any]:
-    """Peers that perturb one step in ten by five times the honest noise of their number format."""
+    """Peers that perturb one step in ten by twenty times the honest noise of their number format."""
     results = {}
     for number_format in ("float32", "bfloat16"):
         served, again = (work.hidden[0] for work in pair(Replica(checkpoint, number_format), Codec.NONE, seed))
@@ -357,7 +357,7 @@ def main() -> None:
         other = save_model(Path(folder, "other"), args.seed + 1)
         result = {
             "a_pass_of_64_in_steps_here": round(steps_of_a_pass(checkpoint), 2),
-            "one_step_in_ten_off_by_5_times_the_noise": perturbers(checkpoint, args.trials, args.seed),
+            "one_step_in_ten_off_by_20_times_the_noise": perturbers(checkpoint, args.trials, args.seed),
             "most_segments_until_found": gross_liars(checkpoint, other, args.seed),
             "honest": honest(checkpoint, args.comparisons, args.seed),
         }

@@ -1,22 +1,31 @@
 """How small a lie audits find: one position a text, against what honest peers differ by over kernels, adapters and trained models.
 
     OMP_NUM_THREADS=1 python contrib/studies/small_lies.py record FOLDER [--model CHECKPOINT_OR_GGUF] [--texts 32] [--seed 1]
+    python contrib/studies/small_lies.py judge FOLDER [--positions 1000000] [--trials 100] [--seed 1]
 
 `record` computes the same texts in processes whose kernels differ (those of this machine, AVX2's, and ATen's and oneDNN's oldest),
 each once as it is served and once as an audit does, without and with an adapter, and once for each lie of the first hop; what each
 hop sends on is kept in FOLDER. Without `--model` it is a small Llama with random weights.
+
+`judge` draws from these records again and again, sketches them by fresh seeds, and compares them by the code that clients run:
+honest pairs of any two kernels and ways, of texts of any length, until so many positions are compared; and liars, audited at the
+default share as peers of long standing are, who lie in every text or in one of ten, until they are out. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +34,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the line above: it reads OMP_NUM_THREADS when it is imported
 from torch import Tensor, nn
 
+from swarmnode.audits.audit_case import Comparison, TextRun, compare
+from swarmnode.audits.hop_account import HopAccount
+from swarmnode.audits.referee import odd_one_out
+from swarmnode.codec.audit_messages import SEED_BYTES
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.adapters.adapter_file import Lora, features_of
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.sketch import sketch
 from swarmnode.founding.model_source import open_plain
+from swarmnode.plan.audits.judgement import Calibration
+from swarmnode.plan.audits.selection import AuditBudget, cost_of
+from swarmnode.swarm.peers.standing import are_too_many
+from swarmnode.swarm.records.statement import Edge, Statement
 
 LENGTH, PROMPT = 128, 32
 FORMATS = ("float32", "bfloat16")
@@ -39,6 +59,10 @@ KERNELS = {
     "old": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
 }
 LIES = ("zeroed", "swapped", "head", "early")
+WAYS = ("served", "audited")
+SHORTEST = 8  # of the texts that are judged
+TEXTS = 500  # of a liar
+STEP_S, PROMPT_POSITION_S = 1.0, 4 / 64  # of a card: a pass of 64 positions costs four decode steps
 RANK, STRENGTH = 4, 0.05  # of the adapter: its product is a tenth of a layer's own, or so
 CHUNK_SESSIONS = 16  # decoded together
 
@@ -193,7 +217,7 @@ def compute(folder: Path, kernel: str, seed: int) -> None:
             pipeline = Pipeline(checkpoint, number_format, adapted=adapted)
             name = f"{number_format}{'+adapter' if adapted else ''}.{kernel}"
             began_s = time.perf_counter()
-            for way in ("served", "audited"):
+            for way in WAYS:
                 torch.save(pipeline.compute(ids_ST, served=way == "served"), folder / f"{name}.{way}.pt")
             for kind in LIES if kernel == "own" and not adapted else ():
                 dice = random.Random(seed)
@@ -205,13 +229,146 @@ def compute(folder: Path, kernel: str, seed: int) -> None:
             print(f"{name}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)
 
 
+# -- judging
+
+
+class Records:
+    """What was recorded in one number format, without an adapter or with it."""
+
+    def __init__(self, folder: Path, number_format: str, *, adapted: bool) -> None:
+        self.number_format, self.adapted = number_format, adapted
+        self._prefix = f"{number_format}{'+adapter' if adapted else ''}"
+        self._folder = folder
+        self.honest = {f"{kernel}.{way}": self._read(f"{kernel}.{way}") for kernel in KERNELS for way in WAYS}
+        self.texts = len(self.honest["own.audited"]["drawn_ST"])
+
+    @cached_property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        checkpoint = Checkpoint(Path(torch.load(self._folder / "ids.pt")["checkpoint"]))
+        return hops_of(checkpoint.family.units)
+
+    @cached_property
+    def lies(self) -> dict[str, dict[str, Any]]:
+        """By kind; `last two`: the last two positions zeroed, of which nothing behind the first hop is kept."""
+        served = self.honest["own.served"]
+        first_STH = served["hidden"][0].clone()
+        first_STH[:, -2:] = 0
+        last_two = {"hidden": [first_STH, *served["hidden"][1:]], "drawn_ST": served["drawn_ST"]}
+        return {**{kind: self._read(f"own.{kind}") for kind in LIES}, "last two": last_two}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        return torch.load(self._folder / f"{self._prefix}.{name}.pt")
+
+    def run(self, name: str, found: dict[str, Any], text: int, seed: bytes, length: int = LENGTH) -> TextRun:
+        """The first `length` positions of a text as peers called `name` would state them."""
+        sketches = [None, *(sketch(hidden_STH[text, :length], seed) for hidden_STH in found["hidden"])]
+        route = [HopSpec(f"{name}{start}", start, end) for start, end in self.hops]
+        accounts = [
+            HopAccount(self._statement(hop, seed, length), b"", received_TK, None)
+            for hop, received_TK in zip(route, sketches, strict=True)
+        ]
+        return TextRun(route, accounts, dict(enumerate(found["drawn_ST"][text, :length].tolist())))
+
+    def _statement(self, hop: HopSpec, seed: bytes, length: int) -> Statement:
+        edge, no_digest = Edge(b"", 0, length), bytes(32)
+        units, session = (hop.start, hop.end), bytes(16)
+        return Statement(
+            no_digest, hop.peer, session, *units, self.number_format, Codec.NONE, seed, 0, length, edge, edge, no_digest
+        )
+
+    def compare(self, one: TextRun, other: TextRun, calibration: Calibration) -> Comparison:
+        return compare(one, other, lambda _unit: Codec.NONE, calibration, adapted=self.adapted)
+
+
+def false_alarms(records: Records, positions: int, dice: random.Random) -> dict[str, Any]:
+    """Of honest pairs, as who compares for the first time judges them, and as who has compared many."""
+    pairs, known = list(itertools.combinations(records.honest, 2)), Calibration()
+    done = comparisons = alarms = near = 0
+    worst = 0.0
+    while done < positions:
+        names, text, length = dice.choice(pairs), dice.randrange(records.texts), dice.randint(SHORTEST, LENGTH)
+        seed = dice.randbytes(SEED_BYTES)
+        one, other = (records.run(name, records.honest[name], text, seed, length) for name in names)
+        for calibration in (Calibration(), known):
+            found = records.compare(one, other, calibration)
+            comparisons += 1
+            alarms += found.false_hop is not None
+            near += found.near_hop is not None
+            done += sum(judged.compared for judged in found.judgements)
+            worst = max([worst, *(judged.worst for judged in found.judgements[: len(records.hops) - 1])])
+    return {
+        "positions": done,
+        "comparisons": comparisons,
+        "false_alarms": alarms,
+        "near_misses": near,
+        "worst_over_tolerance": round(worst, 2),
+    }
+
+
+def texts_until_out(records: Records, kind: str, one_in: int, dice: random.Random) -> int | None:
+    """How many texts a first hop has served that lies in one of `one_in`, when it is found; None after TEXTS of them."""
+    budget, calibration, near_misses, audited = AuditBudget(), Calibration(), 0, 0
+    cost = cost_of(PROMPT, LENGTH - PROMPT, decode_s=STEP_S, prefill_s=PROMPT_POSITION_S)
+    for text in range(1, TEXTS + 1):
+        lies = dice.random() < 1 / one_in
+        if dice.random() >= budget.chance(cost, 1.0):
+            continue
+        budget.spend(cost)
+        audited += LENGTH
+        if lies:
+            verdict = judge_lie(records, kind, calibration, dice)
+            near_misses += verdict == "near"
+            if verdict == "false" or (verdict == "near" and are_too_many(near_misses, audited)):
+                return text
+    return None
+
+
+def judge_lie(records: Records, kind: str, calibration: Calibration, dice: random.Random) -> str:
+    """One lying text against two honest runs, as an audit does: `false`, `near` or `passed`."""
+    number, seed = dice.randrange(records.texts), dice.randbytes(SEED_BYTES)
+    lied = records.run("liar", records.lies[kind], number, seed)
+    second, third = (
+        records.run(name, records.honest[name], number, seed) for name in dice.sample(list(records.honest), 2)
+    )
+    found = records.compare(lied, second, calibration)
+    if found.false_hop is None and found.near_hop != 0:
+        return "passed"
+    again = [records.compare(run, third, calibration) for run in (lied, second)]
+    compared = found.judgements[0].compared
+    if found.false_hop == 0 and odd_one_out([one.agree_at(0, compared) for one in again]) == 0:
+        return "false"
+    votes = [one.is_near_miss(0, compared) for one in again]
+    return "near" if odd_one_out([None if vote is None else not vote for vote in votes]) == 0 else "passed"
+
+
+def judge(folder: Path, positions: int, trials: int, seed: int) -> dict[str, Any]:
+    """False alarms, and how soon liars are out, by number format."""
+    dice, results = random.Random(seed), {}
+    for number_format, adapted in itertools.product(FORMATS, (False, True)):
+        records = Records(folder, number_format, adapted=adapted)
+        result = {"honest": false_alarms(records, positions // (2 * len(FORMATS)), dice)}
+        for kind, one_in in itertools.product([] if adapted else records.lies, (1, 10)):
+            needed = [texts_until_out(records, kind, one_in, dice) for _ in range(trials)]
+            out = [texts for texts in needed if texts is not None]
+            result[f"{kind}, one text in {one_in}"] = {
+                "found": len(out),
+                "of": trials,
+                "texts_median": statistics.median(out) if out else None,
+                "texts_most": max(out, default=None),
+            }
+        results[f"{number_format}{' through an adapter' if adapted else ''}"] = result
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("record", "compute"))
+    parser.add_argument("do", choices=("record", "compute", "judge"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="")
     parser.add_argument("--kernel", default="own")
     parser.add_argument("--texts", type=int, default=32)
+    parser.add_argument("--positions", type=int, default=1_000_000)
+    parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -219,6 +376,8 @@ def main() -> None:
         record(args.folder, args.model, args.texts, args.seed)
     elif args.do == "compute":
         compute(args.folder, args.kernel, args.seed)
+    else:
+        print(json.dumps(judge(args.folder, args.positions, args.trials, args.seed), indent=2))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ class CheckpointManager:
     """Manager of a stage's training states, of one run at a time: the latest run on this disk at first, later the current
     one.
 
-    `blocks` are the stage's own. The disk may hold states of other blocks that the node held before.
+    `blocks` are the stage's own. The disk may hold states of other blocks that the node held before. `electorate` returns the
+    voters on fetched states.
     """
 
     peer: LocalPeer
@@ -41,6 +42,7 @@ class CheckpointManager:
     backups: BackupFolder | None = None
     _: KW_ONLY
     blocks: frozenset[int] = frozenset()
+    electorate: Callable[[], Electorate] = Electorate
 
     def __post_init__(self) -> None:
         self._ledger = self.peer.link_config.ledger
@@ -115,14 +117,15 @@ class CheckpointManager:
         """
         assert self.store is not None
         async with self._fetching:
-            return await fetch_states(self._board, peers, blocks, into=self.store, at_least=at_least)
+            return await fetch_states(
+                self._board, peers, blocks, into=self.store, at_least=at_least, electorate=self.electorate
+            )
 
     async def restore(
         self,
         peers: Callable[[], Iterable[PeerId]],
         blocks: Collection[int],
         units: int,
-        electorate: Callable[[], Electorate] = Electorate,
     ) -> int | None:
         """Fetch the newest step that is available for all units, and keep the states of its run from now on.
 
@@ -130,7 +133,6 @@ class CheckpointManager:
             peers: returns the peers to ask.
             blocks: the blocks to fetch.
             units: number of the model's units.
-            electorate: returns the voters on versions.
 
         Returns:
             The step; None if there is none or it is already here. Backups count.
@@ -140,16 +142,15 @@ class CheckpointManager:
             LocalError: if the disk is full.
         """
         async with self._fetching:
-            return await self._restore(peers, blocks, units, electorate)
+            return await self._restore(peers, blocks, units)
 
     async def _restore(
         self,
         peers: Callable[[], Iterable[PeerId]],
         blocks: Collection[int],
         units: int,
-        electorate: Callable[[], Electorate],
     ) -> int | None:
-        found = await find_whole_step(self._board, peers, blocks, units, self.backups, electorate)
+        found = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
         if found is None:
             return None
         self.open(found.run)
@@ -163,7 +164,7 @@ class CheckpointManager:
             into=self.store,
             step=found.step,
             backups=self.backups,
-            electorate=electorate,
+            electorate=self.electorate,
         )
 
     async def close(self) -> None:

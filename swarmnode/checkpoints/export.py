@@ -111,6 +111,7 @@ async def export(
     *,
     force: bool = False,
     patience_s: float = PATIENCE_S,
+    on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
 ) -> int:
     """Write the trained model into the folder `out`, which appears once it is complete.
 
@@ -122,6 +123,7 @@ async def export(
         progress: is called with the fetched and the total bytes.
         force: replaces a folder that holds nothing but a checkpoint.
         patience_s: how long to wait for peers that have all units together.
+        on_unconfirmed: is called with the names of the parts whose state only one holder had.
 
     Returns:
         The step of the model.
@@ -147,13 +149,14 @@ async def export(
                 at_least=found.step,
                 progress=progress,
                 whole=True,
-                electorate=lambda: Electorate(host.directory.peers()),
+                electorate=lambda: Electorate.of(host.directory),
                 on_unconfirmed=lambda blocks: unconfirmed.extend(map(named, blocks)),
             )
             files = [
                 store.path(step, block, verify=False) for block in found.blocks
             ]  # each chunk was checked on its way
             await _write(host, files, out, force, unconfirmed)
+            on_unconfirmed(unconfirmed)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:
             store.close()
@@ -173,11 +176,11 @@ async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         listings = await survey(board, _others(host))
-        found = whole_step(listings, len(units), Electorate(host.directory.peers()))
+        found = whole_step(listings, len(units), Electorate.of(host.directory))
         if found is not None:
             return found
         if asyncio.get_running_loop().time() > deadline_s:
-            lack = _lack(units, listings, Electorate(host.directory.peers()))
+            lack = _lack(units, listings, Electorate.of(host.directory))
             raise PeerRefused(lack, code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
 

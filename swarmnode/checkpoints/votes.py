@@ -5,8 +5,8 @@ it (both, if there are two), and so does a version. A version with too few votes
 versions hold nearly the same values, since devices round differently (`SecondVoice`). A backup of a step makes its keeper a
 holder for this step only: whether it has backups of other steps says nothing.
 
-If peers that announce a unit as ready list its state, only they vote. Each owner has one vote, however many peers it has.
-The state of a single voter is used, and called unconfirmed.
+If peers that announce a unit as ready list its state, only they vote, and on a step only those that were ready before it.
+Each owner has one vote, however many peers it has. The state of a single voter is used, and called unconfirmed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from swarmnode.codec.state_messages import StateEntry
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group
+from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import FileContent
@@ -107,10 +108,16 @@ def majority(holders: int) -> int:
 
 @dataclass(frozen=True)
 class Electorate:
-    """The voters: for each peer its owner and the blocks that it is ready with, from its announcement. A peer without an
-    announcement is its own owner."""
+    """The voters: for each peer its owner and the blocks that it is ready with, from its announcement, and the step
+    `ready_after` which it became ready. A peer without an announcement is its own owner."""
 
     announced: Mapping[PeerId, Announcement] = field(default_factory=dict)
+    ready_after: Mapping[PeerId, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: Directory) -> Electorate:
+        """Return the peers that a directory knows now."""
+        return cls(directory.peers(), directory.ready_after())
 
     def owner(self, peer: PeerId) -> str:
         """Return the owner of the peer's vote; the peer itself if it is unknown."""
@@ -123,6 +130,10 @@ class Electorate:
         if known is None or known.life is not State.READY:
             return False
         return known.holds(block) if block != SHARED else known.span[0] < known.span[1]
+
+    def was_ready(self, peer: PeerId, step: int) -> bool:
+        """Return whether a peer that is ready came to the holders before this step: of an earlier one it has what it was given."""
+        return self.ready_after.get(peer, -1) < step
 
 
 class Votes:
@@ -185,19 +196,20 @@ class Votes:
     def _listed(self, step: int, block: int) -> dict[str, Version]:
         """Return the version of a block that each owner votes for."""
         listed = self._versions[step].get(block, {})
-        voters = self._having_a_say(block, listed)
+        voters = self._having_a_say(step, block, listed)
         return {self._electorate.owner(peer): listed[peer] for peer in sorted(voters, reverse=True)}
 
-    def _having_a_say(self, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
-        """Return those of `peers` that announce the block as ready; all of them if no such peer lists its own state of it
-        at any step."""
+    def _having_a_say(self, step: int, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
+        """Return the voters among `peers`: those that were ready with the block before `step`; those that are ready now if there
+        are none; all of `peers` if no ready peer lists an own state of the block at any step."""
         ready = [peer for peer in self._newest.get(block, {}) if self._electorate.is_ready(peer, block)]
-        return [peer for peer in peers if peer in ready] if ready else peers
+        voters = [peer for peer in ready if self._electorate.was_ready(peer, step)] or ready
+        return [peer for peer in peers if peer in voters] if voters else peers
 
     def _holders(self, step: int, block: int) -> int:
         """Return the number of owners that may vote on a block at a step."""
         holders = {*self._newest.get(block, {}), *self._versions[step].get(block, {})}
-        return len({self._electorate.owner(peer) for peer in self._having_a_say(block, holders)})
+        return len({self._electorate.owner(peer) for peer in self._having_a_say(step, block, holders)})
 
     def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
         """Return the voters for another version of the chosen step, each with the blocks concerned."""
@@ -222,7 +234,7 @@ class Votes:
         chosen version."""
         every, chosen, others = self._versions[choice.step].get(block, {}), choice.versions[block], {}
         owners = {owner for owner, version in self._listed(choice.step, block).items() if version == chosen}
-        for peer in self._having_a_say(block, every):
+        for peer in self._having_a_say(choice.step, block, every):
             owner = self._electorate.owner(peer)
             if every[peer] != chosen and owner not in owners:
                 owners.add(owner)

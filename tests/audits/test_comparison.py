@@ -138,7 +138,7 @@ def test_one_position_falsified_is_found_at_the_hop_that_did_it() -> None:
 def test_a_hop_is_not_judged_for_what_it_was_sent_otherwise() -> None:
     """The hop before lies by less than is far at position 40, and all that follows is made of it."""
     tolerance = Calibration().tolerance("float32", Codec.NONE, units=2).deviation
-    lied = shifted(1, 40, 12 * tolerance)
+    lied = shifted(1, 40, 40 * tolerance)
     behind = states(2)
     behind[40:] = states(3)[40:]
     drawn = IDS[:41] + [9] * 23

@@ -334,6 +334,20 @@ def test_identities_do_not_decide_what_a_lone_holder_has() -> None:
         assert chosen.versions[0] == Votes({"lone": listings["lone"]}).choose((0,)).versions[0]  # type: ignore[union-attr]
 
 
+def test_two_that_came_after_a_step_have_no_say_in_it() -> None:
+    """Ready, of two networks, and of one mind: they outvoted the holder that they had their state from."""
+    at = {"lone": "/ip4/9.9.9.9/tcp/1", "one": "/ip4/8.8.8.8/tcp/1", "two": "/ip4/7.7.7.7/tcp/1"}
+    announced = {name: living_at(name, (0, 1), address) for name, address in at.items()}
+    listings = {"lone": entries(0, 50), "one": entries(0, 50, root=OTHER), "two": entries(0, 50, root=OTHER)}
+    known = Votes(listings, Electorate(announced, {"lone": -1, "one": 50, "two": 50})).choose((0,))
+    assert known is not None
+    assert (known.versions, known.unconfirmed) == (Votes({"lone": listings["lone"]}).choose((0,)).versions, (0,))  # type: ignore[union-attr]
+    before = Votes(listings, Electorate(announced, {"lone": -1, "one": 49, "two": 49})).choose((0,))
+    assert before is not None and before.versions[0] == (5, OTHER) and not before.unconfirmed, "they took part in it"
+    left = Votes({name: listings[name] for name in ("one", "two")}, Electorate(announced, {"one": 50, "two": 50}))
+    assert left.choose((0,)) is not None, "where no other peer has it their word counts"
+
+
 def test_an_owner_has_one_vote() -> None:
     at = {"lone": "/ip4/9.9.9.9/tcp/1", "one": "/ip4/8.8.8.8/tcp/1", "two": "/ip4/8.8.8.9/tcp/1"}
     electorate = Electorate({name: living_at(name, (0, 1), address) for name, address in at.items()})

@@ -52,7 +52,7 @@ class World:
             peer_id="me",
             hello=self.hello,
             link_config=LinkConfig(),
-            directory=SimpleNamespace(peers=lambda: dict.fromkeys(self.peers)),
+            directory=SimpleNamespace(peers=lambda: dict.fromkeys(self.peers), ready_after=dict),
             config=SimpleNamespace(home=folder / "home", max_cache_bytes=None),
         )
 

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.checkpoints.state_server import StateServer
 from swarmnode.checkpoints.states import fetch_states, list_states, state_board, survey
-from swarmnode.checkpoints.votes import ChosenStep, Votes
+from swarmnode.checkpoints.votes import ChosenStep, Electorate, Votes
 from swarmnode.codec.body import SHARED, VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.codec.state_messages import ListStates, StateEntry, States
 from swarmnode.errors import LocalError, PeerRefused, ProtocolError
 from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage import chunk_folder
 from swarmnode.swarm.storage.content import CHUNK_BYTES
@@ -491,3 +493,48 @@ def test_what_ends_share_and_who_agrees_are_not_named() -> None:
     found = differ.disagreement((SHARED, 0))
     assert found is not None and "what the first and the last unit share at step 20" in found
     assert "one, two: " in found and "three" in found and "four" in found
+
+
+FALSE = 100_000  # a version that differs by a tenth
+
+
+def ready_at(**addresses: str) -> dict[str, Announcement]:
+    """Announcements of peers that are ready with unit 0, by name."""
+    return {
+        name: Announcement(1, SWARM, name, 1, 1.0, 2.0, 0.0, State.READY, (0, 1), addresses=(f"/ip4/{address}/tcp/1",))
+        for name, address in addresses.items()
+    }
+
+
+async def join_by(world: World, electorate: Electorate) -> int | None:
+    """What version of unit 0 a stage that joins gets, of those that all nodes of the world hold; None if it gets none."""
+    peer = ToyPeer(world.network, LinkConfig(), world.hello)
+    manager = CheckpointManager(peer, world.folder / "joiner", StateServer(peer), electorate=lambda: electorate)
+    manager.open(RUN)
+    try:
+        step = await asyncio.wait_for(manager.fetch(lambda: list(world.nodes), (0,), at_least=10), 3)
+        assert manager.store is not None
+        brought = manager.store.path(step, 0).read_bytes()
+        return next(version for version in (0, FALSE) if content(step, 0, version) == brought)
+    except asyncio.TimeoutError:
+        return None
+    finally:
+        await manager.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "ready_after", "brought"),
+    [
+        ({"lone": "9.9.9.9", "one": "8.8.8.8", "two": "7.7.7.7"}, {"one": 10, "two": 10}, 0),
+        ({"lone": "9.9.9.9", "one": "8.8.8.8", "two": "8.8.8.9"}, {}, None),
+        ({"lone": "9.9.9.9"}, {}, 0),
+    ],
+    ids=["came after the step", "one owner", "not ready"],
+)
+async def test_two_identities_do_not_decide_what_a_joining_stage_gets(
+    world: World, addresses: dict[str, str], ready_after: dict[str, int], brought: int | None
+) -> None:
+    """It asked each peer for its vote, and took what two of them said."""
+    for name, version in (("lone", 0), ("one", FALSE), ("two", FALSE)):
+        (await world.peer(name)).has(10, 0, version=version)
+    assert await join_by(world, Electorate(ready_at(**addresses), ready_after)) == brought

@@ -58,7 +58,7 @@ async def test_honest_peers_pass_and_are_trusted(founded: Founded, tmp_path: Pat
 async def test_who_perturbs_one_step_in_ten_is_left_out(founded: Founded, tmp_path: Path) -> None:
     async with three_by_two(founded.into, tmp_path) as (swarm, client):
         liar = await hop_in_use(swarm, client, 0)
-        tamper(liar, noise_on_every_tenth(5e-6))
+        tamper(liar, noise_on_every_tenth(5e-5))
         await generate_until_shunned(client, 12)
         assert client.auditor.standing.shunned == {liar.peer}
         after = await client.generate(PROMPT, max_new_tokens=4)
@@ -90,7 +90,7 @@ async def test_near_misses_lower_trust_and_add_up(founded: Founded, tmp_path: Pa
             await client.auditor.idle()
         trusted = client.auditor.standing.trust(liar.peer)
         assert trusted > 0
-        tamper(liar, a_little_off(1.2e-5))
+        tamper(liar, a_little_off(5e-5))
         await client.generate(PROMPT, max_new_tokens=TOKENS)
         await client.auditor.idle()
         assert client.auditor.standing.trust(liar.peer) < trusted
@@ -167,7 +167,7 @@ async def test_reports_are_tried_before_they_are_believed(founded: Founded, tmp_
         swarm.client(audit_share=ALWAYS) as reader,
     ):
         liar = await hop_in_use(swarm, finder, 0)
-        tamper(liar, noise_on_every_tenth(5e-6))
+        tamper(liar, noise_on_every_tenth(5e-5))
         await generate_until_shunned(finder, 12)
         await finder.reports.told()
         await reader.reports.look()

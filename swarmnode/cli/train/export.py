@@ -48,16 +48,22 @@ def export(
     known = open_swarm(swarm, home)
     from swarmnode.client.training.client import TrainingClient
 
+    unconfirmed: list[str] = []
+
     async def fetch(stop: asyncio.Event) -> int | None:
         async with await TrainingClient.join(known, home, patience_s=patience) as client:
             with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
-                exporting = client.export(target, force=force, patience_s=patience, progress=progress)
+                exporting = client.export(
+                    target, force=force, patience_s=patience, progress=progress, on_unconfirmed=unconfirmed.extend
+                )
                 return await unless_stopped(exporting, stop)
 
     step = run_async(fetch)
     if step is None:
         fail("interrupted; nothing was written: run the command again")
     if as_json:
-        print_json({"out": str(out), "step": step})
+        print_json({"out": str(out), "step": step, "unconfirmed": unconfirmed})
     else:
         say(f"Wrote the model after {counted(step, 'step')} to {out}")
+        if unconfirmed:
+            say(f"One peer alone had the state of these parts, and nobody confirmed it: {', '.join(unconfirmed)}")

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -99,9 +99,19 @@ class TrainingClient(SwarmObserver):
         finally:
             await board.close()
 
-    async def export(self, out: Path, *, force: bool, patience_s: float, progress: Progress | None = None) -> int:
+    async def export(
+        self,
+        out: Path,
+        *,
+        force: bool,
+        patience_s: float,
+        progress: Progress | None = None,
+        on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
+    ) -> int:
         """Write the trained model as a checkpoint into `out`, and return the number of its step; see `checkpoints/export.py`."""
-        return await export(self._host, out, progress, force=force, patience_s=patience_s)
+        return await export(
+            self._host, out, progress, force=force, patience_s=patience_s, on_unconfirmed=on_unconfirmed
+        )
 
     async def close(self) -> None:
         """Leave the swarm."""

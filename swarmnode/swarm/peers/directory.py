@@ -190,6 +190,11 @@ class Directory:
         """Return a snapshot of the live peers by id, including this peer once it has announced itself."""
         return self._peer_table.live
 
+    def ready_after(self) -> Mapping[PeerId, int]:
+        """For each peer that is ready with units: the training step at which their holders were when it came (-1: it was there
+        before this machine looked, or was the first)."""
+        return self._peer_table.ready_after()
+
     def suspects(self) -> Mapping[PeerId, Announcement]:
         """Return the latest announcements of suspected peers that have not come back, by id. These peers may be alive
         or not."""

@@ -4,6 +4,9 @@ A peer is live while its newest announcement has not expired and is no goodbye. 
 comes back by its own announcement: at once after a restart, otherwise by one issued after the suspicion, and after a
 probation that doubles with every further suspicion. A peer that announces a pause is forgiven: letting go of its units
 is no fault.
+
+For each peer that is ready with units, the table remembers the training step that the earlier holders had reached when the
+peer became ready. Only this machine's own view counts, so no peer can claim an earlier step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ PROBATION_S = 2.0
 MAX_PROBATION_S = 60.0
 FORGIVEN_AFTER_S = 120.0
 MAX_PEERS = 16_384
+FIRST_LOOK_S = 20.0  # peers that are seen so soon after the first one were there before
+AWAY_S = 600.0  # for which a peer whose announcement ended keeps its place among the holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,16 @@ class Suspicion:
         return issued_after and now >= self.until
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyPeer:
+    """Units (`span`) that a peer is ready with, the training step `after` which it came to their holders (-1: there were none, or
+    it was here before this machine), and when it was seen last."""
+
+    span: tuple[int, int]
+    after: int
+    seen_at: float
+
+
 class PeerTable:
     """Newest announcement of every peer, and the suspicions. Times are unix seconds, given by the caller."""
 
@@ -51,6 +66,8 @@ class PeerTable:
         self._newest: dict[PeerId, Announcement] = {}
         self._suspicions: dict[PeerId, Suspicion] = {}
         self._live: dict[PeerId, Announcement] = {}
+        self._holdings: dict[PeerId, ReadyPeer] = {}
+        self._first_look_until: float | None = None
 
     def __repr__(self) -> str:
         return f"<PeerTable {len(self._live)} live, {len(self._newest)} known, {len(self._suspicions)} suspected>"
@@ -59,6 +76,10 @@ class PeerTable:
     def live(self) -> Mapping[PeerId, Announcement]:
         """Live peers as of the last `update`; a snapshot that later updates do not change."""
         return MappingProxyType(self._live)
+
+    def ready_after(self) -> Mapping[PeerId, int]:
+        """Return for each peer that is ready with units after which training step it came to their holders."""
+        return {peer: holding.after for peer, holding in self._holdings.items()}
 
     def suspects(self, now: float) -> Mapping[PeerId, Announcement]:
         """Return the announcements of peers that would be live without a suspicion."""
@@ -110,9 +131,36 @@ class PeerTable:
             peer: suspicion for peer, suspicion in self._suspicions.items() if now < suspicion.until + FORGIVEN_AFTER_S
         }
         live = {peer: known for peer, known in sorted(self._newest.items()) if self._is_live(known, now)}
+        self._note_holders(now)
         changed = live != self._live
         self._live = live
         return changed
+
+    def _note_holders(self, now: float) -> None:
+        """Keep who is ready with which units; for those who came since the last time, note the step of the holders before them."""
+        if self._newest and self._first_look_until is None:
+            self._first_look_until = now + FIRST_LOOK_S
+        ready = {peer: known for peer, known in self._newest.items() if known.life is State.READY and any(known.span)}
+        kept = {peer: holding for peer, holding in self._holdings.items() if self._still_holds(peer, holding, now)}
+        self._holdings = kept | {
+            peer: ReadyPeer(
+                known.span, kept[peer].after if peer in kept else self._step_of_holders(known, kept, now), now
+            )
+            for peer, known in ready.items()
+        }
+
+    def _still_holds(self, peer: PeerId, holding: ReadyPeer, now: float) -> bool:
+        known = self._newest.get(peer)
+        if known is None:
+            return now < holding.seen_at + AWAY_S
+        return known.life is State.READY and known.span == holding.span
+
+    def _step_of_holders(self, newcomer: Announcement, holdings: Mapping[PeerId, ReadyPeer], now: float) -> int:
+        if self._first_look_until is None or now < self._first_look_until:
+            return -1
+        start, end = newcomer.span
+        holders = [peer for peer, held in holdings.items() if held.span[0] < end and start < held.span[1]]
+        return max((self._newest[peer].training_step for peer in holders if peer in self._newest), default=-1)
 
     def _is_live(self, announcement: Announcement, now: float) -> bool:
         suspicion = self._suspicions.get(announcement.peer)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.votes import Electorate
 from swarmnode.codec.training_messages import Condition
 from swarmnode.errors import NetworkDown, PeerError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
@@ -81,9 +80,7 @@ class Restoration:
 
     async def _bring(self) -> None:
         try:
-            step = await self._checkpoint_manager.restore(
-                self._others, self._blocks, self._units, lambda: Electorate(self._host.directory.peers())
-            )
+            step = await self._checkpoint_manager.restore(self._others, self._blocks, self._units)
         except (PeerError, NetworkDown) as error:
             log.info("your node cannot fetch the state of units %s: %s", list(self._blocks), error)
             return

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from swarmnode.checkpoints.backups import BackupSender
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.checkpoints.shared_states import SharedStates
+from swarmnode.checkpoints.votes import Electorate
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.decisions import Topic
@@ -275,6 +276,7 @@ def _checkpoint_manager(host: Host, states: SharedStates, parts: TrainingParts) 
         states.state_server,
         states.backups,
         blocks=frozenset(parts.segment.parameters()),
+        electorate=lambda: Electorate.of(host.directory),
     )
 
 

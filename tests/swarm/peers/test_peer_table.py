@@ -1,4 +1,4 @@
-from swarmnode.swarm.peers.peer_table import MAX_PROBATION_S, PeerTable
+from swarmnode.swarm.peers.peer_table import AWAY_S, FIRST_LOOK_S, MAX_PROBATION_S, PeerTable
 from swarmnode.swarm.records.announcement import State
 from tests.swarm.records.test_announcement import NOW, make
 
@@ -24,6 +24,31 @@ def test_live_until_expiry():
     assert list(peer_table.live) == ["a"]
     assert not peer_table.update(NOW + 6)
     assert repr(peer_table) == "<PeerTable 1 live, 1 known, 0 suspected>"
+
+
+def test_a_peer_that_comes_to_a_units_holders_is_known_to_be_later():
+    def ready(second, peer, step, **changes):
+        return at(second, peer, **{"state": State.READY, "span": (0, 2), "training_step": step, "life": 60, **changes})
+
+    peer_table = peer_table_with(ready(0, "first", 40))
+    peer_table.observe(ready(5, "there before", 40))
+    peer_table.update(NOW + 5)
+    assert peer_table.ready_after() == {"first": -1, "there before": -1}, "this machine has only begun to look"
+
+    later = FIRST_LOOK_S + 1
+    peer_table.observe(ready(later, "first", 50))
+    peer_table.observe(ready(later, "late", 1 << 40))  # whatever it says of itself
+    peer_table.observe(ready(later, "elsewhere", 50, span=(2, 4)))
+    peer_table.observe(ready(later, "loading", 50, state=State.LOADING))
+    peer_table.update(NOW + later)
+    assert peer_table.ready_after() == {"first": -1, "there before": -1, "late": 50, "elsewhere": -1}
+
+    peer_table.update(NOW + later + 60 + AWAY_S / 2)
+    assert not peer_table.live
+    assert peer_table.ready_after()["first"] == -1, "a peer that is away for a while keeps its place"
+    peer_table.observe(ready(700, "first", 50, span=(0, 3)))
+    peer_table.update(NOW + 700)
+    assert peer_table.ready_after()["first"] == -1, "nobody else is known to be at a step"
 
 
 def test_older_record_is_ignored():

@@ -62,12 +62,12 @@ def test_doubts_with_one_peer_count_once_and_with_several_add_up(standing: Stand
 
 
 def test_near_misses_add_up_over_texts() -> None:
-    """Honest peers have one in 10,000 positions. One in each text of 128 is found after a few, one in each tenth text later."""
+    """Honest peers have one in 2,000 positions. One in each text of 128 is found after a few, one in each fourth text later."""
     assert not are_too_many(2, 0), "whatever their texts are"
-    assert not are_too_many(3, 3 * 128)
-    assert are_too_many(5, 5 * 128)
-    assert not are_too_many(100, 1e6)
-    assert are_too_many(100, 500 * 128)
+    assert not are_too_many(7, 7 * 128)
+    assert are_too_many(8, 8 * 128)
+    assert not are_too_many(100, 2e5)
+    assert are_too_many(100, 400 * 128)
 
 
 def test_near_misses_lower_trust_add_up_and_are_forgotten(standing: Standing, clock: Clock, tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_near_misses_lower_trust_add_up_and_are_forgotten(standing: Standing, cl
     assert standing.trust("honest") == pytest.approx(1 / 5)
     assert not any(standing.near_miss("honest", 10_000) for _ in range(20)), "as often as chance has it"
 
-    said = [standing.near_miss("liar", 128) for _ in range(5)]
-    assert said == [False] * 4 + [True]
+    said = [standing.near_miss("liar", 128) for _ in range(8)]
+    assert said == [False] * 7 + [True]
     standing.save()
     assert Standing(tmp_path / "standing" / "swarm.json", clock).near_miss("liar", 128), "over restarts"
     clock.now += 3 * HALF_LIFE_S
