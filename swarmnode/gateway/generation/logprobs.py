@@ -83,11 +83,13 @@ def _by_text(tokens: Sequence[SpelledToken]) -> dict[str, float]:
     return told
 
 
-def spell(tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob]) -> SpelledChoice:
-    """The drawn token, which comes first, and the others."""
+def spell(
+    tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob], *, is_end: bool = False
+) -> SpelledChoice:
+    """The drawn token, which comes first, and the others. A token that `is_end` of the text is not in it."""
     drawn, *others = (_spelled(tokenizer, one) for one in logprobs)
     choice = SpelledChoice(top_logprobs=others, **drawn.model_dump())
-    choice._is_shown = tokenizer is not None and not tokenizer.is_special(logprobs[0].id)
+    choice._is_shown = tokenizer is not None and not is_end and not tokenizer.is_special(logprobs[0].id)
     return choice
 
 
