@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import ErrorCode, ProtocolError
 
-BURST_S, TOKEN_S = 1.0, 0.02  # of the compute thread, which all sessions share: at first, and for each token
+BURST_S, TOKEN_S = 1.0, 0.02  # of a thread that draws, which sessions share: at first, and for each token
 LIBRARY_BYTES = 8 << 20
 TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
 LIMITS = LLParserLimits(
@@ -110,13 +110,13 @@ def _end_ids(folder: Path) -> int | list[int] | None:
 
 
 class GrammarMatcher:
-    """Which tokens may follow the text of one session. Used from the compute thread."""
+    """Which tokens may follow the text of one session. Used from one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._text: list[int] = []  # that it has followed
-        self._spent_s = 0.0  # of the compute thread
+        self._spent_s = 0.0  # of the threads that draw
         self._mask = allocate_token_bitmask(1, vocabulary)
 
     def __repr__(self) -> str:

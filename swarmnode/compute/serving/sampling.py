@@ -229,6 +229,11 @@ class Sampler:
     def __repr__(self) -> str:
         return f"<Sampler by {self._parameters!r}>"
 
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether each token takes looking at all that may follow."""
+        return self._grammar is not None
+
     def tell(self, text: Buffer) -> None:
         """What came with an OPEN: the ids of the prompt, where they count, then of the tokens that were drawn elsewhere."""
         if self._history is not None:
