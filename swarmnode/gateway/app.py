@@ -27,6 +27,7 @@ from swarmnode.version import __version__
 
 TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
 GONE = 499  # nginx's status for a client that has closed the connection; no client receives it
+MAX_PATH = 200  # characters of a path that an error repeats
 
 
 def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
@@ -84,6 +85,8 @@ async def _http_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     unread = isinstance(error.__cause__, ValueError | RecursionError)  # FastAPI could not parse the body
     text = f"the body cannot be read: {error.__cause__}" if unread else str(error.detail)
+    if not isinstance(error, ApiError) and error.status_code in (404, 405):
+        text = f"{text}: {request.method} {request.url.path[:MAX_PATH]} is not answered here"
     response = ApiError(error.status_code, text).response()
     response.headers.update(error.headers or {})
     return response

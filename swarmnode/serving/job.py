@@ -80,6 +80,11 @@ class Job(msgspec.Struct, frozen=True):
             return max(0, min(self.count, self.end + 1 - self.then.first))
         return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: self.count}[self.want]
 
+    @property
+    def draws_by_grammar(self) -> bool:
+        """Whether tokens are drawn that a grammar allows, which may take longer than the pass."""
+        return isinstance(self.then, Sample) and self.then.sampler.follows_grammar and self.wanted > 0
+
 
 class Pass(NamedTuple):
     """The pass that a job was part of: begin and end on the clock of `Job.submitted_s`, and its number of jobs."""

@@ -5,8 +5,9 @@ stalled device.
     thread:                   put -> take -> decode -> run -> encode
 
 The thread is the device's executor (`compute/executor.py`). It handles all tensors: payloads are decoded, sampled and
-encoded there, never on the event loop. `plan/serving/scheduler.py` decides which sessions share a pass and how much of
-a prompt goes into it; jobs are joined and cut accordingly (`job.py`).
+encoded there, never on the event loop. Tokens that a grammar allows are found on other threads, so no other session waits
+for them. `plan/serving/scheduler.py` decides which sessions share a pass and how much of a prompt goes into it; jobs are
+joined and cut accordingly (`job.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import logging
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -47,6 +50,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DRAWING_THREADS = 2  # for grammars: a slow grammar delays few others
 STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the ceiling if nothing was measured
 
 
@@ -168,6 +172,7 @@ class Worker:
         self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=self.longest_chunk_tokens)
         self._stopwatch = Stopwatch(self.runner.span.device, clock=self.executor.clock)
         self._waiting: dict[int, deque[Job]] = {}
+        self._drawing = ThreadPoolExecutor(DRAWING_THREADS, thread_name_prefix="swarmnode-drawing")
         self.positions = 0
         self.on_pass: OnPass = lambda _phase, _sessions, _positions, _units, _seconds: None
         self.meter = StageMeter(Span(self.runner.span.start, self.runner.span.end), SERVE)
@@ -248,8 +253,18 @@ class Worker:
         self.call("forget", drop, owner=f"session {session}")
 
     async def close(self) -> None:
-        """Leave the executor after the pass that is running."""
+        """Leave the executor after the pass that is running. Draws that have not begun come to nothing."""
         await self.executor.remove(self)
+        self._drawing.shutdown(wait=False, cancel_futures=True)
+
+    def _draw(self, job: Job, finish: Callable[[], JobResult], run: Pass) -> None:
+        """On the loop: let another thread draw."""
+
+        def drawn(result: asyncio.Future[JobResult]) -> None:
+            failed = result.cancelled() or result.exception() is not None
+            _deliver([job], [JobResult(error=ErrorCode.INTERNAL) if failed else result.result()], run)
+
+        asyncio.get_running_loop().run_in_executor(self._drawing, finish).add_done_callback(drawn)
 
     # -- below: the compute thread
 
@@ -284,16 +299,25 @@ class Worker:
         _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
 
     def _run(self, batch: Sequence[Job]) -> None:
-        results = self._compute(batch)
+        finishes = self._compute(batch)
+        at_once = [job for job in batch if not job.draws_by_grammar]
+        results = [finishes[id(job)]() for job in at_once]
         run = Pass(self.executor.began_s, self.clock(), len(batch))
-        self.executor.post(_deliver, batch, results, run)  # first of all, as the next hop waits for it
+        self.executor.post(_deliver, at_once, results, run)  # first of all, as the next hop waits for it
+        for job in batch:
+            if job.draws_by_grammar:
+                self.executor.post(self._draw, job, finishes[id(job)], run)
         self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
-        for job, result in zip(batch, results, strict=True):
-            if not result.bad_input:
+        unsound = {id(job) for job, result in zip(at_once, results, strict=True) if result.bad_input}
+        for job in batch:
+            if id(job) not in unsound:
                 self.meter.note_hop(job.phase, run.ended_s - job.submitted_s)
 
-    def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
-        """Run a batch. All work on the device is launched first, and waited for only once."""
+    def _compute(self, batch: Sequence[Job]) -> dict[int, Callable[[], JobResult]]:
+        """Run a batch, and return the function that finishes each job, on any thread, by the job's id.
+
+        All work on the device is launched first, and waited for only once.
+        """
         inputs, outputs = DeviceInputs(self.runner.span.device), DeviceOutputs()
         places = [[inputs.add(info, payload) for info, payload in job.parts] for job in batch]
         finishes: dict[int, Finish] = {}
@@ -315,7 +339,7 @@ class Worker:
             finishes[id(job)] = self._leave(job, flag, outcome, outputs)
         self.positions += sum(job.count for job in ready)
         fetched = outputs.fetch()
-        return [self._finish(job, finishes[id(job)], fetched) for job in batch]
+        return {id(job): partial(_finished, job, finishes[id(job)], fetched) for job in batch}
 
     def _pass(self, jobs: Sequence[Job], works: Sequence[StepInput]) -> list[Output | Exception]:
         phase = DECODE if min(work.count for work in works) == 1 else PREFILL
@@ -349,14 +373,6 @@ class Worker:
             return finish
         unsound = JobResult(error=ErrorCode.NOT_FINITE, bad_input=True)
         return lambda fetched: finish(fetched) if bool(fetched[sound]) else unsound
-
-    def _finish(self, job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
-        try:
-            return finish(fetched)
-        except ProtocolError as error:  # the requested draw is impossible
-            return JobResult(error=error.code)
-        except Exception as error:
-            return _failure(job, error)
 
     def _decode(self, job: Job, tensors: list[Tensor]) -> StepInput:
         """Decode a job to the runner's input. The session has checked its shapes, so no payload can become larger than
@@ -414,6 +430,16 @@ def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutp
         return JobResult(tensors=tuple((info, to_buffer(fetched[place])) for info, place in places))
 
     return [info for info, _ in encoded], finish
+
+
+@torch.inference_mode()
+def _finished(job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
+    try:
+        return finish(fetched)
+    except ProtocolError as error:  # what was asked of the draw cannot be
+        return JobResult(error=error.code)
+    except Exception as error:
+        return _failure(job, error)
 
 
 def _told(result: JobResult) -> Finish:

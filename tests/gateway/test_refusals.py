@@ -25,6 +25,7 @@ HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 
 
+OVERLAPPING = {"type": "object", "patternProperties": {"^a": {"type": "string"}, "^ab": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "count"}}
 
 
@@ -69,6 +70,35 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "response_format": formatted({"type": "string", "pattern": "(a"})}, 400, "unclosed group"),
     (CHAT, {"messages": HI, "response_format": formatted({"enum": ["x" * 9999] * 2})}, 400, "16384 bytes"),
     (CHAT, {"messages": HI, "grammar": "start: ("}, 400, "grammar"),
+    (
+        CHAT,
+        {"messages": HI, "response_format": formatted({"patternProperties": {"a": {}, "b": {}}})},
+        400,
+        "not disjoint",
+    ),
+    (TEXT, {"prompt": "hi", "response_format": formatted({"patternProperties": {"^(?!x)": {}}})}, 400, "look-ahead"),
+    (
+        RESPONSES,
+        {"input": "hi", "text": {"format": {"type": "json_schema", "name": "s", "schema": OVERLAPPING}}},
+        400,
+        "not disjoint",
+    ),
+    (
+        MESSAGES,
+        {"messages": HI, "max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": OVERLAPPING}}},
+        400,
+        "not disjoint",
+    ),
+    (
+        CHAT,
+        {
+            "messages": HI,
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": OVERLAPPING}}],
+        },
+        400,
+        "not disjoint",
+    ),
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens: Input"),
     (CHAT, {"messages": HI, "max_tokens": 1 << 40}, 400, "max_tokens: Input"),
@@ -274,3 +304,15 @@ async def test_no_answer_is_taken_for_another_kind_than_it_says(founded: Founded
             assert answer.headers["x-content-type-options"] == "nosniff"
         refused = await served.http.get("/v1/models", headers={"host": "evil.example"})
         assert (refused.status_code, refused.headers["x-content-type-options"]) == (403, "nosniff")
+
+
+@in_virtual_time
+async def test_a_grammar_that_takes_too_long_is_the_request_s_fault_and_says_so(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(founded, tmp_path) as served:
+        monkeypatch.setattr("swarmnode.compute.serving.grammar.BURST_S", -1.0)
+        answer = await served.http.post(CHAT, json={"messages": HI, "max_tokens": 9, "grammar": 'start: "hen"+'})
+        assert answer.status_code == 400, answer.text
+        assert "grammar" in answer.json()["error"]["message"], answer.text
+        assert await served.freed()

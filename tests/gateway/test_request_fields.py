@@ -25,20 +25,20 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": HI, "max_tokens": 2},
 }
-# As vllm bench serve, guidellm and lm-evaluation-harness send them.
+# As vllm 0.11's bench serve, guidellm 0.8.1 and lm_eval 0.4.13 make them; what lm_eval sent is in test_evaluation.py, too.
 RECORDED: list[tuple[str, dict[str, Any]]] = [
     (
         TEXT,
         {
             "model": MODEL,
             "prompt": "hens and eggs",
+            "temperature": 0.0,
             "repetition_penalty": 1.0,
             "max_tokens": 8,
             "logprobs": None,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
-            "temperature": 0.0,
         },
     ),
     (
@@ -46,6 +46,7 @@ RECORDED: list[tuple[str, dict[str, Any]]] = [
         {
             "model": MODEL,
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hens"}]}],
+            "temperature": 0.0,
             "max_completion_tokens": 8,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -53,16 +54,38 @@ RECORDED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (
-        CHAT,
+        TEXT,
         {
             "model": MODEL,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "hens"}]}],
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "max_tokens": 8,
+            "stop": None,
+            "ignore_eos": True,
+            "prompt": "hens and eggs",
+        },
+    ),
+    (
+        CHAT,
+        {
+            "model": MODEL,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "max_completion_tokens": 8,
             "stop": None,
             "ignore_eos": True,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hens"}]}],
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "model": MODEL,
+            "stream": True,
+            "max_output_tokens": 8,
+            "stop": None,
+            "ignore_eos": True,
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "hens"}]}],
         },
     ),
     (
@@ -70,16 +93,23 @@ RECORDED: list[tuple[str, dict[str, Any]]] = [
         {
             "model": MODEL,
             "prompt": [[5, 6, 7, 8]],
+            "temperature": 0,
             "max_tokens": 1,
             "logprobs": 1,
             "seed": 1234,
             "echo": True,
-            "temperature": 0,
         },
     ),
     (
         TEXT,
-        {"model": MODEL, "prompt": ["hens"], "max_tokens": 8, "temperature": 0.0, "stop": ["\n\n"], "seed": 1234},
+        {
+            "prompt": [[5, 6, 7, 8]],
+            "model": MODEL,
+            "max_tokens": 8,
+            "temperature": 0,
+            "stop": ["\n\n", "<|end|>"],
+            "seed": 1234,
+        },
     ),
 ]
 
@@ -119,8 +149,9 @@ async def test_recorded_requests_are_answered(founded: Founded, tmp_path: Path) 
             answer = await served.http.post(path, json=body)
             assert answer.status_code == 200, answer.text
             if body.get("ignore_eos"):
-                last = json.loads(answer.text.split("data: ")[-2])
-                assert last["usage"]["completion_tokens"] == 8
+                events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+                usage = events[-1].get("usage") or events[-1]["response"]["usage"]
+                assert usage.get("completion_tokens", usage.get("output_tokens")) == 8
 
 
 @in_virtual_time
@@ -145,6 +176,10 @@ async def test_end_tokens_are_ignored_or_added(
         assert await tokens(ignore_eos=True) == (24, "length")
         assert await tokens(ignore_eos=True, min_tokens=24) == (24, "length")
         assert await tokens(ignore_eos=True, stop_token_ids=[ids[2]]) == (ids.index(ids[2]) + 1, "stop")
+        body = {"prompt": "hens", "max_tokens": 24, "temperature": 0, "logprobs": 0, "echo": True}
+        told = (await served.http.post(TEXT, json=body)).json()["choices"][0]
+        assert told["logprobs"]["text_offset"][-1] == len(told["text"]), "the end's logprob is told, its text is not"
+        assert len(told["logprobs"]["tokens"]) == len((await served.client.tokenizer()).encode("hens")) + end + 1
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnode.codec.sampling import Grammar, GrammarKind, Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.serving.runner import StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
-from swarmnode.errors import ErrorCode
+from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
-from swarmnode.serving.job import ForwardHidden, Job, JobResult
-from swarmnode.serving.worker import Worker
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Sample
+from swarmnode.serving.worker import DRAWING_THREADS, Worker
 
 PATIENCE_S = 120.0
 
@@ -68,10 +70,11 @@ class Desk:
         await self.worker.start()
         return self
 
-    def submit(self, session: int, *ids: int) -> None:
+    def submit(self, session: int, *ids: int, sampler: Sampler | None = None) -> None:
         info = TensorInfo(Codec.NONE, DType.INT64, (1, len(ids)))
         payload = struct.pack(f"<{len(ids)}q", *ids)
-        then, now_s = ForwardHidden(CodecSchedule(Codec.NONE)), self.worker.clock()
+        then = Sample(sampler, len(ids)) if sampler else ForwardHidden(CodecSchedule(Codec.NONE))
+        now_s = self.worker.clock()
         self.worker.submit(Job(session, 0, len(ids), ((info, payload),), then, self._done, now_s))
 
     def _done(self, job: Job, result: JobResult, _run: object) -> None:
@@ -113,6 +116,66 @@ async def test_a_long_prompt_goes_in_chunks_and_comes_out_whole(desk: Desk) -> N
         values += struct.unpack(f"<{info.shape[1]}f", payload)
     assert values == [number % 100 for number in range(300)]
     assert lengths == [128, 128, 44]
+
+
+class HeldMatcher:
+    """Stands in for `GrammarMatcher`: what may follow is known once it is let go, or not at all."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def allowed(self, _text: Sequence[int]) -> torch.Tensor:
+        self.go.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        return torch.tensor([True])
+
+    def ends(self, _text: Sequence[int]) -> bool:
+        return False
+
+    def sampler(self) -> Sampler:
+        wants = Sampling(prompt_length=1, max_new_tokens=9, grammar=Grammar(GrammarKind.LARK, "start: x"))
+        return Sampler(wants, 10, self)  # type: ignore[arg-type]
+
+
+async def test_a_grammar_that_takes_long_holds_up_nobody_else(desk: Desk) -> None:
+    slow, passes = HeldMatcher(), []
+    desk.runner.act = lambda works: passes.append([work.session_id for work in works])
+    go = threading.Event()
+    held = desk.worker.call("wait", go.wait)
+    desk.submit(0, 5, sampler=slow.sampler())
+    desk.submit(1, 6)
+    go.set()
+    await held
+    assert set(await desk.next(1)) == {1} and passes == [[0, 1]], "they were in one pass"
+    for _ in range(3):
+        desk.submit(1, 7)
+        assert set(await desk.next(1)) == {1}
+    slow.go.set()
+    (drawn,) = (await desk.next(1))[0].tokens
+    assert (drawn.position, drawn.ids) == (1, (0,))
+
+
+async def test_a_grammar_that_cannot_go_on_fails_its_session_alone(desk: Desk) -> None:
+    failing = HeldMatcher()
+    failing.error = ProtocolError("nothing may follow", code=ErrorCode.INVALID_REQUEST)
+    failing.go.set()
+    desk.submit(0, 5, sampler=failing.sampler())
+    desk.submit(1, 6)
+    results = await desk.next(2)
+    assert (results[0].error, results[1].error) == (ErrorCode.INVALID_REQUEST, None)
+
+
+async def test_who_leaves_waits_for_no_grammar(desk: Desk) -> None:
+    slow = HeldMatcher()
+    for session in range(DRAWING_THREADS + 1):
+        desk.submit(session, 5, sampler=slow.sampler())
+    desk.submit(9, 6)
+    assert set(await desk.next(1)) == {9}
+    await asyncio.wait_for(desk.worker.close(), PATIENCE_S)
+    assert (await desk.next(1))[DRAWING_THREADS].error == ErrorCode.INTERNAL, "its draw had not begun"
+    slow.go.set()
 
 
 async def test_a_bad_id_fails_alone(desk: Desk) -> None:

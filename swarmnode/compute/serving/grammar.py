@@ -18,10 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import ErrorCode, ProtocolError
 
-BURST_S, TOKEN_S = (
-    1.0,
-    0.02,
-)  # of the compute thread, which all sessions share: for the first token, and for each further one
+BURST_S, TOKEN_S = 1.0, 0.02  # of a drawing thread, which sessions share: for the first token, and for each further one
 LIBRARY_BYTES = 8 << 20
 TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
 LIMITS = LLParserLimits(
@@ -113,13 +110,13 @@ def _end_ids(folder: Path) -> int | list[int] | None:
 
 
 class GrammarMatcher:
-    """Matcher of one session's text: tells which tokens may follow it. Used from the compute thread."""
+    """Matcher of one session's text: tells which tokens may follow it. Used from one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._text: list[int] = []  # tokens that the matcher has consumed
-        self._spent_s = 0.0  # time of the compute thread
+        self._spent_s = 0.0  # time of the drawing threads
         self._mask = allocate_token_bitmask(1, vocabulary)
 
     def __repr__(self) -> str:

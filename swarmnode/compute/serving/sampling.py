@@ -244,6 +244,11 @@ class Sampler:
     def __repr__(self) -> str:
         return f"<Sampler by {self._parameters!r}>"
 
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether each token takes looking at all that may follow."""
+        return self._grammar is not None
+
     def tell(self, text: Buffer) -> None:
         """Take the text of an OPEN: the ids of the prompt, if the parameters count them, then of the tokens drawn elsewhere."""
         if self._history is not None:

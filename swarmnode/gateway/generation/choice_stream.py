@@ -114,8 +114,10 @@ class ChoiceStream:
                 ended = token.id in self._stop_ids
                 if not ended:
                     self._ids.append(token.id)
-                if token.logprobs and not ended:
-                    self._logprobs.append(spell(self._tokenizer, token.logprobs))
+                if token.logprobs and (
+                    not ended or self._parser is None
+                ):  # a completion tells of its end, as vLLM's does
+                    self._logprobs.append(spell(self._tokenizer, token.logprobs, is_end=ended))
                 text = self._stops.push("" if ended else token.text or "")
                 if self.stop_string is not None:
                     yield self._last(text, STOP)

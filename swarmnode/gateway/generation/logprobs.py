@@ -84,11 +84,16 @@ def _by_text(tokens: Sequence[SpelledToken]) -> dict[str, float]:
     return told
 
 
-def spell(tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob]) -> SpelledChoice:
-    """Return the drawn token, which is the first of `logprobs`, with the other tokens as its alternatives."""
+def spell(
+    tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob], *, is_end: bool = False
+) -> SpelledChoice:
+    """Return the drawn token, which is the first of `logprobs`, with the other tokens as its alternatives.
+
+    With `is_end` the token ends the text and is no part of it.
+    """
     drawn, *others = (_spelled(tokenizer, one) for one in logprobs)
     choice = SpelledChoice(top_logprobs=others, **drawn.model_dump())
-    choice._is_shown = tokenizer is not None and not tokenizer.is_special(logprobs[0].id)
+    choice._is_shown = tokenizer is not None and not is_end and not tokenizer.is_special(logprobs[0].id)
     return choice
 
 
