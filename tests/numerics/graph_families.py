@@ -158,6 +158,10 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
             ("lfm2", {"full_attn_idxs": [1], "num_key_value_heads": 2, "block_multiple_of": 8}, TOKENS),
         ]
     },
+    "mixtral with router logits": (
+        made(AutoModelForCausalLM, "mixtral", **TEXT, **EXPERTS, output_router_logits=True),
+        TOKENS,
+    ),
     **{
         kind: (made(AutoModelForSeq2SeqLM, kind, **SEQ2SEQ, **more), TOKENS)
         for kind, more in {"bart": {}, "marian": {}}.items()

@@ -95,13 +95,16 @@ class GraphInput(msgspec.Struct, frozen=True):
 
 
 class Weight(msgspec.Struct, frozen=True):
-    """A tensor of the weights' file. `tensor` is its name there and in the module's state dict."""
+    """A tensor of the weights' file. `tensor` is its name there and in the module's state dict.
+
+    `values`: its elements, if labels are counted by them."""
 
     name: str
     tensor: str
     kind: str
     trained: bool
     type: TensorType
+    values: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class OperatorCall(msgspec.Struct, frozen=True):

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from swarmnode.compute.graph.graph import Argument, Constant, Here, OperatorCall, Real, Ref
 from swarmnode.errors import CheckpointError
 
 BATCH_NORM = "aten.batch_norm.default"
+_ALIGNED_BYTES = 16  # of the rows of grouped products
 _CONSTANTS: dict[str, Any] = {
     name: getattr(torch, name)
     for name in (
@@ -187,3 +190,21 @@ def moved_by_batch_norm(node: OperatorCall) -> tuple[str, ...]:
     if node.operator != BATCH_NORM or not node.args[5]:  # not in training mode: it only reads them
         return ()
     return tuple(ref.name for ref in node.args[3:5] if isinstance(ref, Ref))
+
+
+def grouped_product(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Return `_grouped_mm` of groups of rows with a matrix each, also for rows that autocast made of another dtype, and for widths
+    that are no multiple of 16 bytes."""
+    rows, even = self.to(mat2.dtype), _ALIGNED_BYTES // mat2.itemsize
+    inner, outer = (-size % even for size in mat2.shape[-2:])
+    if not (inner or outer) or bias is not None or mat2.dim() != 3:
+        return torch._grouped_mm(rows, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+    padded = functional.pad(mat2, (0, outer, 0, inner))
+    product = torch._grouped_mm(functional.pad(rows, (0, inner)), padded, offs=offs, out_dtype=out_dtype)
+    return product[..., : mat2.shape[-1]]
+
+
+INSTEAD_OF_OPERATOR: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": grouped_product}
+"""Functions that do what an operator does, and more, by its name."""

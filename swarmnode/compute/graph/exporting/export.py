@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from swarmnode.compute.graph.exporting.guards import AssumedAnswers, assumed_ans
 from swarmnode.compute.graph.exporting.reader import Exported, read_program
 from swarmnode.compute.graph.exporting.results import Loss, Outputs
 from swarmnode.compute.graph.graph import BUFFER, Graph
+from swarmnode.compute.graph.label_count import without_hidden_counts
 from swarmnode.compute.graph.operators import is_random
 from swarmnode.errors import UsageError
 
@@ -73,7 +75,8 @@ def export_module(module: nn.Module, example: Example, *, any_batch: bool = True
         torch.backends.mha.set_fastpath_enabled(fast_path)
     if not trains:
         _check_served(type(module).__name__, exported.graph)
-    return exported
+        return exported
+    return replace(exported, graph=without_hidden_counts(exported.graph, exported.weights))
 
 
 def _check_trained(module: nn.Module) -> None:

@@ -201,6 +201,11 @@ class _Check:
                 f"the loss of {self.name} is a sum over the batch, as it is twice as large for each sample twice: "
                 "forward must give the mean, so divide the loss by the number of samples"
             )
+        if abs(once) > 1e-6 and math.isclose(2 * twice, once, rel_tol=OWN):
+            raise UsageError(
+                f"the loss of {self.name} is divided by the number of samples twice, as it is half as large for each sample twice: "
+                "forward must give the mean"
+            )
 
     def _evaluated(self, times: int) -> float:
         """The loss of the example batch, each sample `times` times, without dropout."""

@@ -139,6 +139,8 @@ class _Reader:
         self._check_sizes(node, value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.refs[node] = self._size(value)
+            if isinstance(value, torch.SymFloat) and not all(map(_is_of_floats, node.users)):
+                raise self._refusal(node, "a float that follows from the batch, together with whole numbers,")
         elif node.target is operator.getitem:
             source = self._argument(node.args[0], node)
             if not isinstance(source, Ref):
@@ -246,17 +248,18 @@ class _Reader:
     def _size(self, size: Any) -> Size:
         """Ours for one of torch's."""
         import sympy
+        from torch.utils._sympy.functions import ToFloat
 
         if isinstance(size, int):
             return size
-        expression = size.node.expr
+        expression = size.node.expr.replace(ToFloat, lambda whole: whole)
         if isinstance(size, torch.SymInt) and expression.is_Integer:
             return int(expression)
         try:
             coefficients = sympy.Poly(expression, self.batch).all_coeffs()[::-1]
         except (sympy.PolynomialError, sympy.GeneratorsError) as error:
             raise CheckpointError(f"{expression} is no polynomial of the batch") from error
-        if not isinstance(size, torch.SymInt) or not all(coefficient.is_Integer for coefficient in coefficients):
+        if isinstance(size, torch.SymBool) or not all(coefficient.is_Integer for coefficient in coefficients):
             raise CheckpointError(f"{expression} is no whole number for every batch")
         return Poly(tuple(map(int, coefficients)))
 
@@ -282,6 +285,12 @@ class _Reader:
                 assert isinstance(buffer, Ref)
                 moves.append(BufferUpdate(buffer.name, value))
         return moves, results
+
+
+def _is_of_floats(node: Any) -> bool:
+    """Return whether all tensors that a call takes and gives are floats, so that a whole number in place of a float is the same."""
+    values = [argument.meta.get("val") for argument in (node, *node.all_input_nodes)]
+    return all(value.is_floating_point() for value in values if isinstance(value, Tensor))
 
 
 def _as_buffer(weight: Weight) -> Weight:
