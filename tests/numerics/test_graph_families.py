@@ -15,5 +15,4 @@ def test_a_family_trains_as_in_plain_torch(family: str) -> None:
     module, batch = build(family)
     exported = founded(module, batch)
     assert exported.graph.any_batch
-    for stages in (1, 2, 3):
-        check_stages(module, batch, exported, stages)
+    check_stages(module, batch, exported, 1, 2, 3)

@@ -17,7 +17,7 @@ PARAMETER = "parameter"
 BUFFER = "buffer"  # moves in training
 CONSTANT = "constant"
 
-_NAMED = "kwargs_"  # torch.export's name for an argument that was given by name begins so
+NAMED = "kwargs_"  # torch.export's name for an argument that was given by name begins so
 
 
 class Poly(msgspec.Struct, frozen=True, tag_field="is", tag="size"):
@@ -91,7 +91,7 @@ class GraphInput(msgspec.Struct, frozen=True):
     @property
     def argument(self) -> str:
         """What the module's own code calls it; an array of the data has this name."""
-        return self.name.removeprefix(_NAMED)
+        return self.name.removeprefix(NAMED)
 
 
 class Weight(msgspec.Struct, frozen=True):

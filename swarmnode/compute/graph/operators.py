@@ -47,6 +47,9 @@ def argument_value(argument: Argument, device: torch.device) -> Any:
 FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 """What torch.export makes of it; it has no derivative."""
 
+BATCH_NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit.no_stats"
+"""The same where nothing is kept of a batch."""
+
 EVALUATED_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 """The same in evaluation mode: running statistics are read alone."""
 
@@ -73,7 +76,7 @@ special_ndtri special_erfcx special_i0 special_i0e special_i1 special_i1e i0 lde
 logaddexp2
 eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
 bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ where
-masked_fill masked_scatter
+masked_fill masked_scatter _is_all_true _is_any_true
 relu relu6 leaky_relu prelu _prelu_kernel elu celu selu gelu silu mish hardtanh hardswish hardsigmoid
 sigmoid log_sigmoid softplus threshold glu softmax log_softmax _softmax _log_softmax _safe_softmax hardshrink
 softshrink logsumexp
@@ -133,8 +136,12 @@ INSTEAD = {
     "transformers.grouped_mm_fallback.default": "aten._grouped_mm.default",  # its experts, on rows sorted by expert
     FUNCTIONAL_BATCH_NORM: BATCH_NORM,
     EVALUATED_BATCH_NORM: BATCH_NORM,
+    BATCH_NORM_WITHOUT_STATISTICS: BATCH_NORM,
 }
 """What the export writes in place of some operators."""
+
+SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5}
+"""Operators that may give sparse gradients, which are added up as dense ones here, and which argument says so."""
 
 COPY = "aten.copy.default"
 """What torch.export makes of an assignment to a slice; it has no derivative."""

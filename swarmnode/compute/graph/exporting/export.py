@@ -215,6 +215,9 @@ def seen_by_tracing() -> Iterator[None]:
     def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:
         return function(*args)
 
+    def seeded(_seed: int) -> None:
+        raise RuntimeError("what a graph draws follows from the run's seed: leave torch.manual_seed out of forward")
+
     def enter(self: Any) -> None:
         self._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
         self._inference_mode_context.__enter__()
@@ -231,6 +234,7 @@ def seen_by_tracing() -> Iterator[None]:
         patch.multiple(functional, **spared),
         patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", apply),
         patch.object(torch.inference_mode, "__enter__", enter),
+        patch.object(torch, "manual_seed", seeded),
         patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", own_frames),
     ):
         yield

@@ -6,10 +6,12 @@ Tracing sees what forward computes. A backward pass that the author wrote or cha
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
@@ -124,7 +126,11 @@ class _Check:
         """Compare the gradients of the loss times `scale`, and return the module's own. Raises UsageError."""
         with _same_buffers(self.module):
             loss = self._own_loss()
-            own = _gradients(loss, scale, self.parameters)
+            try:
+                own = _gradients(loss, scale, self.parameters)
+            except RuntimeError as error:
+                told = " ".join(str(error).split())
+                raise UsageError(f"{self.name} cannot be trained, as its own backward pass fails: {told}") from error
         with _same_buffers(self.module):
             traced = self._traced_loss()
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
@@ -148,7 +154,9 @@ class _Check:
         return own
 
     def _own_loss(self) -> Tensor:
-        """The module's loss of the example batch, with what can go back from it. Raises UsageError where nothing can."""
+        """The module's loss of the example batch, with what can go back from it. Raises UsageError where nothing can, or where it
+        draws from other generators than torch's."""
+        before = _foreign_draws()
         try:
             loss: Tensor = self.results(self.args, self.kwargs)
         except UsageError:
@@ -157,6 +165,8 @@ class _Check:
             raise UsageError(
                 f"{self.name} failed in {source_of(error)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             ) from error
+        if _foreign_draws() != before:
+            raise UsageError(f"{self.name} draws from random or numpy.random, which a graph cannot: draw by torch.rand")
         if not loss.requires_grad:
             raise UsageError(f"the loss of {self.name} depends on no parameter that is trained: {self._reason()}")
         self.functions |= _functions(loss)
@@ -221,12 +231,19 @@ class _Check:
         return loss.item()
 
 
+def _foreign_draws() -> tuple[Any, ...]:
+    """Return where the generators of Python and numpy are."""
+    name, keys, *place = np.random.get_state()
+    return random.getstate(), name, keys.tobytes(), *place
+
+
 def _gradients(loss: Tensor, scale: float, parameters: Mapping[str, Tensor]) -> Gradients:
     """Those of parameters that the loss depends on, in units of `scale`."""
     for parameter in parameters.values():
         parameter.grad = None
     loss.backward(torch.full_like(loss, scale))
-    return {name: parameter.grad / scale for name, parameter in parameters.items() if parameter.grad is not None}
+    found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    return {name: (gradient.to_dense() if gradient.is_sparse else gradient) / scale for name, gradient in found.items()}
 
 
 def _functions(loss: Tensor) -> set[type]:

@@ -15,6 +15,7 @@ from swarmnode.compute.graph.exporting.complaint import REMEDY, source_of_node
 from swarmnode.compute.graph.graph import (
     BUFFER,
     CONSTANT,
+    NAMED,
     PARAMETER,
     Argument,
     BufferUpdate,
@@ -33,12 +34,14 @@ from swarmnode.compute.graph.graph import (
 )
 from swarmnode.compute.graph.operators import (
     ASSERT,
+    BATCH_NORM_WITHOUT_STATISTICS,
     COPY,
     DETACH,
     EVALUATED_BATCH_NORM,
     FUNCTIONAL_BATCH_NORM,
     INSTEAD,
     SHAPED,
+    SPARSE,
     moved_by_batch_norm,
     resolve,
 )
@@ -168,6 +171,10 @@ class _Reader:
 
     def _read_operator(self, node: Any, value: Any) -> None:
         name, args, kwargs = str(node.target), node.args, dict(node.kwargs)
+        if name == BATCH_NORM_WITHOUT_STATISTICS:
+            self._check_batch_norm(node)
+            args, value = (*args[:3], None, None, *args[3:6], True), value[:1]
+            self.batch_norms.add(node.name)
         if name in (FUNCTIONAL_BATCH_NORM, EVALUATED_BATCH_NORM):
             self._check_batch_norm(node)
             trains = () if name == FUNCTIONAL_BATCH_NORM else (False,)
@@ -182,6 +189,8 @@ class _Reader:
             raise self._refusal(node, name) from None
         values = value if isinstance(value, list | tuple) else (value,)
         arguments = [self._argument(argument, node) for argument in args]
+        if name in SPARSE and len(arguments) > SPARSE[name]:
+            arguments[SPARSE[name]] = False
         if name in SHAPED:
             shape = self._type(args[0].meta["val"])
             arguments[0] = self._add(f"{node.name}_shape", DETACH, (arguments[0],), {}, (shape,))
@@ -214,7 +223,7 @@ class _Reader:
         """Our batch norm moves its statistics itself and returns one tensor: nothing else may be asked of it."""
         for part in node.users:
             if part.args[1] != 0 and any(user.op != "output" for user in part.users):
-                raise self._refusal(node, "batch_norm, of which more than the output is used,")
+                raise self._refusal(node, "a batch norm that is used twice, or of which more than the output is used,")
 
     def _refusal(self, node: Any, name: str) -> UsageError:
         return UsageError(
@@ -279,7 +288,8 @@ class _Reader:
                     raise UsageError(f"{what} of {self.module} depends on nothing")
                 results.append(value)
             elif spec.kind.name != "BUFFER_MUTATION":
-                raise UsageError(f"{self.module} changes {spec.target or node.name}, which is no buffer of its own")
+                changed = (spec.target or node.name).removeprefix(WRAPPER_PREFIX).removeprefix(NAMED)
+                raise UsageError(f"{self.module} changes {changed}, which is no buffer of its own")
             elif isinstance(value, Ref) and value.name not in self.batch_norms:
                 buffer = self.refs[placeholders[spec.target]]
                 assert isinstance(buffer, Ref)
