@@ -233,8 +233,8 @@ class _Check:
 
 def _foreign_draws() -> tuple[Any, ...]:
     """Return where the generators of Python and numpy are."""
-    name, keys, *place = np.random.get_state()
-    return random.getstate(), name, keys.tobytes(), *place
+    state = np.random.get_state(legacy=False)
+    return random.getstate(), str(state)
 
 
 def _gradients(loss: Tensor, scale: float, parameters: Mapping[str, Tensor]) -> Gradients:
