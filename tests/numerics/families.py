@@ -120,9 +120,11 @@ REFUSED: dict[str, str] = {
 
 
 def tiny_config(model_type: str) -> Any:
-    """The config of a tiny model of this type, greedy and without end-of-sequence token."""
+    """The config of a tiny model of this type, greedy, without end-of-sequence token and without dropout."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type](**{**COMMON, **FAMILIES[model_type]})
     config.eos_token_id = None
+    for name in [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float)]:
+        setattr(config, name, 0.0)
     return config

@@ -22,11 +22,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 Batch = dict[str, Tensor]
 B, T, V = 4, 8, 61  # samples, tokens, vocabulary
 TEXT: dict[str, Any] = {
-    "vocab_size": V, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": V, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 3,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     "use_cache": False, "type_vocab_size": 2,
 }  # fmt: skip
+TWO = {"num_hidden_layers": 2}  # of families whose layers differ, or are one
 SEQ2SEQ: dict[str, Any] = {
     "vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
@@ -35,7 +36,7 @@ SEQ2SEQ: dict[str, Any] = {
     "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
 }  # fmt: skip
 IMAGE: dict[str, Any] = {
-    "image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
@@ -104,12 +105,12 @@ def made(auto: Any, kind: str, **config: Any) -> Callable[[], nn.Module]:
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     **{
-        kind: (made(AutoModelForMaskedLM, kind, **TEXT, **more), MASKED)
+        kind: (made(AutoModelForMaskedLM, kind, **{**TEXT, **more}), MASKED)
         for kind, more in {
             "bert": {},
-            "albert": {"embedding_size": 16},
+            "albert": {"embedding_size": 16, **TWO},
             "deberta-v2": {"position_buckets": 8, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-            "modernbert": {},
+            "modernbert": TWO,
             "fnet": {},
         }.items()
     },
@@ -138,7 +139,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
                 {
                     "n_positions": 64,
                     "n_embd": 16,
-                    "n_layer": 2,
+                    "n_layer": 1,
                     "n_head": 2,
                     "resid_pdrop": 0,
                     "embd_pdrop": 0,
@@ -147,17 +148,21 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
                 TOKENS,
             ),
             ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0}, MASKED),
-            ("gemma2", {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4}, TOKENS),
+            ("gemma2", {**TWO, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4}, TOKENS),
             ("bloom", {}, TOKENS),
             ("falcon", {}, TOKENS),
             ("qwen3_moe", EXPERTS, TOKENS),
-            ("gpt_oss", EXPERTS, TOKENS),
+            ("gpt_oss", {**EXPERTS, **TWO}, TOKENS),
             ("mixtral", EXPERTS, TOKENS),
             ("gpt_neox", {}, TOKENS),
             ("mamba", {"state_size": 4}, TOKENS),
-            ("lfm2", {"full_attn_idxs": [1], "num_key_value_heads": 2, "block_multiple_of": 8}, TOKENS),
+            ("lfm2", {**TWO, "full_attn_idxs": [1], "num_key_value_heads": 2, "block_multiple_of": 8}, TOKENS),
         ]
     },
+    "mixtral with router logits": (
+        made(AutoModelForCausalLM, "mixtral", **TEXT, **EXPERTS, output_router_logits=True),
+        TOKENS,
+    ),
     **{
         kind: (made(AutoModelForSeq2SeqLM, kind, **SEQ2SEQ, **more), TOKENS)
         for kind, more in {"bart": {}, "marian": {}}.items()
@@ -214,7 +219,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
             ("vit", 16, {}),
             ("dinov2", 16, {}),
             ("resnet", 32, {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
-            ("convnext", 32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
+            ("convnext", 32, {**TWO, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
             (
                 "swin",
                 32,

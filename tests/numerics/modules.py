@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -829,3 +830,210 @@ add(
     "float64",
     net=lambda: net().double(),
 )
+
+
+# -- more of what people write
+
+
+def alone(name: str, module: Callable[[], nn.Module], batch: Callable[[], Batch], refused: str = "") -> None:
+    """A module with arguments of its own."""
+
+    def make() -> tuple[nn.Module, Batch]:
+        torch.manual_seed(0)
+        return module(), batch()
+
+    if refused:
+        REFUSED[name] = make, refused
+    else:
+        MODULES[name] = make
+
+
+class Masked(nn.Module):
+    """Attention with a mask of positions and one of padding, whose weights are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, 0.1, batch_first=True, add_bias_kv=True)
+
+    def forward(self, x: Tensor, padding: Tensor, *, y: Tensor, scale: Tensor | None = None) -> Tensor:
+        later = torch.triu(torch.full((T, T), float("-inf")), 1)
+        out, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=later)
+        return functional.mse_loss(out if scale is None else out * scale, y) + weights.var()
+
+
+def padding() -> Tensor:
+    return torch.arange(T).expand(B, T) >= torch.tensor([6, 5, 4, 3])[:, None]
+
+
+class Packed(nn.Module):
+    """An LSTM over rows of unequal length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(D, D, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.net(packed)[0].data.square().mean()
+
+
+class Averaged(nn.Module):
+    """Buffers that move: an average with its correction, or one that is assigned anew."""
+
+    def __init__(self, *, assigned: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(D, D)
+        self.assigned = assigned
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.net(x)
+        if self.assigned:
+            self.mean = (0.9 * self.mean + 0.1 * h.mean(0)).detach()
+            return functional.mse_loss(h - self.mean, y)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+            self.count += 1
+        return functional.mse_loss(h - self.mean / (1 - 0.9 ** self.count.float()), y)
+
+
+class Twice(nn.Module):
+    """Remembers how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = nn.Linear(D, D), 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return functional.mse_loss(self.net(x) * (1 + 0.1 * self.calls), y)
+
+
+def tied() -> nn.Module:
+    first, middle, last = (nn.Linear(D, D) for _ in range(3))
+    last.weight, last.bias = first.weight, middle.bias
+    return nn.Sequential(first, nn.ReLU(), middle, nn.ReLU(), last)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    return x.view(x.shape[0], T, heads, -1).transpose(1, 2)
+
+
+def _placed(x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[0])
+    z = torch.zeros_like(x)
+    z[rows, rows % D] = x[:, 0]
+    z.index_put_((rows, rows % 3), x[:, 1], accumulate=True)
+    return z + x
+
+
+def _by_views(x: Tensor) -> Tensor:
+    y = x.clone()
+    view = y[:, ::2]
+    view.copy_(view.tanh())
+    view += 1
+    y.t()[1].zero_()
+    y[:, [2, 3]] = y[:, [3, 2]]
+    y[..., -1] = y[..., 0] * 2
+    return y
+
+
+def _reduced(x: Tensor) -> Tensor:
+    pairs = (torch.arange(D) // 2).expand(x.shape[0], D)
+    largest = torch.zeros_like(x).scatter_reduce(1, pairs, x, "amax", include_self=False)
+    return (
+        largest
+        + torch.ones_like(x).scatter_reduce(1, pairs, x, "prod")
+        + torch.zeros_like(x).scatter_reduce(1, pairs, x, "mean")
+    )
+
+
+def _quantised(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A vector-quantised autoencoder."""
+    z = m.net(x)
+    nearest = m.book[torch.cdist(z, m.book).argmin(1)]
+    loss = functional.mse_loss(nearest, z.detach()) + 0.25 * functional.mse_loss(z, nearest.detach())
+    return functional.mse_loss(m.back(z + (nearest - z).detach()), y) + loss
+
+
+def _in_bfloat16(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = m.net(x)
+    return functional.mse_loss(h.float(), y)
+
+
+def _seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return functional.dropout(x, 0.3)
+
+
+def _cut(x: Tensor) -> Tensor:
+    return x.clone().sqrt_().sigmoid_()
+
+
+def _doubled_and_mixed(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    share, order = torch.rand(()), torch.randperm(x.shape[0])
+    return functional.mse_loss(m.net(share * x + (1 - share) * x[order]), share * y + (1 - share) * y[order])
+
+
+def _drawn_normal(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    found = torch.distributions.Normal(m.net(x), m.spread(x).exp())
+    return functional.mse_loss(found.rsample(), y) - found.log_prob(y).mean()
+
+
+def _penalty(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    return mse(m, x, y) + torch.autograd.grad(m.net(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+alone("attention, masked twice", Masked, lambda: {"x": seq(), "padding": padding(), "y": seq()})
+alone("moving average", Averaged, lambda: {"x": real(), "y": real()})
+add("tied weights", mse, real, real, net=tied)
+add("bag of weighted words", lambda m, x, y: functional.cross_entropy(
+    functional.embedding_bag(
+        x.flatten(), m.embed.weight, torch.arange(0, x.numel(), T), mode="sum", per_sample_weights=m.share[x.flatten()]
+    ), y,
+), lambda: ids(T), classes, embed=lambda: nn.Embedding(V, D), share=lambda: nn.Parameter(torch.rand(V)))  # fmt: skip
+for option in ("sparse", "scale_grad_by_freq"):
+    add(f"embedding, {option}", lambda m, x, y: functional.cross_entropy(m.embed(x).mean(1), y), lambda: ids(T), classes,
+        embed=lambda option=option: nn.Embedding(V, D, **{option: True}))  # fmt: skip
+add("attention by groups of heads", lambda m, x, y: functional.mse_loss(functional.scaled_dot_product_attention(
+    _by_head(m.q(x), 4), _by_head(m.k(x), 2), _by_head(m.v(x), 2), is_causal=True, scale=0.3, enable_gqa=True,
+).transpose(1, 2).flatten(2), y), seq, seq, q=linear(), k=linear(D, 4), v=linear(D, 4))  # fmt: skip
+plain("placed by indices", _placed)
+plain("written through views", _by_views)
+plain("scattered and reduced", _reduced)
+plain("cumulated products", lambda x: x.cumprod(-1) + x.logcumsumexp(-1) + x.cummax(-1).values)
+add("vector-quantised", _quantised, real, real, net=net, book=lambda: nn.Parameter(torch.randn(5, D)), back=linear())
+add("autocast inside", _in_bfloat16, real, real, net=net)
+add("float64 inside", lambda m, x, y: functional.mse_loss((m.net(x).double() * m.factor).float(), y), real, real, net=net,
+    factor=lambda: torch.randn(D, dtype=torch.float64))  # fmt: skip
+add("loss of one element", lambda m, x, y: mse(m, x, y)[None], real, real, net=net)
+add("loss in bfloat16", lambda m, x, y: mse(m, x, y).bfloat16(), real, real, net=net)
+add("nothing kept of a batch", mse, real, real,
+    net=lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, affine=False, track_running_stats=False), net()))  # fmt: skip
+add("mixed samples", _doubled_and_mixed, real, real, net=net)
+add("drawn and judged by a distribution", _drawn_normal, real, real, net=net, spread=linear())
+add("compiled", mse, real, real, net=lambda: torch.compile(net(), backend="eager"))
+add("dropout in a reentrant checkpoint", lambda m, x, y: functional.mse_loss(checkpoint(m.net, m.first(x), use_reentrant=True), y),
+    real, real, first=linear(), net=lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.2), nn.Linear(D, D)))  # fmt: skip
+add("unused and partly frozen", mse, real, real, unused=linear(),
+    net=lambda: nn.Sequential(nn.Linear(D, D).requires_grad_(False), nn.Linear(D, D)))  # fmt: skip
+
+alone("packed rows", Packed, lambda: {"x": seq(), "lengths": torch.tensor([6, 3, 4, 2])}, "packed by their lengths")
+alone("counts its calls", Twice, lambda: {"x": real(), "y": real()}, "differs from pass to pass")
+alone(
+    "average assigned anew",
+    lambda: Averaged(assigned=True),
+    lambda: {"x": real(), "y": real()},
+    "differs from pass to pass",
+)
+plain("seeded anew", _seeded, "leave torch.manual_seed out")
+plain("drawn by Python", lambda x: x * random.random(), "draw by torch.rand")
+plain("changed before it goes back", _cut, "its own backward pass fails")
+add("penalty of gradients", _penalty, real, real, "no backward pass of its own", net=net)
+add("input written over", lambda m, x, y: mse(m, x.mul_(2), y), real, real, "changes x, which is no buffer", net=net)
+add("complex parameter", lambda m, x, y: functional.mse_loss((torch.fft.fft(m.net(x)) * m.factor).real, y), real, real,
+    "factor is complex64", net=net, factor=lambda: nn.Parameter(torch.randn(D, dtype=torch.complex64)))  # fmt: skip
+plain("by its values", lambda x: x if x.sum() > 0 else -x, "must not depend on the values")

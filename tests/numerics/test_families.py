@@ -17,6 +17,8 @@ from swarmnode.compute.model.family import family_of
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.saved_activations import Gradients, accumulate, leaves
 from swarmnode.errors import CheckpointError
 from tests.numerics.families import FAMILIES, REFUSED, tiny_config
 
@@ -127,6 +129,37 @@ def test_split_equals_whole(family: tuple[Any, Path]) -> None:
         assert difference(together[length][1], expected[1]) < TOLERANCE
         assert torch.equal(together[length][0], expected[0])
     assert_ragged_steps_are_exact(pipeline, model, {n: torch.cat([prompts[n], together[n][0]], 1) for n in prompts})
+
+
+def test_gradients_of_three_pieces_are_those_of_the_whole(family: tuple[Any, Path]) -> None:
+    model, path = family
+    ids_BT = torch.randint(2, 97, (2, 9))
+    model.train().zero_grad()
+    loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
+    loss.backward()
+    checkpoint, values = Checkpoint(path), (ids_BT,)
+    passed = []
+    for start, end in pairwise([0, 2, 4, checkpoint.units]):
+        segment = load_segment(checkpoint, start, end)
+        inputs = leaves(values, start)
+        outputs = segment.forward(inputs, start, end, 0, (ids_BT,))
+        passed.append((segment, inputs, outputs))
+        values = tuple(output.detach() for output in outputs)
+    assert values[0].item() == pytest.approx(loss.item(), rel=1e-5)
+    gradients: Gradients = (torch.ones(()),)
+    found: dict[str, torch.Tensor] = {}
+    for segment, inputs, outputs in reversed(passed):
+        gradients = accumulate(outputs, gradients, inputs)
+        for named in segment.parameters().values():
+            for name, parameter in named.items():
+                if parameter.grad is not None:
+                    found[name] = found.get(name, torch.zeros(())) + parameter.grad
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.eval().zero_grad()
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name in wanted.keys() | found.keys():
+        own = wanted.get(name, torch.zeros(()))
+        assert float((found.get(name, torch.zeros_like(own)) - own).norm()) < 1e-5 * largest, name
 
 
 def assert_ragged_steps_are_exact(pipeline: Pipeline, model: Any, texts: dict[int, torch.Tensor]) -> None:

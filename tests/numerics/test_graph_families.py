@@ -14,6 +14,5 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_family_trains_as_in_plain_torch(family: str) -> None:
     module, batch = build(family)
     exported = founded(module, batch)
-    assert exported.graph.any_batch
-    for stages in (1, 2, 3):
-        check_stages(module, batch, exported, stages)
+    assert exported.graph.any_batch and exported.graph.units > 2
+    check_stages(module, batch, exported, 1, 2, 3)

@@ -16,8 +16,7 @@ def test_a_module_trains_as_in_plain_torch(name: str) -> None:
     module, batch = MODULES[name]()
     exported = founded(module, batch)
     assert exported.graph.any_batch
-    for stages in (1, 2, 3):
-        check_stages(module, batch, exported, stages)
+    check_stages(module, batch, exported, 1, 2, 3)
 
 
 @pytest.mark.parametrize("name", REFUSED)

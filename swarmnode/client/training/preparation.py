@@ -103,7 +103,6 @@ def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> 
     batches = _token_windows(folder, data, graph) if length else array_batches(data, graph)
     if batches.weighs_labels:
         run = msgspec.structs.replace(run, label_weights=True)
-        batches.labelled(run)  # raises if there is not one label
     return run, batches
 
 

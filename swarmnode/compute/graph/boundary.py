@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,17 @@ from torch import Tensor
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF, TORCH_DTYPE
 from swarmnode.compute.graph.graph import Graph, GraphInput, Size, TensorType
-from swarmnode.compute.graph.label_count import LabelCount, label_count
+from swarmnode.compute.graph.label_count import label_means, obstructed_means
 from swarmnode.compute.graph.layout import Layout, Value
 from swarmnode.compute.graph.operators import torch_constant
-from swarmnode.compute.training.datasets.batches import ArrayBatches
+from swarmnode.compute.training.datasets.batches import ArrayBatches, LabelShares
 from swarmnode.compute.training.datasets.corpus import Encode, token_batches
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Description of a tensor: its dtype and shape"""
 ARRAYS_SUFFIX = ".npz"
+ROWS = 1024  # of which labels are counted at a time
 _DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
@@ -58,7 +59,9 @@ def array_batches(path: Path, graph: Graph) -> ArrayBatches:
             f"the file has {', '.join(sorted(arrays)) or 'none'}"
         )
     taken = {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs}
-    return ArrayBatches(taken, *_ends(graph), _uneven_count(graph, taken))
+    batches = ArrayBatches(taken, *_ends(graph))
+    batches.weigh(_label_shares(path, graph, taken))
+    return batches
 
 
 def token_length(graph: Graph) -> int:
@@ -88,13 +91,27 @@ def _ends(graph: Graph) -> tuple[list[str], list[str]]:
     return inputs, labels
 
 
-def _uneven_count(graph: Graph, arrays: Mapping[str, np.ndarray]) -> LabelCount | None:
-    """How the labels of a batch are counted, where some of the data's are left out."""
-    found = label_count(graph)
-    if found is None:
-        return None
-    count, ignored, names = found
-    return count if ignored is None or any((arrays[name] == ignored).any() for name in names) else None
+def _label_shares(path: Path, graph: Graph, arrays: Mapping[str, np.ndarray]) -> list[LabelShares]:
+    """Return how microbatches share in each mean over labels of the loss; none where all share alike.
+
+    Raises UsageError if no label counts, or if labels are uneven and the loss is no sum of their means."""
+    rows = ROWS if graph.any_batch else graph.batch
+    samples = len(next(iter(arrays.values())))
+
+    def batches(names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        for first in range(0, samples, rows):
+            numbers = np.arange(first, first + rows if not graph.any_batch else min(first + rows, samples)) % samples
+            yield {name: torch.from_numpy(arrays[name][numbers]) for name in names}
+
+    for mean in obstructed_means(graph):
+        if mean.is_uneven(batches(mean.inputs)):
+            raise UsageError(
+                f"{path} leaves labels out, and the loss takes their mean through {mean.obstacle}, so that it cannot be made of "
+                "microbatches: found the swarm with a loss that is a sum of means, or give data without -100"
+            )
+    means = label_means(graph)
+    uneven = [mean.is_uneven(batches(mean.inputs)) for mean in means]
+    return [mean.shares for mean in means] if any(uneven) else []
 
 
 def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.ndarray:

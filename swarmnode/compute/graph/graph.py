@@ -17,7 +17,7 @@ PARAMETER = "parameter"
 BUFFER = "buffer"  # changes in training
 CONSTANT = "constant"
 
-_NAMED = "kwargs_"  # prefix of torch.export's name for an argument given by name
+NAMED = "kwargs_"  # prefix of torch.export's name for an argument given by name
 
 
 class Poly(msgspec.Struct, frozen=True, tag_field="is", tag="size"):
@@ -91,17 +91,20 @@ class GraphInput(msgspec.Struct, frozen=True):
     @property
     def argument(self) -> str:
         """Name of the input in the module's own code, and of its array in the data."""
-        return self.name.removeprefix(_NAMED)
+        return self.name.removeprefix(NAMED)
 
 
 class Weight(msgspec.Struct, frozen=True):
-    """A tensor of the weights' file. `tensor` is its name there and in the module's state dict."""
+    """A tensor of the weights' file. `tensor` is its name there and in the module's state dict.
+
+    `values`: its elements, if labels are counted by them."""
 
     name: str
     tensor: str
     kind: str
     trained: bool
     type: TensorType
+    values: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class OperatorCall(msgspec.Struct, frozen=True):

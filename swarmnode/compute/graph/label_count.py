@@ -1,101 +1,317 @@
-"""How many labels the mean loss of a microbatch is the mean of, where a graph's loss leaves some out: what is padding, or -100."""
+"""Means over labels: the terms of a graph's loss that are one, and the labels that each of them counts in a batch.
+
+A microbatch knows its own labels alone, and a step's mean is over the labels of all its microbatches: `LabelMean.shares` are the
+factors by which the microbatches' means count. They are exact where a loss adds such means up, each times what the batch does not
+change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from swarmnode.compute.graph.graph import Graph, OperatorCall, Poly, Ref
-from swarmnode.compute.graph.operators import argument_value, is_random, resolve
+from swarmnode.compute.graph.graph import CONSTANT, Graph, OperatorCall, Poly, Ref, Weight
+from swarmnode.compute.graph.operators import argument_value, is_random, resolve, torch_constant
 from swarmnode.errors import UsageError
 
-LabelCount = Callable[[Mapping[str, Tensor]], float]
-"""From a batch, by the names that the module's code has for its inputs, to how many labels count."""
+Batch = Mapping[str, Tensor]
+"""By the names that the module's code has for its inputs"""
 
-_MEAN, _IGNORED = 1, -100  # defaults of torch's losses over classes
-_CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
-_FORWARD = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
-_SAME = frozenset(
-    {"clone", "alias", "reshape", "squeeze", "unsqueeze", "view", "_to_copy", "to", "type_as", "contiguous"}
+MEAN, SUM = 1, 2  # reductions of torch's losses
+_IGNORED = -100
+MAX_TOLD = 1 << 16  # elements of a constant that labels are counted by
+_DOUBLED = 1.5  # a count that grows with the samples is twice as large for each sample twice
+
+MEANS = frozenset(
+    {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"}
 )
-_LINEAR = frozenset({"mul", "div", "neg"})
-_SUMS = frozenset({"add", "sub"})
+_SAME = frozenset(
+    {
+        "clone",
+        "alias",
+        "detach",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "view",
+        "_to_copy",
+        "to",
+        "type_as",
+        "contiguous",
+        "expand",
+    }
+    | {"nan_to_num", "neg", "add", "sub", "stack", "cat", "sum", "mean", "select", "slice", "unbind"}
+)
+"""Operators of which a sum of means may be an argument; all are linear in it, where it is finite."""
+_DIVIDING = frozenset({"div", "divide", "true_divide"})
+_SCALING = _DIVIDING | {"mul", "multiply"}
+_ROUNDING = "Tensor_mode"
 
 
-def label_count(graph: Graph) -> tuple[LabelCount, int | None, frozenset[str]] | None:
-    """Return how to count the labels of a batch, the label that is left out (None: the module divides by their number itself), and
-    the inputs that tell; None if the loss is no mean over labels of which some
-    are left out, or is made of several."""
-    found = list(_means(graph)) if graph.loss is not None else []
-    if len(found) != 1:
-        return None
-    ref, ignored = found[0]
-    nodes = _ancestors(graph, ref)
-    if nodes is None:
-        return None
-    names = {item.name: item.argument for item in graph.inputs}
-    taken = {one.name for node in nodes for one in node.refs()} | {ref.name}
+@dataclass(frozen=True)
+class LabelMean:
+    """A mean over labels: `node` of the `graph`'s loss. `labels` are what it takes, of which those that are `ignored` count for
+    nothing, the others by their class in `weight` or as one each; if `ignored` is None, the module divides by `labels` itself.
+    `obstacle`: the operator on the way to the loss that is no sum."""
 
-    def count(batch: Mapping[str, Tensor]) -> float:
-        value = _evaluate(graph, nodes, {name: batch[argument] for name, argument in names.items()})[ref]
-        return float(value.sum() if ignored is None else (value != ignored).sum())
+    graph: Graph
+    node: OperatorCall
+    labels: Ref
+    ignored: int | None
+    weight: Ref | None
+    obstacle: str
 
-    return count, ignored, frozenset(argument for name, argument in names.items() if name in taken)
+    @property
+    def leaves_nothing_out(self) -> bool:
+        """Whether each label counts as one, but for those that are ignored."""
+        return self.weight is None and self.ignored is not None
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """The values that tell how many labels count."""
+        return (self.labels,) if self.weight is None else (self.labels, self.weight)
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs that tell how many labels count."""
+        sources = _sources(self.graph, self.refs)
+        return [item.argument for item in self.graph.inputs if item.name in sources]
+
+    def count(self, batch: Batch) -> tuple[float, int]:
+        """Return how many labels of a batch count, and how many there are. Raises UsageError where they do not fit."""
+        values = _evaluate(self.graph, self.refs, batch)
+        labels = values[self.labels]
+        if self.ignored is None:
+            return float(labels.sum()), labels.numel()
+        counted = labels != self.ignored
+        if self.weight is None:
+            return float(counted.sum()), labels.numel()
+        weight = values[self.weight].double()
+        return float(weight[labels[counted].clamp(0, len(weight) - 1)].sum()), labels.numel()
+
+    def shares(self, microbatches: Sequence[Batch]) -> list[float]:
+        """Return the factor of each microbatch's mean in the mean over all of them; 0 where there is no label."""
+        counts = [self.count(batch)[0] for batch in microbatches]
+        usual = self._usual_count(microbatches, sum(counts) / len(counts))
+        return [count / usual if usual else 0.0 for count in counts]
+
+    def _usual_count(self, microbatches: Sequence[Batch], mean: float) -> float:
+        """Return the count of a microbatch that has the factor 1: the `mean` one, but where the module counts by hand, what it says
+        of all microbatches together, since it may bound a count from below or take the mean of a mask."""
+        if self.ignored is not None or not self.graph.any_batch:
+            return mean
+        names = self.inputs
+        joint = {name: torch.cat([batch[name] for batch in microbatches]) for name in names}
+        doubled = {name: torch.cat([value, value]) for name, value in joint.items()}
+        whole, twice = self.count(joint)[0], self.count(doubled)[0]
+        return whole / len(microbatches) if twice > _DOUBLED * whole else whole
+
+    def is_uneven(self, batches: Iterable[Batch]) -> bool:
+        """Return whether microbatches may count unequal numbers of labels. Raises UsageError if all of them count none."""
+        counted = there = 0.0
+        for batch in batches:
+            count, labels = self.count(batch)
+            counted, there = counted + count, there + labels
+        if not counted:
+            raise UsageError("no sample of the data has a label that counts")
+        return not self.leaves_nothing_out or counted < there
 
 
-def _means(graph: Graph) -> Iterable[tuple[Ref, int | None]]:
-    """The losses over classes that are added up in the graph's: (labels, the one that is left out), or, of a mean that divides by
-    how many there are, (how many, None)."""
-    by_name = {node.name: node for node in graph.nodes}
-    assert graph.loss is not None
-    left = [graph.loss]
-    while left:
-        node = by_name.get(left.pop().name)
-        if node is None:
+def label_means(graph: Graph) -> tuple[LabelMean, ...]:
+    """Return the means over labels that the loss adds up, in order; none in graphs of before, where units before the last one
+    take them in."""
+    means = tuple(mean for mean in _find(graph) if not mean.obstacle)
+    last = {node.name for node in graph.nodes[graph.cuts[-1] if graph.cuts else 0 :]}
+    return means if all(mean.node.name in last for mean in means) else ()
+
+
+def obstructed_means(graph: Graph) -> tuple[LabelMean, ...]:
+    """Return the means over labels of which the loss is no sum."""
+    return tuple(mean for mean in _find(graph) if mean.obstacle)
+
+
+def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
+    """Return the graph with the constants that labels are counted by, which trainers have no weights for. Raises UsageError where
+    how many labels count is not told by the data."""
+    told: set[str] = set()
+    for mean in _find(graph, are_told=True):
+        if mean.obstacle and mean.weight is not None:
+            raise UsageError(
+                f"the loss takes a mean weighted by classes through {mean.obstacle}: write it as a sum of means, so that the mean "
+                "is over the labels of the whole step"
+            )
+        told |= _sources(graph, mean.refs)
+    return msgspec.structs.replace(
+        graph, weights=tuple(_told(one, weights[one.tensor]) if one.name in told else one for one in graph.weights)
+    )
+
+
+def _told(weight: Weight, tensor: Tensor) -> Weight:
+    if tensor.numel() > MAX_TOLD or not tensor.isfinite().all():
+        raise UsageError(
+            f"labels are counted by {weight.tensor}, which must be finite and of {MAX_TOLD} elements at most"
+        )
+    return msgspec.structs.replace(weight, values=tuple(map(float, tensor.flatten().tolist())))
+
+
+# -- the loss
+
+
+def _find(graph: Graph, *, are_told: bool = False) -> Iterator[LabelMean]:
+    """Yield the means over labels that a graph's loss follows from. `are_told`: constants will be. Raises UsageError where that is
+    so, and labels are left out as nobody but the graph knows."""
+    if graph.loss is None:
+        return
+    flow = _Flow(graph, are_told)
+    for node in graph.nodes:
+        if node.name not in flow.in_loss:
             continue
         base = node.operator.split(".")[1]
         refs = [argument for argument in node.args if isinstance(argument, Ref)]
-        if base in _CLASSES | _FORWARD:
-            left_out = (None, _MEAN, _IGNORED)[len(node.args) - 2 :]
-            labels, weight, reduction, ignored = (*node.args, *left_out)[1:5]
-            if isinstance(labels, Ref) and weight is None and reduction == _MEAN and isinstance(ignored, int):
-                yield labels, ignored
-        elif base == "div" and len(refs) == 2 and _ancestors(graph, refs[1]):
-            yield refs[1], None
-        elif base in _SAME | _SUMS or (base in _LINEAR and len(refs) == 1):
-            left += refs
+        if base in MEANS:
+            yield from _over_classes(flow, node)
+        elif (
+            base in _DIVIDING
+            and len(refs) == 2
+            and _is_scalar(node)
+            and flow.divides(*refs)
+            and not flow.obstacle(node)
+        ):
+            yield LabelMean(graph, node, refs[1], None, None, "")
 
 
-def _ancestors(graph: Graph, ref: Ref) -> list[OperatorCall] | None:
-    """The nodes that a value follows from, in order; None where it takes a weight or a draw."""
-    weights, wanted, nodes = {weight.name for weight in graph.weights}, {ref.name}, []
+def _over_classes(flow: _Flow, node: OperatorCall) -> Iterator[LabelMean]:
+    given = arguments_of(node)
+    labels, weight, reduction, ignored = (given[name] for name in ("target", "weight", "reduction", "ignore_index"))
+    if reduction != MEAN or not isinstance(labels, Ref) or flow.is_float(labels) or not isinstance(ignored, int):
+        return
+    hidden = next((ref for ref in (labels, weight) if isinstance(ref, Ref) and ref.name in flow.hidden), None)
+    if hidden is not None:
+        if flow.are_told and (hidden == weight or flow.takes(hidden, ignored)):
+            raise UsageError(
+                "the loss is a mean over labels that the module draws or computes from what it learns, so how many count is not "
+                "known beforehand: give the labels with the data, or take the mean over all positions"
+            )
+        return
+    if labels.name in flow.of_batch:
+        yield LabelMean(flow.graph, node, labels, ignored, weight, flow.obstacle(node))
+
+
+def arguments_of(node: OperatorCall) -> dict[str, Any]:
+    """Return the arguments of a call by name, with those that are not given."""
+    arguments = resolve(node.operator)._schema.arguments  # type: ignore[attr-defined]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return defaults | dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+
+
+def _is_scalar(node: OperatorCall) -> bool:
+    return all(kind is not None and all(size == 1 for size in kind.shape) for kind in node.types)
+
+
+class _Flow:
+    """What follows from what in a graph. `of_batch`: values that inputs change; `hidden`: those that neither inputs nor told
+    constants tell; `trained`: those that learning changes; `in_loss`: nodes that the loss follows from."""
+
+    def __init__(self, graph: Graph, are_told: bool) -> None:
+        self.graph, self.are_told = graph, are_told
+        assert graph.loss is not None
+        self.in_loss = _sources(graph, [graph.loss])
+        self.trained = {weight.name for weight in graph.weights if weight.trained}
+        told = {weight.name for weight in graph.weights if weight.kind == CONSTANT and (are_told or weight.values)}
+        self.of_batch = {item.name for item in graph.inputs}
+        self.hidden = {weight.name for weight in graph.weights} - told
+        self.users: dict[str, list[OperatorCall]] = {}
+        self._types = {item.name: item.type for item in graph.inputs} | {one.name: one.type for one in graph.weights}
+        for node in graph.nodes:
+            taken = {ref.name for ref in node.refs()}
+            draws = is_random(node.operator, node.args)
+            for names, joins in ((self.of_batch, draws), (self.hidden, draws), (self.trained, False)):
+                if joins or taken & names:
+                    names.add(node.name)
+            for name in taken:
+                self.users.setdefault(name, []).append(node)
+            if node.types[0] is not None:
+                self._types[node.name] = node.types[0]
+
+    def divides(self, whole: Ref, count: Ref) -> bool:
+        """Return whether something learnt is divided by what a batch alone tells."""
+        return whole.name in self.trained and count.name in self.of_batch and count.name not in self.hidden
+
+    def is_float(self, ref: Ref) -> bool:
+        return bool(torch_constant(self._types[ref.name].dtype).is_floating_point)
+
+    def takes(self, ref: Ref, label: int) -> bool:
+        """Return whether a value follows from a number, such as the label that is ignored."""
+        sources = _sources(self.graph, [ref])
+        nodes = [node for node in self.graph.nodes if node.name in sources]
+        return any(argument == label for node in nodes for argument in (*node.args, *node.kwargs.values()))
+
+    def obstacle(self, node: OperatorCall) -> str:
+        """Return the first operator on the way to the loss that is not linear in the node's value, else ""."""
+        left, seen = [node.name], set()
+        while left:
+            name = left.pop()
+            for user in self.users.get(name, []):
+                if user.name in seen or user.name not in self.in_loss:
+                    continue
+                seen.add(user.name)
+                if not self._is_linear(user, name):
+                    return user.operator
+                left.append(user.name)
+        return ""
+
+    def _is_linear(self, node: OperatorCall, name: str) -> bool:
+        base = node.operator.split(".")[1]
+        if base in _SAME:
+            return True
+        others = [ref for ref in node.refs() if ref.name != name]
+        place = node.args[0]
+        is_first = isinstance(place, Ref) and place.name == name
+        taken_once = len(others) == sum(1 for _ in node.refs()) - 1
+        fixed = all(ref.name not in self.of_batch for ref in others)
+        scales = base in _SCALING and not node.operator.endswith(_ROUNDING)
+        return scales and taken_once and fixed and (is_first or base not in _DIVIDING)
+
+
+# -- labels of a batch
+
+
+def _sources(graph: Graph, refs: Iterable[Ref]) -> set[str]:
+    """Return the names of all that some values follow from, with their own."""
+    wanted = {ref.name for ref in refs}
     for node in reversed(graph.nodes):
         if node.name in wanted:
-            if is_random(node.operator, node.args):
-                return None
-            nodes.append(node)
-            wanted |= {one.name for one in node.refs()}
-    inputs = {item.name for item in graph.inputs}
-    return None if wanted & weights or not wanted & inputs else nodes[::-1]
+            wanted |= {ref.name for ref in node.refs()}
+    return wanted
 
 
-def _evaluate(graph: Graph, nodes: Iterable[OperatorCall], inputs: Mapping[str, Tensor]) -> dict[Ref, Any]:
-    """All values that these nodes compute. Raises UsageError where they cannot."""
-    values: dict[Ref, Any] = {Ref(name): tensor for name, tensor in inputs.items()}
-    told = (item.type.batch_of(tuple(inputs[item.name].shape)) for item in graph.inputs if item.type.tells_batch)
-    batch = next(told, graph.batch)
+def _evaluate(graph: Graph, refs: Iterable[Ref], batch: Batch) -> dict[Ref, Any]:
+    """Return all values that some follow from. Raises UsageError where they cannot be computed."""
+    sources = _sources(graph, refs)
+    items = [item for item in graph.inputs if item.name in sources]
+    values: dict[Ref, Any] = {Ref(item.name): batch[item.argument] for item in items}
+    for weight in graph.weights:
+        if weight.name in sources and weight.values:
+            constant = torch.tensor(weight.values, dtype=torch_constant(weight.type.dtype))
+            values[Ref(weight.name)] = constant.view(weight.type.sizes(graph.batch))
+    told = (item.type.batch_of(tuple(batch[item.argument].shape)) for item in items if item.type.tells_batch)
+    samples = next(told, graph.batch)
 
     def filled(argument: Any) -> Any:
         if isinstance(argument, list):
             return [filled(item) for item in argument]
         if isinstance(argument, Ref):
             return values[argument]
-        return argument.at(batch) if isinstance(argument, Poly) else argument_value(argument, torch.device("cpu"))
+        return argument.at(samples) if isinstance(argument, Poly) else argument_value(argument, torch.device("cpu"))
 
-    for node in nodes:
+    for node in graph.nodes:
+        if node.name not in sources:
+            continue
         kwargs = {key: filled(argument) for key, argument in node.kwargs.items()}
         try:
             output = resolve(node.operator)(*map(filled, node.args), **kwargs)

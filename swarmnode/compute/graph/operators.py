@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from swarmnode.compute.graph.graph import Argument, Constant, Here, OperatorCall, Real, Ref
 from swarmnode.errors import CheckpointError
 
 BATCH_NORM = "aten.batch_norm.default"
+_ALIGNED_BYTES = 16  # of the rows of grouped products
 _CONSTANTS: dict[str, Any] = {
     name: getattr(torch, name)
     for name in (
@@ -44,6 +47,9 @@ def argument_value(argument: Argument, device: torch.device) -> Any:
 FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 """Form that torch.export gives to a batch norm in training mode; it has no derivative"""
 
+BATCH_NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit.no_stats"
+"""The same where nothing is kept of a batch."""
+
 EVALUATED_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 """Form that torch.export gives to a batch norm in evaluation mode: it only reads the running statistics"""
 
@@ -70,7 +76,7 @@ special_ndtri special_erfcx special_i0 special_i0e special_i1 special_i1e i0 lde
 logaddexp2
 eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
 bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ where
-masked_fill masked_scatter
+masked_fill masked_scatter _is_all_true _is_any_true
 relu relu6 leaky_relu prelu _prelu_kernel elu celu selu gelu silu mish hardtanh hardswish hardsigmoid
 sigmoid log_sigmoid softplus threshold glu softmax log_softmax _softmax _log_softmax _safe_softmax hardshrink
 softshrink logsumexp
@@ -130,8 +136,12 @@ INSTEAD = {
     "transformers.grouped_mm_fallback.default": "aten._grouped_mm.default",  # its experts, on rows sorted by expert
     FUNCTIONAL_BATCH_NORM: BATCH_NORM,
     EVALUATED_BATCH_NORM: BATCH_NORM,
+    BATCH_NORM_WITHOUT_STATISTICS: BATCH_NORM,
 }
 """Replacements that the export makes for some operators"""
+
+SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5}
+"""Operators that may give sparse gradients, which are added up as dense ones here, and which argument says so."""
 
 COPY = "aten.copy.default"
 """Form that torch.export gives to an assignment to a slice; it has no derivative"""
@@ -187,3 +197,21 @@ def moved_by_batch_norm(node: OperatorCall) -> tuple[str, ...]:
     if node.operator != BATCH_NORM or not node.args[5]:  # not in training mode: it only reads them
         return ()
     return tuple(ref.name for ref in node.args[3:5] if isinstance(ref, Ref))
+
+
+def grouped_product(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Return `_grouped_mm` of groups of rows with a matrix each, also for rows that autocast made of another dtype, and for widths
+    that are no multiple of 16 bytes."""
+    rows, even = self.to(mat2.dtype), _ALIGNED_BYTES // mat2.itemsize
+    inner, outer = (-size % even for size in mat2.shape[-2:])
+    if not (inner or outer) or bias is not None or mat2.dim() != 3:
+        return torch._grouped_mm(rows, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+    padded = functional.pad(mat2, (0, outer, 0, inner))
+    product = torch._grouped_mm(functional.pad(rows, (0, inner)), padded, offs=offs, out_dtype=out_dtype)
+    return product[..., : mat2.shape[-1]]
+
+
+INSTEAD_OF_OPERATOR: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": grouped_product}
+"""Functions that do what an operator does, and more, by its name."""

@@ -18,6 +18,7 @@ from swarmnode.compress.codecs import DTYPE_OF
 from swarmnode.compute.graph.boundary import wire_dtype
 from swarmnode.compute.graph.costs.estimate import estimate_nodes, reference_seconds, type_bytes
 from swarmnode.compute.graph.graph import BUFFER, PARAMETER, Graph, Ref
+from swarmnode.compute.graph.label_count import label_means
 from swarmnode.compute.graph.layout import constant_values, value_types
 
 UNITS = 64
@@ -38,17 +39,29 @@ class Partition:
 
 
 def partition(graph: Graph, units: int = UNITS) -> Partition:
-    """The graph with its cuts."""
+    """The graph with its cuts. The means over labels are all in the last unit, where their shares come."""
+    graph, sums = _means_last(graph)
     batch = graph.batch
     seconds = [0.0, *accumulate(reference_seconds(estimate_nodes(graph, batch).values()))]
     weights = [0.0, *accumulate(_first_weights(graph))]
     crossing = crossing_bytes(graph)
     closed, remarks = _closed_places(graph, seconds)
-    closed |= _places_that_no_frame_crosses(graph)
+    closed |= _places_that_no_frame_crosses(graph) | set(range(sums + 1, len(graph.nodes)))
     good = _good_places(crossing, seconds, closed)
     places = _without_crumbs([0, *good, len(graph.nodes)], crossing, [seconds, weights], _CRUMB / units)
     cuts = _choose(places, crossing, [seconds, weights], 1 / units)
     return Partition(msgspec.structs.replace(graph, cuts=tuple(cuts)), tuple(remarks))
+
+
+def _means_last(graph: Graph) -> tuple[Graph, int]:
+    """Return the graph with its means over labels, and what follows from them, behind all else, and the number of the first one."""
+    moved = {mean.node.name for mean in label_means(graph)}
+    for node in graph.nodes:
+        if any(ref.name in moved for ref in node.refs()):
+            moved.add(node.name)
+    first = [node for node in graph.nodes if node.name not in moved]
+    last = [node for node in graph.nodes if node.name in moved]
+    return msgspec.structs.replace(graph, nodes=(*first, *last)), len(first)
 
 
 def crossing_bytes(graph: Graph) -> list[int]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmnode.compute.graph.operators import INSTEAD_OF_OPERATOR
+
 Given = Mapping[str, Any]
 """Arguments of an operator, by their names in its schema"""
 
@@ -35,13 +37,14 @@ class RangeCheck:
         rule = _RULES.get(operator.split(".")[1])
         if rule is None:
             return function
+        computes = INSTEAD_OF_OPERATOR.get(operator, function)
         arguments = function._schema.arguments  # type: ignore[attr-defined]
         names = [argument.name for argument in arguments]
         defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
-            return function(**given | rule(self, defaults | given))
+            return computes(**given | rule(self, defaults | given))
 
         return call
 

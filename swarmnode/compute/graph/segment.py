@@ -24,9 +24,10 @@ from swarmnode.compute.graph.operators import (
 )
 from swarmnode.compute.graph.ranges import RangeCheck
 from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.graph.weighed_means import WeighedMeans
 from swarmnode.compute.training.randomness import CounterDropout, reseed
 from swarmnode.compute.training.saved_activations import is_finite
-from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import CheckpointError, ProtocolError
 
 
@@ -79,6 +80,8 @@ class GraphSegment(Segment):
         self.device = torch.device(device)
         self._slots: dict[Ref, int] = {}
         self._ranges = RangeCheck()
+        self._means = WeighedMeans(graph)
+        self.means = len(self._means)
         self._dropout = CounterDropout() if counts_dropout else None
         self.is_portable = not any(draws_by_device(node.operator, node.args) for node in graph.nodes)
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
@@ -110,7 +113,9 @@ class GraphSegment(Segment):
                 units.setdefault(unit, {})[self._weights[name].tensor] = self._tensors[name]
         return units
 
-    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
+    def forward(
+        self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
+    ) -> Values:
         """See `Segment`. Raises ProtocolError for values that are not those of the boundary, or out of an operator's range."""
         boundary = self.layout.boundaries[start]
         batch = batch_of(self.layout, start, described(values))
@@ -122,6 +127,7 @@ class GraphSegment(Segment):
         for value, tensor in zip(coming, tensors, strict=True):
             slots[self._slots[value.ref]] = tensor if value.trained else tensor.detach().to(self.device)
         self._ranges.begin()
+        self._means.begin(shares)
         for number in range(start, end):
             self._run(number, slots, batch, seed)
         passing = {value.ref: tensor for value, tensor in zip(coming, tensors, strict=True) if not value.trained}
@@ -187,7 +193,7 @@ class GraphSegment(Segment):
         else:
             results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
         return _Call(
-            function=self._ranges.guarded(node.operator, function),
+            function=self._means.guarded(node, self._ranges.guarded(node.operator, function)),
             args=tuple(map(self._compile_argument, node.args)),
             kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
             results=tuple(results),

@@ -152,6 +152,8 @@ def _check_names(graph: Graph) -> dict[str, int]:
             raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} has an unknown kind")
         if not all(isinstance(size, int) for size in weight.type.shape):
             raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch")
+        if weight.values and len(weight.values) != math.prod(weight.type.sizes(1)):
+            raise CheckpointError(f"the graph tells other elements of {weight.tensor[:MAX_TEXT]!r} than there are")
     known: dict[str, int] = {}
     for name, kind in graph.sources:
         _check_type(kind)

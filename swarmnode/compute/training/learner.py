@@ -33,7 +33,7 @@ from swarmnode.compute.training.saved_activations import (
     is_finite,
     leaves,
 )
-from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import NotFinite
 from swarmnode.swarm.records.run import Run
 
@@ -184,12 +184,12 @@ class Learner:
         return bool(self.counted[unit] >> index & 1)
 
     def _begin(self, index: int, start: int, end: int, labels: Values) -> SavedActivations:
-        """A pass of which nothing is computed yet. Raises ProtocolError for a weight that a microbatch cannot have."""
+        """A pass of which nothing is computed yet. Raises ProtocolError for shares that a microbatch cannot have."""
         seed = microbatch_seed(self.run.seed, self.step, index)
-        weight = 1.0
+        shares: Shares = ()
         if self.run.weighs_labels and end == self.segment.units:
-            labels, weight = apart(labels)
-        return SavedActivations(index, start, end, labels, seed, self._autocast_dtype, weight=weight)
+            labels, shares = apart(labels, self.segment.means)
+        return SavedActivations(index, start, end, labels, seed, self._autocast_dtype, shares=shares)
 
     def _fly(self, saved: SavedActivations, values: Values) -> Values:
         """Run the whole pass, in pieces."""

@@ -21,7 +21,7 @@ from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.serving.window import AttentionCache, sliding_layers
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
-from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import ProtocolError
 
 NO_LABEL = -100
@@ -101,7 +101,9 @@ class SpanSegment(Segment):
                 units.setdefault(held[0], {})[name] = buffer
         return units
 
-    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
+    def forward(
+        self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
+    ) -> Values:
         """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
         self._check(values, start)
         if end == self.units:

@@ -142,9 +142,8 @@ class Passes:
         device = self._segment.device
         try:
             with drawing(device), autocast(device, about.autocast_dtype, alone=self._alone):
-                outputs = self._segment.forward(inputs, start, end, about.seed, about.labels)
-                if end == self._segment.units and about.weight != 1:
-                    outputs = tuple(loss * about.weight for loss in outputs)
+                given = (about.labels, about.shares) if about.shares else (about.labels,)
+                outputs = self._segment.forward(inputs, start, end, about.seed, *given)
         finally:
             changes = {unit: self._blocks[unit].take_back(values) for unit, values in before.items()}
         return outputs, changes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.training.block import Changes
-from swarmnode.compute.training.segment import Values
+from swarmnode.compute.training.segment import Shares, Values
 from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
@@ -39,7 +39,7 @@ class SavedActivations:
     pieces: list[SavedPiece] = field(default_factory=list)
     shapes: tuple[torch.Size, ...] = ()
     changes: dict[int, Changes] = field(default_factory=dict)  # by unit
-    weight: float = 1.0  # of the microbatch's loss in the mean over the step's
+    shares: Shares = ()  # of its means over labels in those over the step's
 
     @property
     def in_float16(self) -> bool:

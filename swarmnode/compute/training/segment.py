@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from swarmnode.errors import CheckpointError
 
+Shares = tuple[float, ...]
+"""By which the means over labels of a microbatch's loss count, one for each; none: they are as they are."""
 Values = tuple[Tensor, ...]
 """Values that cross the boundary before a unit: floats (some take gradients), and whole numbers that only pass by.
 
@@ -33,6 +35,8 @@ class Segment(ABC):
     end: int
     units: int
     device: torch.device
+    means: int = 0
+    """How many means over labels the loss adds up."""
     is_portable: bool = True
     """Whether other devices compute the same except for rounding: random numbers are not drawn by the device"""
 
@@ -50,12 +54,15 @@ class Segment(ABC):
         """Return the persistent buffers (running statistics of batch norms) by unit, then by name."""
 
     @abstractmethod
-    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
+    def forward(
+        self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
+    ) -> Values:
         """Units [start, end) in training mode on the values at boundary `start`; the values at boundary `end`.
 
         At the end of the model that is the mean loss of the microbatch, a scalar; only there are `labels` looked at: those of the
-        model's inputs that its last unit takes, which cross no boundary for its sake. Whatever is random follows from
-        (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
+        model's inputs that its last unit takes, which cross no boundary for its sake. `shares` are those of its means over labels.
+
+        Whatever is random follows from (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
         """
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
@@ -82,7 +89,7 @@ class SplitSegment(Segment):
         self._segments = tuple(segments)
         first, last = segments[0], segments[-1]
         self.start, self.end, self.units, self.device = first.start, last.end, first.units, first.device
-        self.is_portable = first.is_portable
+        self.is_portable, self.means = first.is_portable, last.means
 
     def __repr__(self) -> str:
         return f"SplitSegment({list(self._segments)})"
@@ -100,10 +107,12 @@ class SplitSegment(Segment):
         """Return the buffers of all segments by unit, see `Segment`."""
         return {unit: named for one in self._segments for unit, named in one.buffers().items()}
 
-    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
+    def forward(
+        self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
+    ) -> Values:
         """See `Segment`."""
         for one in self._segments:
             low, high = max(start, one.start), min(end, one.end)
             if low < high:
-                values = one.forward(moved(values, one.device), low, high, seed, moved(labels, one.device))
+                values = one.forward(moved(values, one.device), low, high, seed, moved(labels, one.device), shares)
         return values

@@ -18,7 +18,6 @@ from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.compute.throttle import TRAINING_WORK, Throttle
-from swarmnode.compute.training.label_weights import EVEN
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment, Values, moved
@@ -48,7 +47,7 @@ def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], floa
     """
     segment, run = learner.segment, learner.run
     values, labels = segment.dummies(start, run.microbatch, run.sequence)
-    labels = (*labels, EVEN) if run.weighs_labels else labels
+    labels = (*labels, torch.ones(segment.means)) if run.weighs_labels else labels
     values, labels = moved(values, segment.device), moved(labels, segment.device)
     took_s: list[float] = []
     while len(took_s) < FEWEST_PASSES or (len(took_s) < MOST_PASSES and sum(took_s) < BUDGET_S):

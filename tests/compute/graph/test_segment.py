@@ -16,7 +16,7 @@ from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.operators import ASSERT
+from swarmnode.compute.graph.operators import ASSERT, grouped_product
 from swarmnode.compute.graph.partition import balance, partition
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import read_graph
@@ -210,3 +210,18 @@ def test_what_the_last_unit_takes_of_the_inputs_crosses_no_boundary(
     assert not crossing & {value.ref.name for value in layout.labels}
     assert (crossing & inputs.keys() != set()) == (kind == "unet"), "its skip over all units"
     assert len(layout.boundaries[0]) == 1, "the first unit takes one input"
+
+
+@pytest.mark.parametrize("width", [6, 8, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_groups_take_any_width_and_what_autocast_makes_of_rows(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(7, width, dtype=dtype, requires_grad=True)
+    experts = torch.randn(2, width, width + 2, requires_grad=True)
+    found = grouped_product(rows, experts, torch.tensor([3, 7], dtype=torch.int32))
+    wanted = torch.cat([rows[:3].float() @ experts[0], rows[3:].float() @ experts[1]])
+    torch.testing.assert_close(found, wanted)
+    for given, own in zip(
+        *(torch.autograd.grad(one.square().sum(), (rows, experts)) for one in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(given, own)

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from swarmnode.compute.graph.exporting.guards import AssumedAnswers, assumed_ans
 from swarmnode.compute.graph.exporting.reader import Exported, read_program
 from swarmnode.compute.graph.exporting.results import Loss, Outputs
 from swarmnode.compute.graph.graph import BUFFER, Graph
+from swarmnode.compute.graph.label_count import without_hidden_counts
 from swarmnode.compute.graph.operators import is_random
 from swarmnode.errors import UsageError
 
@@ -84,7 +86,8 @@ def export_module(module: nn.Module, example: Example, *, any_batch: bool = True
         torch.backends.mha.set_fastpath_enabled(fast_path)
     if not trains:
         _check_served(type(module).__name__, exported.graph)
-    return exported
+        return exported
+    return replace(exported, graph=without_hidden_counts(exported.graph, exported.weights))
 
 
 def _check_trained(module: nn.Module) -> None:
@@ -229,6 +232,9 @@ def seen_by_tracing() -> Iterator[None]:
     def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:
         return function(*args)
 
+    def seeded(_seed: int) -> None:
+        raise RuntimeError("what a graph draws follows from the run's seed: leave torch.manual_seed out of forward")
+
     def enter(self: Any) -> None:
         self._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
         self._inference_mode_context.__enter__()
@@ -245,6 +251,7 @@ def seen_by_tracing() -> Iterator[None]:
         patch.multiple(functional, **spared),
         patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", apply),
         patch.object(torch.inference_mode, "__enter__", enter),
+        patch.object(torch, "manual_seed", seeded),
         patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", own_frames),
     ):
         yield

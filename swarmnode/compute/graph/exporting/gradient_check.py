@@ -6,10 +6,12 @@ Tracing sees only the forward computation. It loses a backward pass that the aut
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
@@ -128,7 +130,11 @@ class _Check:
         """Compare the gradients of the loss times `scale`, and return the module's own. Raises UsageError."""
         with _same_buffers(self.module):
             loss = self._own_loss()
-            own = _gradients(loss, scale, self.parameters)
+            try:
+                own = _gradients(loss, scale, self.parameters)
+            except RuntimeError as error:
+                told = " ".join(str(error).split())
+                raise UsageError(f"{self.name} cannot be trained, as its own backward pass fails: {told}") from error
         with _same_buffers(self.module):
             traced = self._traced_loss()
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
@@ -152,7 +158,11 @@ class _Check:
         return own
 
     def _own_loss(self) -> Tensor:
-        """Return the module's loss of the example batch, with its graph. Raises UsageError if it fails or has no gradient."""
+        """Return the module's loss of the example batch, with its graph.
+
+        Raises UsageError if it fails, has no gradient, or draws from other random generators than torch's.
+        """
+        before = _foreign_draws()
         try:
             loss: Tensor = self.results(self.args, self.kwargs)
         except UsageError:
@@ -161,6 +171,8 @@ class _Check:
             raise UsageError(
                 f"{self.name} failed in {source_of(error)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             ) from error
+        if _foreign_draws() != before:
+            raise UsageError(f"{self.name} draws from random or numpy.random, which a graph cannot: draw by torch.rand")
         if not loss.requires_grad:
             raise UsageError(f"the loss of {self.name} depends on no parameter that is trained: {self._reason()}")
         self.functions |= _functions(loss)
@@ -205,6 +217,11 @@ class _Check:
                 f"the loss of {self.name} is a sum over the batch, as it is twice as large for each sample twice: "
                 "forward must give the mean, so divide the loss by the number of samples"
             )
+        if abs(once) > 1e-6 and math.isclose(2 * twice, once, rel_tol=OWN):
+            raise UsageError(
+                f"the loss of {self.name} is divided by the number of samples twice, as it is half as large for each sample twice: "
+                "forward must give the mean"
+            )
 
     def _evaluated(self, times: int) -> float:
         """Return the loss of the example batch with each sample repeated `times` times, without dropout."""
@@ -220,12 +237,19 @@ class _Check:
         return loss.item()
 
 
+def _foreign_draws() -> tuple[Any, ...]:
+    """Return where the generators of Python and numpy are."""
+    state = np.random.get_state(legacy=False)
+    return random.getstate(), str(state)
+
+
 def _gradients(loss: Tensor, scale: float, parameters: Mapping[str, Tensor]) -> Gradients:
     """Return the gradients of the parameters that the loss depends on, divided by `scale`."""
     for parameter in parameters.values():
         parameter.grad = None
     loss.backward(torch.full_like(loss, scale))
-    return {name: parameter.grad / scale for name, parameter in parameters.items() if parameter.grad is not None}
+    found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    return {name: (gradient.to_dense() if gradient.is_sparse else gradient) / scale for name, gradient in found.items()}
 
 
 def _functions(loss: Tensor) -> set[type]:

@@ -16,6 +16,13 @@ from torch.overrides import TorchFunctionMode
 MOST = 32  # questions tried with the other answer
 _TESTS = frozenset({"isfinite", "isinf", "isnan"})
 _LOGIC = frozenset({"all", "any", "logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__"})
+_BACKWARD = "a graph holds no backward pass of its own, such as one for a penalty of gradients"
+_LOST: dict[Any, str] = {
+    Tensor.register_hook: "a graph keeps no hooks of tensors: write what the hook does into forward",
+    **dict.fromkeys((Tensor.backward, torch.autograd.backward, torch.autograd.grad), _BACKWARD),
+    torch._VF._pack_padded_sequence: "rows are packed by their lengths, which are values: run over padded rows, and mask them",
+}
+"""What a graph cannot hold, and tracing would lose or fail at, with the reason"""
 _DATA: Any = Tensor.data
 _READ_DATA, _WRITE_DATA = _DATA.__get__, _DATA.__set__
 
@@ -90,8 +97,8 @@ class AssumedAnswers(TorchFunctionMode):
             return args[0].detach()
         if function == _WRITE_DATA:
             raise RuntimeError("a graph cannot replace the data of a tensor: use detach and torch.no_grad")
-        if function is Tensor.register_hook:
-            raise RuntimeError("a graph keeps no hooks of tensors: write what the hook does into forward")
+        if function in _LOST:
+            raise RuntimeError(_LOST[function])
         if _is_question(function, args) and self._asked < len(self._answers):
             answer = self._answers[self._asked]
             self._asked += 1

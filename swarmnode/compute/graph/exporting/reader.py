@@ -15,6 +15,7 @@ from swarmnode.compute.graph.exporting.complaint import REMEDY, source_of_node
 from swarmnode.compute.graph.graph import (
     BUFFER,
     CONSTANT,
+    NAMED,
     PARAMETER,
     Argument,
     BufferUpdate,
@@ -33,12 +34,14 @@ from swarmnode.compute.graph.graph import (
 )
 from swarmnode.compute.graph.operators import (
     ASSERT,
+    BATCH_NORM_WITHOUT_STATISTICS,
     COPY,
     DETACH,
     EVALUATED_BATCH_NORM,
     FUNCTIONAL_BATCH_NORM,
     INSTEAD,
     SHAPED,
+    SPARSE,
     moved_by_batch_norm,
     resolve,
 )
@@ -141,6 +144,8 @@ class _Reader:
         self._check_sizes(node, value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.refs[node] = self._size(value)
+            if isinstance(value, torch.SymFloat) and not all(map(_is_of_floats, node.users)):
+                raise self._refusal(node, "a float that follows from the batch, together with whole numbers,")
         elif node.target is operator.getitem:
             source = self._argument(node.args[0], node)
             if not isinstance(source, Ref):
@@ -168,6 +173,10 @@ class _Reader:
 
     def _read_operator(self, node: Any, value: Any) -> None:
         name, args, kwargs = str(node.target), node.args, dict(node.kwargs)
+        if name == BATCH_NORM_WITHOUT_STATISTICS:
+            self._check_batch_norm(node)
+            args, value = (*args[:3], None, None, *args[3:6], True), value[:1]
+            self.batch_norms.add(node.name)
         if name in (FUNCTIONAL_BATCH_NORM, EVALUATED_BATCH_NORM):
             self._check_batch_norm(node)
             trains = () if name == FUNCTIONAL_BATCH_NORM else (False,)
@@ -182,6 +191,8 @@ class _Reader:
             raise self._refusal(node, name) from None
         values = value if isinstance(value, list | tuple) else (value,)
         arguments = [self._argument(argument, node) for argument in args]
+        if name in SPARSE and len(arguments) > SPARSE[name]:
+            arguments[SPARSE[name]] = False
         if name in SHAPED:
             shape = self._type(args[0].meta["val"])
             arguments[0] = self._add(f"{node.name}_shape", DETACH, (arguments[0],), {}, (shape,))
@@ -217,7 +228,7 @@ class _Reader:
         """
         for part in node.users:
             if part.args[1] != 0 and any(user.op != "output" for user in part.users):
-                raise self._refusal(node, "batch_norm with a use of its other results")
+                raise self._refusal(node, "a batch norm that is used twice, or whose other results are used,")
 
     def _refusal(self, node: Any, name: str) -> UsageError:
         return UsageError(
@@ -251,17 +262,18 @@ class _Reader:
     def _size(self, size: Any) -> Size:
         """Return the graph's form of a size of torch. Raises CheckpointError if it is no whole polynomial of the batch."""
         import sympy
+        from torch.utils._sympy.functions import ToFloat
 
         if isinstance(size, int):
             return size
-        expression = size.node.expr
+        expression = size.node.expr.replace(ToFloat, lambda whole: whole)
         if isinstance(size, torch.SymInt) and expression.is_Integer:
             return int(expression)
         try:
             coefficients = sympy.Poly(expression, self.batch).all_coeffs()[::-1]
         except (sympy.PolynomialError, sympy.GeneratorsError) as error:
             raise CheckpointError(f"{expression} is no polynomial of the batch") from error
-        if not isinstance(size, torch.SymInt) or not all(coefficient.is_Integer for coefficient in coefficients):
+        if isinstance(size, torch.SymBool) or not all(coefficient.is_Integer for coefficient in coefficients):
             raise CheckpointError(f"{expression} is no whole number for every batch")
         return Poly(tuple(map(int, coefficients)))
 
@@ -284,12 +296,19 @@ class _Reader:
                     raise UsageError(f"{what} of {self.module} depends on nothing")
                 results.append(value)
             elif spec.kind.name != "BUFFER_MUTATION":
-                raise UsageError(f"{self.module} changes {spec.target or node.name}, which is no buffer of its own")
+                changed = (spec.target or node.name).removeprefix(WRAPPER_PREFIX).removeprefix(NAMED)
+                raise UsageError(f"{self.module} changes {changed}, which is no buffer of its own")
             elif isinstance(value, Ref) and value.name not in self.batch_norms:
                 buffer = self.refs[placeholders[spec.target]]
                 assert isinstance(buffer, Ref)
                 moves.append(BufferUpdate(buffer.name, value))
         return moves, results
+
+
+def _is_of_floats(node: Any) -> bool:
+    """Return whether all tensors that a call takes and gives are floats, so that a whole number in place of a float is the same."""
+    values = [argument.meta.get("val") for argument in (node, *node.all_input_nodes)]
+    return all(value.is_floating_point() for value in values if isinstance(value, Tensor))
 
 
 def _as_buffer(weight: Weight) -> Weight:

@@ -21,6 +21,9 @@ from swarmnode.swarm.records.run import Run
 
 ROUNDS = 4
 
+LabelShares = Callable[[Sequence[Mapping[str, Tensor]]], list[float]]
+"""From the rows of a step's microbatches, by the names of their arrays, to the factors of their means over labels"""
+
 
 class Permutation:
     """Permutation of the numbers 0 to count - 1, fixed by `key`."""
@@ -64,7 +67,6 @@ class Batches(ABC):
     """Data of a training, cut into microbatches. `fingerprint` is 32 bytes that name the data: equal data, equal fingerprint."""
 
     fingerprint: bytes
-    _counted: tuple[tuple[Run, int] | None, list[float]] = (None, [])  # the labels of a step's microbatches
 
     @abstractmethod
     def samples(self, run: Run) -> int:
@@ -75,35 +77,8 @@ class Batches(ABC):
         """Return these samples, stacked."""
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """One microbatch of a step. In a run that weighs by labels its weight is the last of its labels; in place of one without
-        labels, whose loss would be the mean of nothing, another one goes with the weight 0. Raises UsageError if there is none."""
-        numbers = self._numbers(step, number, run)
-        if not run.weighs_labels:
-            return self.rows(numbers, run)
-        weight = self._weight(step, number, run)
-        made = self.rows(numbers if weight else self.labelled(run), run)
-        return made._replace(labels=(*made.labels, weight))
-
-    def labelled(self, run: Run) -> list[int]:
-        """The first samples for a microbatch that have labels. Raises UsageError if there are none."""
-        samples, size = self.samples(run), run.microbatch
-        for first in range(0, samples, size):
-            numbers = [(first + row) % samples for row in range(size)]
-            if self.count(numbers):
-                return numbers
-        raise UsageError("no sample of the data has a label that counts")
-
-    def count(self, numbers: list[int]) -> float:
-        """How many labels of these samples count. All count alike where nothing else is known."""
-        return len(numbers)
-
-    def _weight(self, step: int, number: int, run: Run) -> Tensor:
-        """Of a microbatch: its labels over the mean of all the step's microbatches."""
-        if self._counted[0] != (run, step):
-            counts = [self.count(self._numbers(step, one, run)) for one in range(run.microbatches)]
-            self._counted = (run, step), counts
-        counts = self._counted[1]
-        return torch.tensor(counts[number] * len(counts) / max(sum(counts), 1.0))
+        """Return one microbatch of a step."""
+        return self.rows(self._numbers(step, number, run), run)
 
     def _numbers(self, step: int, number: int, run: Run) -> list[int]:
         """Return the numbers of the samples of a microbatch."""
@@ -164,14 +139,13 @@ class TokenBatches(Batches):
 
 class ArrayBatches(Batches):
     """Rows of named arrays of equal length, in the order in which the model takes them. `labels`: those that its last unit
-    takes; `inputs`: those that others take; `label_count`: of a batch by the names of its arrays, the labels that count."""
+    takes; `inputs`: those that others take."""
 
     def __init__(
         self,
         arrays: Mapping[str, np.ndarray],
         inputs: Sequence[str] = (),
         labels: Sequence[str] = (),
-        label_count: Callable[[Mapping[str, Tensor]], float] | None = None,
     ) -> None:
         """Take the arrays. Raises UsageError if there are none, one is empty, or their lengths differ."""
         lengths = {name: len(array) for name, array in arrays.items()}
@@ -182,7 +156,8 @@ class ArrayBatches(Batches):
             raise UsageError(f"the arrays of the data differ in length: {told}; each row must be one sample")
         self._arrays = dict(arrays)
         self._inputs, self._labels = tuple(inputs or self._arrays), tuple(labels)
-        self._label_count = label_count
+        self._label_shares: Sequence[LabelShares] = ()
+        self._shared: tuple[tuple[Run, int] | None, Tensor] = (None, torch.empty(0))  # of a step's microbatches
         digest = hashlib.sha256()
         for name, array in self._arrays.items():
             digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -199,13 +174,27 @@ class ArrayBatches(Batches):
         values = self._rows(numbers)
         return Microbatch(*(tuple(values[name] for name in names) for names in (self._inputs, self._labels)))
 
+    def weigh(self, label_shares: Sequence[LabelShares]) -> None:
+        """Weigh microbatches by their labels in each mean of the loss; not at all where there is none."""
+        self._label_shares = label_shares
+
     @property
     def weighs_labels(self) -> bool:
         """Whether some samples may have more labels that count than others."""
-        return self._label_count is not None
+        return bool(self._label_shares)
 
-    def count(self, numbers: list[int]) -> float:
-        return super().count(numbers) if self._label_count is None else self._label_count(self._rows(numbers))
+    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
+        """See `Batches.microbatch`. In a run that weighs by labels its shares of the means are the last of its labels."""
+        made = super().microbatch(step, number, run)
+        if not run.weighs_labels:
+            return made
+        if self._shared[0] != (run, step):
+            rows = [self._rows(self._numbers(step, one, run)) for one in range(run.microbatches)]
+            self._shared = (
+                (run, step),
+                torch.tensor([*zip(*(share(rows) for share in self._label_shares), strict=True)]),
+            )
+        return made._replace(labels=(*made.labels, self._shared[1][number].clone()))
 
     def _rows(self, numbers: list[int]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array[numbers]) for name, array in self._arrays.items()}
