@@ -38,9 +38,9 @@ class Conversation:
         self.turns = list(self._begin)
 
     async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:
-        """The answer, piece by piece. Raises what `SwarmClient.chat` does; then the question was not asked."""
+        """The answer, piece by piece. Raises what `SwarmClient.stream_chat` does; then the question was not asked."""
         asked = [*self.turns, Turn("user", text)]
-        stream = await self._client.chat(asked, self._options, kept_for=KEPT_FOR)
+        stream = await self._client.stream_chat(asked, self._options, kept_for=KEPT_FOR)
         return self._listen(asked, stream)
 
     async def _listen(self, asked: list[Turn], stream: TextStream) -> AsyncGenerator[GeneratedText, None]:

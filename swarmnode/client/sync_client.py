@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.client.swarm_client import SwarmClient, aconnect
 from swarmnode.client.text_stream import GeneratedText, TextStream
+from swarmnode.client.tokenizer import ChatMessage
 from swarmnode.config import ClientConfig
 from swarmnode.net.tasks import cancel_the_rest
-from swarmnode.serving.client.generation import GenerateOptions, Generation
+from swarmnode.serving.client.generation import GenerateKeywords, GenerateOptions, Generation
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Unpack
 
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
@@ -80,42 +82,106 @@ class SyncSwarm:
         self.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine on the client's loop."""
+        """Return the result of a coroutine that runs on the client's loop. Raises its error."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result()
 
     def status(self) -> dict[str, Any]:
-        """See SwarmClient.status."""
+        """Return the swarm's name, model and peers, and `max_model_len`: the positions of a text, None without a limit."""
         return self._client.status()
 
     def generate(
-        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+        self,
+        prompt: str | Sequence[int],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
     ) -> Generation:
-        """See SwarmClient.generate."""
-        return self.run(self._client.generate(prompt, options, **changes))
+        """Generate a complete continuation of `prompt`. Calls from several threads share passes in the swarm.
 
-    def stream(self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any) -> SyncStream:
-        """See SwarmClient.stream."""
-        return SyncStream(self, self.run(self._client.stream(prompt, options, **changes)))
+        Args:
+            prompt: Text or token ids.
+            options: Sampling parameters; keywords replace single fields.
+            **keywords: `max_tokens`, `stop` and the fields of GenerateOptions.
+
+        Returns:
+            The text, its token ids, its route and its speed.
+
+        Raises:
+            UsageError: If the swarm has no language model, or the prompt or an option is impossible for it.
+            NoRoute, Busy, PeerError: If the swarm cannot compute the text within `patience_s`.
+        """
+        return self.run(self._client.generate(prompt, options, **keywords))
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> SyncStream:
+        """Generate a continuation piece by piece: `for piece in stream`; arguments and errors are those of `generate`."""
+        return SyncStream(self, self.run(self._client.stream(prompt, options, **keywords)))
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Generation:
+        """Generate the complete answer to a conversation by the model's chat template.
+
+        Args:
+            messages: Dicts such as {"role": "user", "content": "Hello"}; roles are system, user and assistant.
+            options: Sampling parameters; keywords replace single fields.
+            **keywords: `max_tokens`, `stop` and the fields of GenerateOptions.
+
+        Returns:
+            The answer, as of `generate`.
+
+        Raises:
+            UsageError: If a message has another shape, or the swarm has no tokenizer.
+            CheckpointError: If the chat template fails.
+        """
+        return self.run(self._client.chat(messages, options, **keywords))
+
+    def stream_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> SyncStream:
+        """Generate the answer to a conversation piece by piece; arguments and errors are those of `chat`."""
+        return SyncStream(self, self.run(self._client.stream_chat(messages, options, **keywords)))
 
     def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """See SwarmClient.infer."""
+        """Return the outputs of the swarm's module for `inputs`, both arrays by name with samples along the first dimension.
+
+        Raises UsageError if the swarm serves no module or the inputs do not fit, and NoRoute or Busy if it cannot compute them.
+        """
         return self.run(self._client.infer(inputs))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-        """See SwarmClient.embed."""
+        """Return a vector for each text (or row of token ids). Raises UsageError if the swarm serves no embedding model."""
         return self.run(self._client.embed(texts))
 
     def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
-        """See SwarmClient.classify."""
+        """Return the probability of each class for each text. Raises UsageError if the swarm serves no classifier."""
         return self.run(self._client.classify(texts))
 
     def causal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
-        """See SwarmClient.acausal_lm."""
+        """Return the swarm as a transformers model, whose `generate` drives every step.
+
+        Args:
+            hold_ends: Run embedding and head on this machine, so that token ids and logits never leave it.
+            compress: Codec of the activations between machines.
+            adapter: Name of the swarm's LoRA adapter; "" is the model alone.
+
+        Raises:
+            UsageError: If the swarm has no language model, codec or adapter of this name.
+        """
         return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress, adapter=adapter))
 
     def close(self) -> None:
-        """Leave the swarm and end the thread. Safe to call twice."""
+        """Leave the swarm and end the thread. A second call does nothing."""
         if self._thread.is_alive():
             self.run(self._client.close())
             self._stop()

@@ -19,7 +19,7 @@ RATES = ("max_upload_bps", "max_download_bps")  # another rate may be kept to at
 class NodeConfig:
     """What a volunteer lends. None means: find out. A `plan` says where a node begins, and stays while the plan's peers do."""
 
-    host: HostConfig
+    host: HostConfig = field(default_factory=HostConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
     plan: PlanFile | None = None
