@@ -113,3 +113,11 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
             raise
     except OSError as error:
         raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def default_home() -> Path:
+    """Return the folder for identities, caches and known peers: $SWARMNODE_HOME, or the platform's place for user data."""
+    import platformdirs
+
+    named = os.environ.get("SWARMNODE_HOME")
+    return Path(named).expanduser().absolute() if named else Path(platformdirs.user_data_dir("swarmnode"))

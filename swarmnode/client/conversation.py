@@ -39,10 +39,10 @@ class Conversation:
         self.turns = list(self._begin)
 
     async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:
-        """Send `text` as the user's next turn and return the answer as a stream of pieces. Raises what `SwarmClient.chat` raises;
-        the conversation is then unchanged."""
+        """Send `text` as the user's next turn and return the answer as a stream of pieces. Raises what `SwarmClient.stream_chat`
+        raises; the conversation is then unchanged."""
         asked = [*self.turns, Turn("user", text)]
-        stream = await self._client.chat(asked, self._options, kept_for=KEPT_FOR)
+        stream = await self._client.stream_chat(asked, self._options, kept_for=KEPT_FOR)
         return self._listen(asked, stream)
 
     async def _listen(self, asked: list[Turn], stream: TextStream) -> AsyncGenerator[GeneratedText, None]:

@@ -22,7 +22,7 @@ from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, labels_of
 from swarmnode.client.text_stream import TextStream
-from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, Turn
+from swarmnode.client.tokenizer import ByteTokenizer, ChatMessage, Tokenizer, turn_of
 from swarmnode.codec.messages import Mode
 from swarmnode.codec.sampling import TokenLogprob
 from swarmnode.codec.tensors import check_compression
@@ -30,6 +30,7 @@ from swarmnode.config import ClientConfig
 from swarmnode.credit.priorities import Claims
 from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.errors import NoRoute, UsageError
+from swarmnode.files import default_home
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
@@ -41,7 +42,13 @@ from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.directory_router import DirectoryRouter
-from swarmnode.serving.client.generation import GenerateOptions, Generation, RingStream
+from swarmnode.serving.client.generation import (
+    GenerateKeywords,
+    GenerateOptions,
+    Generation,
+    RingStream,
+    with_keywords,
+)
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.prefix_cache import Beginnings
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec
@@ -51,6 +58,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Unpack
 
     from swarmnode.compute.graph.layout import Layout
     from swarmnode.graph_serving.remote_module import RemoteModule
@@ -115,10 +123,7 @@ class SwarmClient(SwarmObserver):
             NetworkDown: No peer answers within `patience_s`.
             NotAdmitted: The peers that answer refuse this client.
         """
-        if home is None:
-            import platformdirs
-
-            home = Path(platformdirs.user_data_dir("swarmnode"))
+        home = default_home() if home is None else home
         started_s = platform.clock.monotonic()
         async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
             await host.manifest(patience_s=patience_s - (platform.clock.monotonic() - started_s))
@@ -181,32 +186,32 @@ class SwarmClient(SwarmObserver):
         kept_for: str | None = None,
         special_tokens: bool = False,
         ignore_ends: bool = False,
-        **changes: Any,
+        **keywords: Unpack[GenerateKeywords],
     ) -> TextStream:
-        """Start a generation; it runs while the result is iterated over.
+        """Generate a continuation of `prompt`, piece by piece.
 
         Args:
-            prompt: A text, or token ids.
-            options: Settings of the generation; by default those of GenerateOptions.
-            kept_for: Owner of the prompt's caches; if given, they stay in the swarm while there is room, for a later prompt of this
-                owner with the same beginning.
-            special_tokens: Whether the text contains special tokens.
-            ignore_ends: Whether to continue after the model's end tokens.
-            changes: Fields of GenerateOptions that replace those of `options`.
+            prompt: Text or token ids.
+            options: Sampling parameters; the keywords below replace single fields.
+            kept_for: Keep the caches in the swarm, if there is room, for later prompts of this owner with the same beginning.
+            special_tokens: Whether special tokens appear in the text.
+            ignore_ends: Whether the text continues behind the model's end tokens.
+            **keywords: `max_tokens`, `stop` and the fields of GenerateOptions.
 
         Returns:
-            The stream of generated tokens and their text.
+            A stream of GeneratedText. Its `result` is complete when the stream ends.
 
         Raises:
-            UsageError: The prompt or an option does not fit the model.
-            ContextTooLong: The prompt and the new tokens exceed the model's positions.
-            NoRoute: No peer provides the model's small files in time.
+            UsageError: If the swarm has no language model, or the prompt or an option is impossible for it.
+            NoRoute, Busy, PeerError: While reading, if the swarm cannot compute the text within `patience_s`.
         """
         self._host.supervisor.check()
         self.check_language_model()
-        options = dataclasses.replace(options or GenerateOptions(), **changes) if changes or not options else options
+        options, stops = with_keywords(options, keywords)
         deadline_s = self._clock() + self.config.patience_s
         tokenizer = await self.tokenizer()
+        if stops and tokenizer is None:
+            raise UsageError("this swarm's checkpoint has no tokenizer: stop strings need one; use stop_ids")
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids) instead of text")
@@ -229,36 +234,44 @@ class SwarmClient(SwarmObserver):
             beginnings=self._beginnings if kept_for is not None else None,
             owner=kept_for or "",
         )
-        return TextStream(ring, tokenizer, self.running, special_tokens=special_tokens)
+        return TextStream(ring, tokenizer, self.running, special_tokens=special_tokens, stops=stops)
 
-    async def chat(
+    async def stream_chat(
         self,
-        turns: Sequence[Turn],
+        messages: Sequence[ChatMessage],
         options: GenerateOptions | None = None,
         *,
         kept_for: str | None = None,
-        **changes: Any,
+        **keywords: Unpack[GenerateKeywords],
     ) -> TextStream:
-        """Start generating the model's answer to a conversation; it runs while the result is iterated over.
-
-        Args:
-            turns: The conversation, which ends with the user's turn.
-            options: Settings of the generation; by default those of GenerateOptions.
-            kept_for: Owner of the prompt's caches; see `stream`.
-            changes: Fields of GenerateOptions that replace those of `options`.
-
-        Returns:
-            The stream of generated tokens and their text.
-
-        Raises:
-            UsageError: The swarm has no language model or no tokenizer, or an argument does not fit the model.
-            ContextTooLong: The conversation and the new tokens exceed the model's positions.
-            CheckpointError: The model's chat template cannot be used.
-            NoRoute: No peer provides the model's small files in time.
-        """
+        """Generate the answer to a conversation, piece by piece; arguments and errors are those of `chat` and `stream`."""
+        turns = [turn_of(message) for message in messages]
         tokenizer = await self.chat_tokenizer()
         prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
-        return await self.stream(prompt, options, kept_for=kept_for, **changes)
+        return await self.stream(prompt, options, kept_for=kept_for, **keywords)
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Generation:
+        """Generate the complete answer to a conversation by the model's chat template.
+
+        Args:
+            messages: The turns in order, each a Turn or a dict such as {"role": "user", "content": "Hello"}. Roles are system,
+                user and assistant.
+            options: Sampling parameters; keywords replace single fields.
+            **keywords: `max_tokens`, `stop` and the fields of GenerateOptions.
+
+        Returns:
+            The answer, as of `generate`.
+
+        Raises:
+            UsageError: If a message has another shape, or the swarm has no tokenizer.
+            CheckpointError: If the chat template fails.
+        """
+        return await _whole(await self.stream_chat(messages, options, **keywords))
 
     async def chat_tokenizer(self) -> Tokenizer | ByteTokenizer:
         """Return the tokenizer that `chat` needs. Raises UsageError if the swarm has none, or no language model."""
@@ -271,28 +284,13 @@ class SwarmClient(SwarmObserver):
         return tokenizer
 
     async def generate(
-        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+        self,
+        prompt: str | Sequence[int],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
     ) -> Generation:
-        """Generate a whole text. Many calls can run at once, because peers batch them.
-
-        Args:
-            prompt: A text, or token ids.
-            options: Settings of the generation; by default those of GenerateOptions.
-            changes: Fields of GenerateOptions that replace those of `options`.
-
-        Returns:
-            The token ids and the text (None without a tokenizer), with the route and the speed.
-
-        Raises:
-            UsageError: The prompt or an option does not fit the model.
-            ContextTooLong: The prompt and the new tokens exceed the model's positions.
-            NoRoute: The peers do not cover the model within the client's patience.
-            Busy: The peers have no room within the client's patience.
-        """
-        stream = await self.stream(prompt, options, **changes)
-        async for _ in stream:
-            pass
-        return stream.result
+        """Generate a complete continuation of `prompt`; arguments and errors are those of `stream`. Calls may run in parallel."""
+        return await _whole(await self.stream(prompt, options, **keywords))
 
     async def score(
         self, prompt: Sequence[int], *, most_likely: int = 0, adapter: str = ""
@@ -503,6 +501,12 @@ class SwarmClient(SwarmObserver):
         """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. They apply only if the caller passes them
         on."""
         return await self._files.generation_defaults()
+
+
+async def _whole(stream: TextStream) -> Generation:
+    async for _ in stream:
+        pass
+    return stream.result
 
 
 def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:

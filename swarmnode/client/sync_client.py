@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.client.swarm_client import SwarmClient, aconnect
 from swarmnode.client.text_stream import GeneratedText, TextStream
+from swarmnode.client.tokenizer import ChatMessage
 from swarmnode.config import ClientConfig
 from swarmnode.net.tasks import cancel_the_rest
-from swarmnode.serving.client.generation import GenerateOptions, Generation
+from swarmnode.serving.client.generation import GenerateKeywords, GenerateOptions, Generation
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Unpack
 
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
@@ -80,121 +82,106 @@ class SyncSwarm:
         self.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the client's loop and return its result."""
+        """Return the result of a coroutine that runs on the client's loop. Raises its error."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result()
 
     def status(self) -> dict[str, Any]:
-        """Return the peers and the units that they hold, in the format of `swarmnode status --json`, and `max_model_len`."""
+        """Return the swarm's name, model and peers, and `max_model_len`: the positions of a text, None without a limit."""
         return self._client.status()
 
     def generate(
-        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+        self,
+        prompt: str | Sequence[int],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
     ) -> Generation:
-        """Generate a whole text. Calls from several threads run at once.
+        """Generate a complete continuation of `prompt`. Calls from several threads share passes in the swarm.
 
         Args:
-            prompt: A text, or token ids.
-            options: Settings of the generation; by default those of GenerateOptions.
-            changes: Fields of GenerateOptions that replace those of `options`.
+            prompt: Text or token ids.
+            options: Sampling parameters; keywords replace single fields.
+            **keywords: `max_tokens`, `stop` and the fields of GenerateOptions.
 
         Returns:
-            The token ids and the text (None without a tokenizer), with the route and the speed.
+            The text, its token ids, its route and its speed.
 
         Raises:
-            UsageError: The prompt or an option does not fit the model.
-            ContextTooLong: The prompt and the new tokens exceed the model's positions.
-            NoRoute: The peers do not cover the model within the client's patience.
-            Busy: The peers have no room within the client's patience.
+            UsageError: If the swarm has no language model, or the prompt or an option is impossible for it.
+            NoRoute, Busy, PeerError: If the swarm cannot compute the text within `patience_s`.
         """
-        return self.run(self._client.generate(prompt, options, **changes))
+        return self.run(self._client.generate(prompt, options, **keywords))
 
-    def stream(self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any) -> SyncStream:
-        """Start a generation; it runs while the result is iterated over.
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> SyncStream:
+        """Generate a continuation piece by piece: `for piece in stream`; arguments and errors are those of `generate`."""
+        return SyncStream(self, self.run(self._client.stream(prompt, options, **keywords)))
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> Generation:
+        """Generate the complete answer to a conversation by the model's chat template.
 
         Args:
-            prompt: A text, or token ids.
-            options: Settings of the generation; by default those of GenerateOptions.
-            changes: Fields of GenerateOptions that replace those of `options`, or further arguments of `SwarmClient.stream`.
+            messages: Dicts such as {"role": "user", "content": "Hello"}; roles are system, user and assistant.
+            options: Sampling parameters; keywords replace single fields.
+            **keywords: `max_tokens`, `stop` and the fields of GenerateOptions.
 
         Returns:
-            The stream of generated tokens and their text.
+            The answer, as of `generate`.
 
         Raises:
-            UsageError: The prompt or an option does not fit the model.
-            ContextTooLong: The prompt and the new tokens exceed the model's positions.
-            NoRoute: No peer provides the model's small files in time.
+            UsageError: If a message has another shape, or the swarm has no tokenizer.
+            CheckpointError: If the chat template fails.
         """
-        return SyncStream(self, self.run(self._client.stream(prompt, options, **changes)))
+        return self.run(self._client.chat(messages, options, **keywords))
+
+    def stream_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerateOptions | None = None,
+        **keywords: Unpack[GenerateKeywords],
+    ) -> SyncStream:
+        """Generate the answer to a conversation piece by piece; arguments and errors are those of `chat`."""
+        return SyncStream(self, self.run(self._client.stream_chat(messages, options, **keywords)))
 
     def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Compute the outputs of the swarm's module.
+        """Return the outputs of the swarm's module for `inputs`, both arrays by name with samples along the first dimension.
 
-        Args:
-            inputs: Arrays by name, with samples along the first dimension if the module was exported so.
-
-        Returns:
-            Arrays by name.
-
-        Raises:
-            UsageError: The swarm serves no module, or the inputs do not fit it.
-            NoRoute: The peers do not cover the module within the client's patience.
-            Busy: The peers have no room within the client's patience.
+        Raises UsageError if the swarm serves no module or the inputs do not fit, and NoRoute or Busy if it cannot compute them.
         """
         return self.run(self._client.infer(inputs))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-        """Compute the vectors of texts.
-
-        Args:
-            texts: Texts, or rows of token ids.
-
-        Returns:
-            One float32 vector per text.
-
-        Raises:
-            UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
-            ContextTooLong: A text is longer than the model takes.
-            NoRoute: The peers do not cover the model within the client's patience.
-            Busy: The peers have no room within the client's patience.
-        """
+        """Return a vector for each text (or row of token ids). Raises UsageError if the swarm serves no embedding model."""
         return self.run(self._client.embed(texts))
 
     def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
-        """Classify texts.
-
-        Args:
-            texts: Texts, or rows of token ids.
-
-        Returns:
-            For each text, the probabilities of the classes by their labels.
-
-        Raises:
-            UsageError: The swarm serves no classifier, or a text cannot be encoded.
-            ContextTooLong: A text is longer than the model takes.
-            NoRoute: The peers do not cover the model within the client's patience.
-            Busy: The peers have no room within the client's patience.
-        """
+        """Return the probability of each class for each text. Raises UsageError if the swarm serves no classifier."""
         return self.run(self._client.classify(texts))
 
     def causal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
-        """Return the swarm as a transformers model whose `generate` drives every step.
+        """Return the swarm as a transformers model, whose `generate` drives every step.
 
         Args:
-            hold_ends: Whether the embedding and the head run here, so that token ids and logits never leave this machine.
-            compress: Encoding of data between machines, as in GenerateOptions.
-            adapter: Name of an adapter, as in GenerateOptions; empty for none.
-
-        Returns:
-            The model.
+            hold_ends: Run embedding and head on this machine, so that token ids and logits never leave it.
+            compress: Codec of the activations between machines.
+            adapter: Name of the swarm's LoRA adapter; "" is the model alone.
 
         Raises:
-            UsageError: The swarm has no language model, or an argument is not possible.
+            UsageError: If the swarm has no language model, codec or adapter of this name.
         """
         return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress, adapter=adapter))
 
     def close(self) -> None:
-        """Leave the swarm and end the thread. Safe to call twice."""
+        """Leave the swarm and end the thread. A second call does nothing."""
         if self._thread.is_alive():
             self.run(self._client.close())
             self._stop()

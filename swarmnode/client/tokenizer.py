@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
 from swarmnode.errors import CheckpointError, UsageError
@@ -33,6 +33,24 @@ class Turn(NamedTuple):
 
     role: str
     content: str
+
+
+ChatMessage = Union[Turn, Mapping[str, str]]
+
+
+def turn_of(message: ChatMessage) -> Turn:
+    """Return a message of a conversation as a Turn. Raises UsageError unless it has a role and a content, both strings."""
+    if isinstance(message, Turn):
+        return message
+    if (
+        isinstance(message, Mapping)
+        and message.keys() == {"role", "content"}
+        and all(isinstance(v, str) for v in message.values())
+    ):
+        return Turn(message["role"], message["content"])
+    raise UsageError(
+        'a message is a dict with the strings "role" and "content", for example {"role": "user", "content": "Hello"}'
+    )
 
 
 class ChatEnding(Enum):

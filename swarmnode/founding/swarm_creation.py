@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import UNSET, UnsetType
 
 from swarmnode.codec.body import MAX_ADAPTER_CHARS
-from swarmnode.errors import UsageError
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.files import may_write
 from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import ModelSource, check_vocabulary
+from swarmnode.membership.owner import with_host_grant
 from swarmnode.net.addressing.addresses import with_peer
 from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
     ADAPTERS_FORMAT,
     CAUSAL_LM,
+    CREDIT,
     FORMAT,
     MAX_ADAPTERS,
     MAX_NAME_CHARS,
     MAX_WEIGHTS_BYTES,
     OPEN,
+    PRIVATE,
     SERVE,
     SERVING_CODECS,
     TRAIN,
@@ -37,9 +43,11 @@ from swarmnode.swarm.records.manifest import (
     swarm_id,
 )
 from swarmnode.swarm.storage.content import Progress, describe_files
+from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
 from swarmnode.swarm.storage.small_files import new_folder
-from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
+from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm, save_swarm
 
+SUFFIX = ".swarm"
 MAX_NAME_BYTES = 200  # in UTF-8: file names contain it with a suffix, and have at most 255 bytes
 
 
@@ -182,3 +190,111 @@ def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
         bootstrap_key=identity.to_bytes(),
         bootstrap_listen=tuple(bootstraps.listen),
     )
+
+
+@dataclass(frozen=True)
+class NewOwner:
+    """The owner's key; a new one has a `file` to be written, once everything else is known to be right."""
+
+    key: SigningKey
+    file: Path | None = None
+    password: str = field(default="", repr=False)
+
+    def save(self) -> None:
+        """Write a new key under its password. Raises LocalError if it cannot be written."""
+        from swarmnode.swarm.storage.owner_key import save_owner_key
+
+        if self.file is not None:
+            save_owner_key(self.key, self.file, self.password)
+
+
+def new_swarm_file(name: str, *, force: bool = False) -> Path:
+    """Return the path of the .swarm file to write: `name` with its suffix.
+
+    Raises UsageError for an impossible name, a missing folder, or an existing file without `force`; LocalError if the folder is
+    read-only.
+    """
+    stem = Path(name).name.removesuffix(SUFFIX)
+    check_name(stem)
+    path = Path(name).with_name(stem + SUFFIX)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path.parent}: no such folder for {path.name}; create it first")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; choose another name")
+    if path.exists() and not force:
+        raise UsageError(f"{path} already exists; choose another name, or overwrite it with --force")
+    if not may_write(folder):
+        raise LocalError(f"{path.parent} cannot be written to; choose a folder of yours")
+    return path
+
+
+@contextmanager
+def new_beside(path: Path, what: str = "weights") -> Iterator[Path]:
+    """Yield the folder beside the .swarm file for new files; if the block fails, a new folder is removed."""
+    folder = path.with_name(f"{path.stem}-{what}").absolute()
+    was_there = folder.exists()
+    try:
+        yield folder
+    except BaseException:
+        if not was_there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def new_owner(path: Path, new_password: Callable[[], str], *, force: bool = False) -> NewOwner:
+    """Return a new owner's key, to be written beside the .swarm file `path` under the password that `new_password` returns.
+
+    Raises UsageError if the file exists already, without `force`.
+    """
+    from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
+
+    file = path.with_suffix(OWNER_SUFFIX)
+    if file.exists() and not force:
+        raise UsageError(f"{file} already exists; to use this key for the new swarm, give --owner-key {file}")
+    return NewOwner(SigningKey.generate(), file, new_password())
+
+
+def found(
+    path: Path,
+    source: ModelSource,
+    bootstraps: Bootstraps,
+    owner: NewOwner | None,
+    *,
+    mode: str,
+    private: bool,
+    by_credit: bool = False,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Swarm:
+    """Found a swarm for a model and write its file `path`; file and owner's key are written at the very end.
+
+    `adapters` are folders by the names of the adapters. Raises UsageError, CheckpointError, LocalError.
+    """
+    with new_beside(path, "adapters") as folder:
+        adapter_source = from_folders(adapters, source, folder, force=force) if adapters else None
+        swarm = create_swarm(
+            path.stem,
+            source,
+            bootstraps,
+            mode=mode,
+            membership=PRIVATE if private else OPEN,
+            owner=owner.key if owner else None,
+            priority=CREDIT if by_credit else UNSET,
+            adapters=adapter_source,
+            progress=progress,
+        )
+        return _keep(swarm, owner, path)
+
+
+def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
+    """Write the swarm, its owner's key, and for a private swarm the grant for the host's own machines. Raises LocalError."""
+    if owner is not None:
+        owner.save()
+    if owner is not None and swarm.private:
+        book = IssuedInvites(issued_invites_path(path))
+        swarm = with_host_grant(swarm, owner.key, book)
+        book.save()
+    save_swarm(swarm, path)
+    return replace(swarm, file=path)

@@ -15,6 +15,7 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ import msgspec
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.credit.receipts import ReceiptKeeper
-from swarmnode.errors import SwarmnodeError
+from swarmnode.errors import LocalError, SwarmnodeError
 from swarmnode.lending.cards import CardGuard, Cards
 from swarmnode.lending.energy import EnergyMeter
 from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
@@ -46,7 +47,7 @@ from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place
-from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.weights.seeder import Seeder
 
 if TYPE_CHECKING:
@@ -62,13 +63,42 @@ REPORT_S = 60.0
 NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
 
 
+def _ignore(_event: str, _text: str, **_details: object) -> None:
+    """Discard an event."""
+
+
+async def _ended(life: asyncio.Task[None]) -> None:
+    """Wait for the end of a task, without its result."""
+    await asyncio.wait([life])
+
+
 class Node:
     """Node of one volunteer. `run` covers its whole life; `tell` receives its news for people and scripts."""
 
-    def __init__(self, swarm: Swarm, config: NodeConfig, tell: Tell, *, platform: Platform = MACHINE) -> None:
-        self.config = config
+    def __init__(
+        self,
+        swarm: Swarm | str | Path,
+        config: NodeConfig | None = None,
+        tell: Tell = _ignore,
+        *,
+        platform: Platform = MACHINE,
+    ) -> None:
+        """Prepare a node; nothing runs yet.
+
+        Args:
+            swarm: A swarm, a .swarm file, an invite, or a name that `swarmnode join` has stored.
+            config: What the node lends; the default is most of the machine.
+            tell: Called with (event, text for people, details by name).
+            platform: Network, executor and clocks.
+
+        Raises:
+            UsageError: If `swarm` is none of these.
+        """
+        self.config = config = config or NodeConfig()
         self.platform = platform
-        self._swarm = swarm
+        self._swarm = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, config.host.home)
+        self._stopping = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None  # after `start`
         self._tell = tell
         self._host: Host | None = None
         self._receipts: ReceiptKeeper | None = None
@@ -89,6 +119,44 @@ class Node:
     def has_joined(self) -> bool:
         """Whether the node has joined the swarm as a peer."""
         return self._host is not None
+
+    # -- for Python programs
+
+    async def __aenter__(self) -> Node:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Begin to run in a task of this event loop. A second call does nothing."""
+        if self._life is None:
+            self._life = asyncio.ensure_future(self.run(self._stopping))
+
+    async def wait_until_serving(self) -> None:
+        """Wait until the node serves or trains, or stands by. Raises the error that ended it, and LocalError if it was stopped."""
+        self.start()
+        assert self._life is not None
+        await until_first(self.lending.until(LendingState.RUNNING), _ended(self._life))
+        if self._life.done():
+            self._life.result()
+            raise LocalError("the node was stopped before it served")
+
+    def pause(self, reason: str = "by its program", *, keep: Keep = Keep.DISK) -> None:
+        """Let sessions move to other peers, then give back the device and its memory. `keep` says where the weights stay."""
+        self.lending.pause(reason, keep=keep)
+
+    def resume(self) -> None:
+        """Lend again after `pause`. Rules (hours, load, …) still apply."""
+        self.lending.resume()
+
+    async def stop(self) -> None:
+        """Let sessions move away, leave the swarm and wait for the end. Raises the error that ended the node earlier."""
+        self._stopping.set()
+        if self._life is not None:
+            life, self._life = self._life, None
+            await life
 
     def readings(self) -> Readings:
         """Yield the node's metrics. Before it has joined these are only its moves and the lending state."""

@@ -23,7 +23,7 @@ class NodeConfig:
     Without a plan the placement rule chooses.
     """
 
-    host: HostConfig
+    host: HostConfig = field(default_factory=HostConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
     plan: PlanFile | None = None

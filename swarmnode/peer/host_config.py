@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.files import default_home
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of
 from swarmnode.net.clock import Clock
 from swarmnode.net.identity import verify
@@ -28,7 +29,7 @@ class HostConfig:
     """Settings of a peer's presence. Empty `host_maddrs` mean loopback if only this machine can reach the swarm, else all
     interfaces."""
 
-    home: Path
+    home: Path = field(default_factory=default_home)
     name: str = ""
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()

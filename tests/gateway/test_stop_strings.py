@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.generation.response_parser import StopStrings
+from swarmnode.client.text_stream import StopStrings
 
 LETTERS = st.text("ab\n", max_size=12)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, found, new_beside, new_owner, new_swarm_file
+from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, owner_of
 from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
@@ -138,24 +138,26 @@ def create(
     if adapters and not model.serves_checkpoint:
         fail("--adapter needs --model and --mode serve", 2)
     from swarmnode.founding.bootstraps import Bootstraps
+    from swarmnode.founding.swarm_creation import found, new_beside, new_swarm_file
 
     path = new_swarm_file(name, force=force)
     bootstraps = of_same_names(Bootstraps, doors).settled()
-    new = new_owner(path, owner, force=force) if private or membership.public else None
+    new = owner_of(path, owner, force=force) if private or membership.public else None
     with new_beside(path) as weights:
         source = model.source(weights, force=force, quiet=silent)
-        swarm = found(
-            path,
-            source,
-            bootstraps,
-            new,
-            mode=model.mode,
-            private=private,
-            quiet=silent,
-            by_credit=membership.priority == "credit",
-            adapters=adapters,
-            force=force,
-        )
+        with bytes_bar("Hashing the weights", quiet=silent) as progress:
+            swarm = found(
+                path,
+                source,
+                bootstraps,
+                new,
+                mode=model.mode,
+                private=private,
+                by_credit=membership.priority == "credit",
+                adapters=adapters,
+                force=force,
+                progress=progress,
+            )
     if as_json:
         _print_json(swarm, path, source)
     elif quiet:

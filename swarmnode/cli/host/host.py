@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.founding import (
-    ADAPTERS,
-    SUFFIX,
-    DoorOptions,
-    found,
-    listen_option,
-    new_beside,
-    new_owner,
-    new_swarm_file,
-)
+from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, listen_option, owner_of
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument, of_same_names, option
@@ -140,6 +131,7 @@ class Founding:
     def _known(self) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
         if the file is of another model, or is missing."""
+        from swarmnode.founding.swarm_creation import SUFFIX, new_swarm_file
         from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
         from swarmnode.swarm.storage.user_file import is_user_file
 
@@ -159,23 +151,25 @@ class Founding:
     def _founded(self, path: Path) -> tuple[Swarm, Path, SigningKey | None]:
         from swarmnode.founding.bootstraps import Bootstraps
         from swarmnode.founding.model_source import from_checkpoint
+        from swarmnode.founding.swarm_creation import found, new_beside
         from swarmnode.swarm.records.manifest import SERVE
 
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
-        owner = new_owner(path, self.owner) if self.private else None
+        owner = owner_of(path, self.owner) if self.private else None
         with new_beside(path) as weights:
             with bytes_bar("Dequantising the weights", quiet=self.quiet) as progress:
                 source = from_checkpoint(self.model, weights, progress=progress)
-            swarm = found(
-                path,
-                source,
-                bootstraps,
-                owner,
-                mode=SERVE,
-                private=self.private,
-                quiet=self.quiet,
-                adapters=self.adapters,
-            )
+            with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
+                swarm = found(
+                    path,
+                    source,
+                    bootstraps,
+                    owner,
+                    mode=SERVE,
+                    private=self.private,
+                    adapters=self.adapters,
+                    progress=progress,
+                )
         return swarm, path, owner.key if owner else None
 
 

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from swarmnode.cli.options.files import read_toml
 from swarmnode.cli.options.option import file_key, path_option
-from swarmnode.cli.terminal.console import default_home, fail
+from swarmnode.cli.terminal.console import fail, home_folder
 from swarmnode.errors import UsageError
 
 FILE = "node.toml"
@@ -39,7 +39,7 @@ class ConfiguredCommand(TyperCommand):
         given = self.make_parser(ctx).parse_args(list(args))[0]
         try:
             config, home = given.get("config_file"), given.get("home") or os.environ.get("SWARMNODE_HOME")
-            path = Path(config) if config else default_home(Path(home) if home else None) / FILE
+            path = Path(config) if config else home_folder(Path(home) if home else None) / FILE
             file = read_toml(path if config else None, path, what="a file of options")
             options = {_flag(option): option for option in self.params if _flag(option)}
             _check(file, options, path)

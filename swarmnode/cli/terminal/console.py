@@ -24,6 +24,7 @@ import typer
 from swarmnode.cli.options.option import option, taking_settings
 from swarmnode.cli.terminal.formatting import json_line, printable
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
+from swarmnode.files import default_home
 from swarmnode.net.tasks import cancel_the_rest, until_first
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
@@ -81,13 +82,9 @@ class Interrupted(Exception):
     """Raised after the second Ctrl-C, which asks to leave at once."""
 
 
-def default_home(home: Path | None = None, _flag: str = "") -> Path:
-    """Return the folder for state: `home` as an absolute path, or the platform's place for user data if it is None."""
-    if home is not None:
-        return home.expanduser().absolute()
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("swarmnode"))
+def home_folder(home: Path | None = None, _flag: str = "") -> Path:
+    """Return the folder for state: the given one, or the default."""
+    return default_home() if home is None else home.expanduser().absolute()
 
 
 def home_option() -> Any:
@@ -97,8 +94,8 @@ def home_option() -> Any:
         "Folder of this machine's identity, caches and known peers.",
         "--home",
         typed=Path,
-        parse=default_home,
-        factory=default_home,
+        parse=home_folder,
+        factory=home_folder,
         envvar="SWARMNODE_HOME",
     )
 

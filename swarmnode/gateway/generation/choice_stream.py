@@ -8,12 +8,12 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from swarmnode.client.text_stream import GeneratedText, TextStream
+from swarmnode.client.text_stream import GeneratedText, StopStrings, TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
-from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser, StopStrings, ToolCall
+from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser, ToolCall
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import Generation
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from swarmnode.client.text_stream import StopStrings
 from swarmnode.gateway.generation.tool_use import ToolUse
 
 TEXT = "content"
@@ -13,45 +14,6 @@ REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
 CALLS = "tool_calls"
 THOUGHTS_BEGIN, THOUGHTS_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
-
-
-class StopStrings:
-    """Filter that ends a text at its first stop string. It holds back the end of the text as long as a stop string may begin
-    there."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
-        self._held = ""
-        self.found: str | None = None  # the stop string that ended the text
-        self.rest = ""  # the text after the stop string in the same push
-
-    def __repr__(self) -> str:
-        return f"<StopStrings {self._stops!r}, {'found' if self.found is not None else f'{len(self._held)} characters held back'}>"
-
-    def push(self, text: str) -> str:
-        """Add `text` and return the part that certainly comes before any stop string; nothing after one was found."""
-        if self.found is not None:
-            return ""
-        held = self._held + text
-        ends = [(begin + len(stop), begin) for stop in self._stops if (begin := held.find(stop)) >= 0]
-        if ends:  # the one that ends first, so that the result does not depend on how the text was split
-            end, begin = min(ends)
-            self.found, self.rest, self._held = held[begin:end], held[end:], ""
-            return held[:begin]
-        kept = max((_overlap(held, stop) for stop in self._stops), default=0)
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept]
-
-    def flush(self) -> str:
-        """End the text and return the part that was held back."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if stop.startswith(text[-length:])), 0)
 
 
 class ToolCall(NamedTuple):

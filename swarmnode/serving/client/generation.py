@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypedDict
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID, HopSpec
 from swarmnode.codec.messages import Mode, Want
@@ -149,6 +150,59 @@ class GenerateOptions:
             width=vocabulary or MAX_WIDTH,
             adapter=self.adapter,
         )
+
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """Keyword arguments of `generate`, `stream` and `chat`: `max_tokens`, `stop`, and the fields of GenerateOptions.
+
+    `max_tokens` is the largest number of new tokens; `max_new_tokens` is transformers' name for it. The text ends before the first
+    of the `stop` strings (at most 16).
+    """
+
+    max_tokens: int
+    stop: str | Sequence[str]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop_ids: tuple[int, ...]
+    compress: str
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    grammar: Grammar | None
+    adapter: str
+
+
+def with_keywords(
+    options: GenerateOptions | None, keywords: GenerateKeywords
+) -> tuple[GenerateOptions, tuple[str, ...]]:
+    """Return `options` (or the defaults) with the fields in `keywords`, and the stop strings.
+
+    Raises UsageError for a value outside its range, and TypeError for an unknown keyword.
+    """
+    fields: dict[str, Any] = dict(keywords)
+    if unknown := sorted(fields.keys() - GenerateKeywords.__annotations__.keys()):
+        raise TypeError(
+            f"unknown keyword {unknown[0]!r}; known are {', '.join(sorted(GenerateKeywords.__annotations__))}"
+        )
+    stop = fields.pop("stop", ())
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS or any(not 0 < len(each) <= MAX_STOP_CHARS for each in stops):
+        raise UsageError(f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+    if "max_tokens" in fields:
+        if "max_new_tokens" in fields:
+            raise UsageError("max_tokens and max_new_tokens mean the same: give one of them")
+        fields["max_new_tokens"] = fields.pop("max_tokens")
+    return replace(options or GenerateOptions(), **fields), stops
 
 
 @dataclass

@@ -1,0 +1,308 @@
+"""Functions for Python programs: found a swarm, host it, and train with it. `connect` and `Node` stand beside them.
+
+swarm = swarmnode.create("./my-checkpoint", "friends")
+with swarmnode.host(swarm) as hosted:
+    print(hosted.invite)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypedDict
+
+from swarmnode.compute.training.local import StepSummary
+from swarmnode.errors import UsageError
+from swarmnode.files import default_home
+from swarmnode.node.bootstrap import SwarmHost
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
+from swarmnode.swarm.records.manifest import SERVE, TRAIN
+from swarmnode.swarm.records.run import Averaging, Compression, Run
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def create(
+    model: str | Path,
+    name: str | Path,
+    *,
+    mode: str = SERVE,
+    membership: str = "open",
+    password: str = "",
+    listen: Sequence[str] = (),
+    announce: Sequence[str] = (),
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    overwrite: bool = False,
+) -> Swarm:
+    """Found a swarm for a model and write NAME.swarm. It has no peers yet: `host` or `swarmnode bootstrap` opens its door.
+
+    Args:
+        model: Folder in the format of transformers, GGUF file, or hub id.
+        name: Name of the swarm, or path of its file.
+        mode: "serve" or "train".
+        membership: "open" admits every holder of the invite, "public" every machine, "private" invited machines only.
+        password: Password of the new owner's key, NAME.owner, for public and private swarms.
+        listen: Multiaddrs at which the bootstrap peer will listen; by default a free port of loopback.
+        announce: Multiaddrs at which other machines reach the bootstrap peer.
+        adapters: Folders with LoRA adapters, by the adapters' names.
+        overwrite: Whether an existing NAME.swarm may be replaced.
+
+    Returns:
+        The swarm; its `file` is the path of NAME.swarm, and its `invite` the line for other machines.
+
+    Raises:
+        UsageError: If a name, an address or the membership is wrong.
+        CheckpointError: If the model cannot be read or split.
+        LocalError: If a file cannot be written.
+    """
+    from swarmnode.founding.bootstraps import Bootstraps
+    from swarmnode.founding.model_source import from_checkpoint, from_model
+    from swarmnode.founding.swarm_creation import found, new_beside, new_owner, new_swarm_file
+
+    if mode not in (SERVE, TRAIN):
+        raise UsageError(f"mode {mode!r}: choose {SERVE!r} or {TRAIN!r}")
+    if membership not in ("open", "public", "private"):
+        raise UsageError(f"membership {membership!r}: choose 'open', 'public' or 'private'")
+    if membership != "open" and not password:
+        raise UsageError(f"a {membership} swarm has an owner's key: give a password for it")
+    path = new_swarm_file(str(name), force=overwrite)
+    bootstraps = Bootstraps((), listen, announce).settled()
+    owner = None if membership == "open" else new_owner(path, lambda: password, force=overwrite)
+    with new_beside(path) as weights:
+        read = from_model if mode == SERVE else from_checkpoint
+        source = read(str(model), weights, force=overwrite)
+        private = membership == "private"
+        return found(path, source, bootstraps, owner, mode=mode, private=private, adapters=adapters, force=overwrite)
+
+
+class HostedSwarm:
+    """A swarm with an open door and a running node, in a thread of this process: `with swarmnode.host(…) as hosted`."""
+
+    def __init__(self, swarm: Swarm, config: NodeConfig) -> None:
+        import uvloop
+
+        door = HostConfig(config.host.home, name="bootstrap")
+        self._host = SwarmHost(swarm, door, config, self._tell)
+        self._swarm = swarm
+        self._loop = uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._opened: queue.Queue[BaseException | None] = queue.Queue()
+        self._serving = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._live, name="swarmnode-host", daemon=True)
+        self._thread.start()
+        if (error := self._opened.get()) is not None:
+            self._thread.join()
+            raise error
+
+    def __repr__(self) -> str:
+        return f"<HostedSwarm {self._swarm.name} {'running' if self._thread.is_alive() else 'ended'}>"
+
+    def __enter__(self) -> HostedSwarm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def invite(self) -> str:
+        """The line for other machines. A private swarm needs invites of its own: `swarmnode invite`."""
+        return self._swarm.invite
+
+    def wait_until_serving(self, timeout_s: float | None = None) -> bool:
+        """Wait until the node of this process serves. Returns whether it does, False after `timeout_s` seconds.
+
+        Raises the error that ended the node.
+        """
+        serves = self._serving.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return serves
+
+    def close(self) -> None:
+        """Let sessions move away, close the door and wait for the end. Raises the error that ended the node earlier."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ends by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._host.run(self._stop, self._welcome))
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._loop.close()
+            self._opened.put(self._error)
+            self._serving.set()
+
+    async def _welcome(self, opened: Swarm, _addresses: list[str]) -> None:
+        self._swarm = opened
+        self._opened.put(None)
+
+    def _tell(self, event: str, _text: str, **_details: object) -> None:
+        if event == "ready":
+            self._serving.set()
+
+
+def host(swarm: Swarm | str | Path, config: NodeConfig | None = None) -> HostedSwarm:
+    """Open the door of a swarm that was founded here, and lend this machine to it.
+
+    Args:
+        swarm: The result of `create`, or the .swarm file.
+        config: What the node lends; the default is most of the machine.
+
+    Returns:
+        The running host; leave its `with` block, or call `close`, to end it.
+
+    Raises:
+        UsageError: If `swarm` is only an invite.
+        LocalError, NetworkDown: If the door cannot be opened.
+    """
+    config = config or NodeConfig()
+    known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, config.host.home)
+    if known.file is None:
+        raise UsageError("only the .swarm file of the founder can be hosted; with an invite, use Node")
+    return HostedSwarm(known, config)
+
+
+@dataclass(frozen=True)
+class TrainingWait:
+    """A training that stands still: the reason `why`, and the `missing` layers without a holder."""
+
+    why: str
+    missing: tuple[int, ...] = ()
+
+
+class RunKeywords(TypedDict, total=False):
+    """Keyword arguments of `train`: the settings of a run beside `steps`. Defaults are those of `swarmnode train`."""
+
+    batch: int
+    microbatch: int
+    sequence: int
+    optimizer: str
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    final_share: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    momentum: float
+    clip: float
+    seed: int
+    checkpoint_steps: int
+    autocast: bool
+    averaging: Averaging
+    compression: Compression
+
+
+def train(
+    swarm: Swarm | str | Path,
+    data: str | Path,
+    *,
+    steps: int,
+    home: str | Path | None = None,
+    patience_s: float = 60.0,
+    **settings: Unpack[RunKeywords],
+) -> Iterator[StepSummary | TrainingWait]:
+    """Train a swarm's model on `data`: iterate over the steps.
+
+    Leaving the loop stops this trainer; the swarm keeps the finished steps, and the same call continues.
+
+    Args:
+        swarm: A swarm that trains, its .swarm file, an invite, or a stored name.
+        data: Text file, folder or .jsonl; for a module an .npz file of its inputs.
+        steps: Updates of the whole run.
+        home: Folder of this machine's identity; by default the platform's place for user data.
+        patience_s: Seconds to wait for the swarm's answer.
+        **settings: Fields of the run, such as `batch`, `sequence`, `learning_rate` and `seed`.
+
+    Yields:
+        A StepSummary for each step, and a TrainingWait when the training begins to stand still.
+
+    Raises:
+        UsageError: If data and settings do not fit the model, or another run is under way.
+        NetworkDown: If no peer answers within `patience_s`.
+        NotFinite: If a loss or a gradient is NaN or infinite.
+    """
+    from swarmnode.client.training.preparation import NO_DATA, check_early
+
+    fields = {"batch": 32, "microbatch": 0, **settings}
+    run = Run(data=NO_DATA, steps=steps, **fields)  # type: ignore[arg-type]  # checked by RunKeywords
+    path = Path(data)
+    check_early(path, run)
+    folder = default_home() if home is None else Path(home)
+    known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, folder)
+    return _Training(known, folder, path, run, patience_s).events()
+
+
+class _Training:
+    """A training in a thread of its own, whose events are read in this one."""
+
+    def __init__(self, swarm: Swarm, home: Path, data: Path, run: Run, patience_s: float) -> None:
+        import uvloop
+
+        self._request = (swarm, home, data, run, patience_s)
+        self._events: queue.Queue[StepSummary | TrainingWait | BaseException | None] = queue.Queue()
+        self._loop = uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._live, name="swarmnode-train", daemon=True)
+
+    def events(self) -> Iterator[StepSummary | TrainingWait]:
+        """Yield the events until the run is over. Raises the error that ended it."""
+        self._thread.start()
+        try:
+            while (event := self._events.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ends by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    # Listener
+
+    def begun(self, run: Run) -> None:
+        """Take no notice of the complete settings."""
+
+    def step(self, report: StepSummary) -> None:
+        """Pass a step on."""
+        self._events.put(report)
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """Pass on the reason for which the training stands still."""
+        self._events.put(TrainingWait(why, missing))
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._feed())
+            self._events.put(None)
+        except BaseException as error:
+            self._events.put(error)
+        finally:
+            self._loop.close()
+
+    async def _feed(self) -> None:
+        from swarmnode.client.training.client import TrainingClient
+
+        swarm, home, data, run, patience_s = self._request
+        client = await TrainingClient.join(swarm, home, patience_s=patience_s)
+        try:
+            await client.train(data, run, self, self._stop)
+        finally:
+            await client.close()
