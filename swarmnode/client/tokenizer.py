@@ -114,6 +114,20 @@ class Tokenizer:
         _utf8(text)
         return self._ids(text, special_tokens=special_tokens)
 
+    def encode_pair(self, first: str, second: str, most_tokens: int | None) -> list[int]:
+        """Return the token ids of two texts as one input, with the special tokens between them.
+
+        `second` is cut so that the result has at most `most_tokens`. Raises UsageError if a text is no valid Unicode, or if there
+        is no room for `second`.
+        """
+        _utf8(first)
+        _utf8(second)
+        cut: dict[str, Any] = {} if most_tokens is None else {"truncation": "only_second", "max_length": most_tokens}
+        try:
+            return list(self.own(first, second, verbose=False, **cut)["input_ids"])
+        except Exception as error:  # tokenizers raise an Exception of no type of its own
+            raise UsageError(f"the first text leaves no room for the second one: {error}") from None
+
     @functools.cached_property
     def chat_template(self) -> Any:
         """How a conversation is written, or several ways by their names; None where it does not say."""

@@ -26,6 +26,7 @@ from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
 TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
+API_PATHS = ("/v1/", "/classify", "/rerank", "/tokenize", "/detokenize", "/api/")
 GONE = 499  # nginx's, for logs: nobody reads it
 
 
@@ -82,6 +83,9 @@ def _field(place: Sequence[int | str]) -> str:
 
 async def _http_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and "route" not in request.scope:
+        there = ", ".join(path for path in request.app.openapi()["paths"] if path.startswith(API_PATHS))
+        return ApiError(404, f"{request.method} {request.url.path}: no such path; there are {there}").response()
     unread = isinstance(error.__cause__, ValueError | RecursionError)  # a body, by FastAPI
     text = f"the body cannot be read: {error.__cause__}" if unread else str(error.detail)
     response = ApiError(error.status_code, text).response()
