@@ -32,7 +32,13 @@ LABELS = {0: "calm", 1: "wild", 2: "odd"}
 
 
 def save_encoder(
-    folder: Path, family: str = "bert", *, classifies: bool = False, pooling: str | None = None, **settings: Any
+    folder: Path,
+    family: str = "bert",
+    *,
+    classifies: bool = False,
+    labels: int = len(LABELS),
+    pooling: str | None = None,
+    **settings: Any,
 ) -> Any:
     """A random model of the family; `pooling` as sentence-transformers writes it. Returns it, to compare with."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -41,7 +47,8 @@ def save_encoder(
     )
     torch.manual_seed(3)
     if classifies:
-        config.id2label, config.label2id = LABELS, {label: number for number, label in LABELS.items()}
+        config.id2label = {number: LABELS[number] for number in range(labels)}
+        config.label2id = {label: number for number, label in config.id2label.items()}
         model = AutoModelForSequenceClassification.from_config(config)
     else:
         model = AutoModel.from_config(config)
@@ -64,7 +71,7 @@ def _save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"

@@ -34,8 +34,12 @@ class RemoteEncoder:
         tokenizer: Tokenizer | ByteTokenizer | None,
         limits: ModelLimits,
         labels: Sequence[str],
+        *,
+        has_segments: bool = False,
     ) -> None:
+        """`has_segments`: whether the model tells a text's parts apart by segment ids, which a swarm's graph does not take."""
         self.labels = labels
+        self._has_segments = has_segments
         self.size = _vector_size(module)
         self._module = module
         self._tokenizer = tokenizer
@@ -45,22 +49,60 @@ class RemoteEncoder:
     def __repr__(self) -> str:
         return f"<RemoteEncoder of {self._module!r}>"
 
-    async def ids(self, text: Text) -> list[int]:
-        """Return the token ids of `text`, which may be ids already, after checking them. Raises UsageError if they cannot be used,
-        ContextTooLong if there are more than the model takes."""
-        if isinstance(text, str) and self._tokenizer is None:
-            raise UsageError("this swarm's checkpoint has no tokenizer: send token ids instead of text")
+    async def ids(self, text: Text, *, most_tokens: int | None = None) -> list[int]:
+        """Return the checked token ids of a text.
+
+        `most_tokens` cuts a longer text, but keeps the special tokens at its end; -1 is the model's limit, None cuts nothing.
+        Raises UsageError for impossible ids, and ContextTooLong for more tokens than the model takes.
+        """
         given = not isinstance(text, str)
         if isinstance(text, str):
-            assert self._tokenizer is not None
-            self._limits.check_text(len(text))
-            text = await asyncio.to_thread(self._tokenizer.encode, text)
-        ids, positions = self._limits.ids(text), self._limits.positions
+            tokenizer = self._known_tokenizer()
+            if most_tokens is None:
+                self._limits.check_text(len(text))
+            text = await asyncio.to_thread(tokenizer.encode, text)
+        if most_tokens is not None:
+            text = await self._shortened(text, most_tokens)
+        ids = self._limits.ids(text)
         if given and self._tokenizer is not None and (unused := self._tokenizer.unused(ids)) is not None:
             raise UsageError(f"token id {unused} stands for nothing in the model's vocabulary, so these are {FOREIGN}")
+        return self._checked(ids)
+
+    async def pair_ids(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts in one row, as cross-encoders take them; `second` is cut to the model's length.
+
+        Raises UsageError if the model needs segment ids, and ContextTooLong if `first` alone is too long.
+        """
+        tokenizer, positions = self._known_tokenizer(), self._limits.positions
+        if isinstance(tokenizer, ByteTokenizer):
+            raise UsageError("this swarm's model reads bytes: it cannot rank documents")
+        ids, marked = await asyncio.to_thread(tokenizer.encode_pair, first, second, positions)
+        if marked and self._has_segments:
+            raise UsageError("this cross-encoder marks the document by segment ids, which a swarm does not take")
+        return self._checked(self._limits.ids(ids))
+
+    def _known_tokenizer(self) -> Tokenizer | ByteTokenizer:
+        if self._tokenizer is None:
+            raise UsageError("this swarm's checkpoint has no tokenizer: send token ids instead of text")
+        return self._tokenizer
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        positions = self._limits.positions
         if positions is not None and len(ids) > positions:
             raise ContextTooLong(f"the text has {len(ids)} tokens, the model takes {positions}: shorten it")
         return ids
+
+    async def _shortened(self, ids: Sequence[int], most_tokens: int) -> Sequence[int]:
+        """Return at most `most_tokens` ids (-1: the model's limit), with the special tokens at the end."""
+        positions = self._limits.positions
+        limit = positions if most_tokens < 0 else min(most_tokens, positions or most_tokens)
+        if limit is None or len(ids) <= limit:
+            return ids
+        specials = [] if self._tokenizer is None else await asyncio.to_thread(self._tokenizer.encode, "")
+        tail = next((size for size in range(len(specials), 0, -1) if list(ids[-size:]) == list(specials[-size:])), 0)
+        if tail >= limit:
+            raise UsageError(f"a text of {limit} tokens has no room beside the model's special tokens")
+        return [*ids[: limit - tail], *ids[len(ids) - tail :]]
 
     async def vectors(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Compute the vector of each row of ids, as float32. Raises NoRoute, Busy, UsageError."""
@@ -97,3 +139,11 @@ def labels_of(folder: Path) -> list[str]:
         return [str(names[str(number)]) for number in range(len(names))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
+
+
+def has_segments(folder: Path) -> bool:
+    """Return whether the config of an encoder has several segments (`type_vocab_size`), as BERT's; False without a config."""
+    try:
+        return int(json.loads((folder / "config.json").read_bytes()).get("type_vocab_size") or 0) > 1
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False

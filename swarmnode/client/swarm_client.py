@@ -20,7 +20,7 @@ from swarmnode.audits.reports import Reports
 from swarmnode.client.joining import joining
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
-from swarmnode.client.remote_encoder import RemoteEncoder, labels_of
+from swarmnode.client.remote_encoder import RemoteEncoder, has_segments, labels_of
 from swarmnode.client.text_stream import TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, ChatMessage, Tokenizer, turn_of
 from swarmnode.codec.messages import Mode
@@ -404,8 +404,10 @@ class SwarmClient(SwarmObserver):
         if self.manifest.task != task:
             raise UsageError(f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}")
         module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
-        labels = labels_of(await self._files.folder()) if task == CLASSIFY else []
-        return RemoteEncoder(module, tokenizer, limits, labels)
+        if task != CLASSIFY:
+            return RemoteEncoder(module, tokenizer, limits, [])
+        folder = await self._files.folder()
+        return RemoteEncoder(module, tokenizer, limits, labels_of(folder), has_segments=has_segments(folder))
 
     async def _open_module(self) -> RemoteModule:
         module_class, layout = await asyncio.to_thread(_import_module, await self._files.folder())

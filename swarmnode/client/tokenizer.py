@@ -115,6 +115,21 @@ class Tokenizer:
         _utf8(text)
         return self._ids(text, special_tokens=special_tokens)
 
+    def encode_pair(self, first: str, second: str, most_tokens: int | None) -> tuple[list[int], bool]:
+        """Return the token ids of two texts as one input, and whether the tokenizer marks the second text by segment ids.
+
+        `second` is cut so that the result has at most `most_tokens`. Raises UsageError if a text is no valid Unicode, or if there
+        is no room for `second`.
+        """
+        _utf8(first)
+        _utf8(second)
+        cut: dict[str, Any] = {} if most_tokens is None else {"truncation": "only_second", "max_length": most_tokens}
+        try:
+            encoded = self.own(first, second, verbose=False, **cut)
+        except Exception as error:  # tokenizers raise an Exception of no type of its own
+            raise UsageError(f"the first text leaves no room for the second one: {error}") from None
+        return list(encoded["input_ids"]), any(encoded.get("token_type_ids") or ())
+
     @functools.cached_property
     def chat_template(self) -> Any:
         """Chat template, or several by their names; None if the checkpoint has none."""

@@ -26,6 +26,7 @@ from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
 TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
+API_PATHS = ("/v1/", "/classify", "/rerank", "/tokenize", "/detokenize", "/api/")
 GONE = 499  # nginx's status for a client that has closed the connection; no client receives it
 MAX_PATH = 200  # characters of a path that an error repeats
 
@@ -87,6 +88,10 @@ async def _http_failed(request: Request, error: Exception) -> Response:
     text = f"the body cannot be read: {error.__cause__}" if unread else str(error.detail)
     if not isinstance(error, ApiError) and error.status_code in (404, 405):
         text = f"{text}: {request.method} {request.url.path[:MAX_PATH]} is not answered here"
+    if error.status_code == 404 and "route" not in request.scope:
+        text += (
+            f"; there are {', '.join(path for path in request.app.openapi()['paths'] if path.startswith(API_PATHS))}"
+        )
     response = ApiError(error.status_code, text).response()
     response.headers.update(error.headers or {})
     return response

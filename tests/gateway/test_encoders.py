@@ -192,3 +192,73 @@ async def test_a_language_model_embeds_nothing(founded: Founded, tmp_path: Path)
     async with serving(founded, tmp_path) as served:
         with pytest.raises(openai.BadRequestError, match="generates text: it cannot embed"):
             await served.openai.embeddings.create(model=MODEL, input=TEXT)
+
+
+@in_virtual_time
+async def test_long_texts_are_cut_where_the_request_says_so(embedding: Any, tmp_path: Path) -> None:
+    founded, whole, nodes = embedding
+    with torch.no_grad():
+        cut_H = whole(torch.tensor([[1, 4, 12, 2]])).last_hidden_state[0, 0].numpy()  # [CLS] the red [SEP]
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        for body in ({"truncate_prompt_tokens": 4}, {"truncate_prompt_tokens": 4, "truncate": True}):
+            told = (await served.http.post("/v1/embeddings", json={"input": TEXT, **body})).json()
+            np.testing.assert_allclose(told["data"][0]["embedding"], cut_H, atol=1e-5)
+            assert told["usage"]["prompt_tokens"] == 4
+        for body in ({"truncate_prompt_tokens": -1}, {"truncate": True}, {"truncate": "END"}):
+            told = (await served.http.post("/v1/embeddings", json={"input": LONG, **body})).json()
+            assert told["usage"]["prompt_tokens"] == POSITIONS - 4
+        for body in ({}, {"truncate": False}, {"truncate": "NONE"}):
+            assert (await served.http.post("/v1/embeddings", json={"input": LONG, **body})).status_code == 400
+        for body in ({"truncate": "START"}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 1}):
+            answer = await served.http.post("/v1/embeddings", json={"input": TEXT, **body})
+            assert answer.status_code == 400, answer.text
+
+
+@in_virtual_time
+async def test_documents_are_ranked_by_their_embeddings(embedding: Any, tmp_path: Path) -> None:
+    founded, _, nodes = embedding
+    body = {"query": TEXT, "documents": ["a blue dog ran", {"text": TEXT}, LONG], "top_n": 2, "return_documents": True}
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            told = (await served.http.post(path, json=body)).json()
+            assert told["results"][0]["index"] == 1 and len(told["results"]) == 2
+            assert told["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-6)
+            assert told["results"][0]["document"] == {"text": TEXT}
+        wrong = {"query": "", "documents": ["a"]}, {"query": "a", "documents": []}, {"query": LONG, "documents": [[1]]}
+        for each in wrong:
+            assert (await served.http.post("/v1/rerank", json=each)).status_code == 400
+        missing = await served.http.post("/v1/assistants", json={})
+        assert missing.status_code == 404 and "/v1/chat/completions" in missing.json()["error"]["message"]
+
+
+@in_virtual_time
+async def test_documents_are_ranked_by_a_cross_encoder(
+    classifying: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    whole = save_encoder(model, "roberta", classifies=True, labels=1)
+    (tmp_path / "swarm").mkdir()
+    source = await asyncio.to_thread(from_model, str(model), tmp_path / "weights")
+    swarm = VirtualSwarm(tmp_path / "swarm")
+    swarm.create(source)
+    with torch.no_grad():
+        pair = torch.tensor([[1, 4, 6, 2, 12, 8, 2]])  # [CLS] the cat [SEP] red sat [SEP]
+        score = float(whole(pair).logits[0].sigmoid())
+    (tmp_path / "served").mkdir()
+    async with serving(Founded(swarm.file), tmp_path / "served", nodes={"a": f"0:{source.model.units}"}) as served:
+        body = {"query": "the cat", "documents": ["hens lay", "red sat", LONG]}
+        told = (await served.http.post("/v1/rerank", json=body)).json()
+        (red,) = [each for each in told["results"] if each["index"] == 1]
+        assert red["relevance_score"] == pytest.approx(score, abs=1e-5)
+        scores = [each["relevance_score"] for each in told["results"]]
+        assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+        refused = await served.http.post("/v1/rerank", json={**body, "query": LONG})
+        assert refused.status_code == 400 and "no room" in refused.json()["error"]["message"]
+        monkeypatch.setattr(Tokenizer, "encode_pair", lambda *_: ([1, 4, 2, 6, 2], True))
+        marked = await served.http.post("/v1/rerank", json=body)
+        assert marked.status_code == 400 and "segment ids" in marked.json()["error"]["message"]
+    founded, _, nodes = classifying
+    (tmp_path / "classes").mkdir()
+    async with serving(founded, tmp_path / "classes", nodes=nodes) as served:
+        answer = await served.http.post("/v1/rerank", json=body)
+        assert answer.status_code == 400 and "3 classes" in answer.json()["error"]["message"]

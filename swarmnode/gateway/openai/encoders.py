@@ -1,10 +1,12 @@
-"""Endpoints for models that encode texts: OpenAI's POST /v1/embeddings, and vLLM's POST /classify."""
+"""Endpoints for models that encode texts: /v1/embeddings, vLLM's /classify, and /v1/rerank in the form of Cohere and Jina."""
 
 from __future__ import annotations
 
 import base64
 import time
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -23,6 +25,7 @@ from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
 router = APIRouter(route_class=BodyRoute)
 MAX_TEXTS = 2048  # OpenAI's own bound
+MAX_DOCUMENTS = 1000  # Cohere's
 
 
 class EncoderUsage(BaseModel):
@@ -75,6 +78,18 @@ class EncoderRequest(BaseModel):
     model: str = ""
     input: Texts
 
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Cut texts to this many tokens; -1: to the model's limit."
+    )
+    truncate: bool | Literal["NONE", "END"] = Field(False, description="Cut texts at the model's limit.")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The tokens to which texts are cut, -1 for the model's limit; None if longer texts are refused."""
+        if self.truncate_prompt_tokens is not None:
+            return self.truncate_prompt_tokens
+        return -1 if self.truncate in (True, "END") else None
+
     @property
     def texts(self) -> list[str] | list[list[int]]:
         """All texts or rows of token ids, as a list."""
@@ -90,6 +105,44 @@ class EmbeddingRequest(EncoderRequest):
 
 class ClassificationRequest(EncoderRequest):
     """Body of POST /classify."""
+
+
+class Document(BaseModel):
+    """A document to rank."""
+
+    text: str
+
+
+class RerankRequest(BaseModel):
+    """A query and documents to rank, as Cohere and Jina have it. Documents longer than the model are cut."""
+
+    model: str = ""
+    query: str = Field(min_length=1)
+    documents: list[str | Document] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+    top_n: int | None = Field(None, ge=1, description="Return the best N only.")
+    return_documents: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts, in their order."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class RankedDocument(BaseModel):
+    """A document's place in the request, and its relevance: a cross-encoder's probability, or the cosine of embeddings."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class RerankReply(BaseModel):
+    """The documents, the most relevant one first."""
+
+    id: str = Field(default_factory=lambda: f"rerank-{uuid.uuid4().hex}")
+    model: str
+    results: list[RankedDocument]
+    usage: EncoderUsage
 
 
 @router.post("/v1/embeddings")
@@ -128,6 +181,19 @@ async def classify(asked: ClassificationRequest, request: Request) -> Classifica
     return ClassificationReply(model=model.name, data=data, usage=usage)
 
 
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def rerank(asked: RerankRequest, request: Request) -> RerankReply:
+    """Rank documents by their relevance to a query: by a cross-encoder, or by embeddings."""
+    model = gateway_of(request).model(asked.model)
+    scores, usage = await _ranked(model, asked, request)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
+    shown = [Document(text=text) if asked.return_documents else None for text in asked.texts]
+    results = [RankedDocument(index=index, relevance_score=scores[index], document=shown[index]) for index in order]
+    return RerankReply(model=model.name, results=results, usage=usage)
+
+
 async def _encoder(model: ServedModel, task: str) -> RemoteEncoder:
     """Return the encoder of `model`. Raises ApiError if the model has another task."""
     try:
@@ -145,12 +211,15 @@ async def _vectors(
         raise bad_request("input is empty: send a text, token ids, or a list of either", "input")
     if len(asked.texts) > MAX_TEXTS:
         raise bad_request(f"send at most {MAX_TEXTS} texts in one request", "input")
-    try:
-        rows = [await encoder.ids(text) for text in asked.texts]
-    except ContextTooLong as error:
-        raise bad_request(str(error), "input", code="context_length_exceeded") from None
-    except UsageError as error:
-        raise bad_request(str(error), "input") from None
+    with _refusing("input"):
+        rows = [await encoder.ids(text, most_tokens=asked.most_tokens) for text in asked.texts]
+    return await _computed(model, encoder, rows, request)
+
+
+async def _computed(
+    model: ServedModel, encoder: RemoteEncoder, rows: Sequence[Sequence[int]], request: Request
+) -> tuple[list[np.ndarray], EncoderUsage]:
+    """Return the vectors of rows of ids, when the key has a place, and the number of all tokens."""
 
     async def computed() -> list[np.ndarray]:
         async with model.place(key_of(request)):
@@ -160,6 +229,43 @@ async def _vectors(
         vectors = await client.run(computed())
     tokens = sum(map(len, rows))
     return vectors, EncoderUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+async def _ranked(model: ServedModel, asked: RerankRequest, request: Request) -> tuple[list[float], EncoderUsage]:
+    """Return the relevance of each document to the query."""
+    task = model.client.manifest.task
+    if task == CLASSIFY:
+        encoder = await _encoder(model, CLASSIFY)
+        if encoder.size != 1:
+            raise bad_request(
+                f"{model.name} has {encoder.size} classes; a cross-encoder has one", "model", code="model_not_supported"
+            )
+        with _refusing("documents"):
+            rows = [await encoder.pair_ids(asked.query, text) for text in asked.texts]
+        vectors, usage = await _computed(model, encoder, rows, request)
+        return [float(vector[0]) for vector in vectors], usage
+    encoder = await _encoder(model, EMBED)
+    with _refusing("documents"):
+        rows = [await encoder.ids(text, most_tokens=-1) for text in (asked.query, *asked.texts)]
+    (query, *documents), usage = await _computed(model, encoder, rows, request)
+    return [_cosine(query, document) for document in documents], usage
+
+
+@contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Turn errors of texts into answers 400 that name the `field`."""
+    try:
+        yield
+    except ContextTooLong as error:
+        raise bad_request(str(error), field, code="context_length_exceeded") from None
+    except UsageError as error:
+        raise bad_request(str(error), field) from None
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the cosine of the angle between two vectors; 0 if one of them is 0."""
+    length = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / length if length else 0.0
 
 
 def _encoded(vector: np.ndarray) -> str:
