@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,21 @@ def test_the_command_line_says_what_to_do() -> None:
     assert with_remedy(NoRoute("no live peer holds unit 3")) == f"no live peer holds unit 3. {NoRoute.remedy}"
     assert with_remedy(refusal(ErrorCode.VERSION)).endswith(f". {REMEDY[ErrorCode.VERSION]}")
     assert with_remedy(LocalError("port 1 is in use; choose another")) == "port 1 is in use; choose another"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_too_few_open_files_are_named_also_where_uvloop_gives_no_cause(tmp_path: Path) -> None:
+    program = f"""
+import os, resource, uvloop
+from pathlib import Path
+from swarmnode.net.libp2p.daemon import Daemon
+
+async def start():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2,) * 2)
+    await Daemon.start(Path("/bin/true"), [], Path({str(tmp_path / "socket")!r}))
+
+uvloop.run(start())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "cannot start p2pd" in done.stderr and "ulimit -n" in done.stderr, done.stderr
+    assert "reinstall" not in done.stderr.splitlines()[-1]

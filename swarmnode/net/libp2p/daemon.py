@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS), and hivemind's names take 26
 MAX_FOLDER_CHARS = 76
 LOCK_FILE = "lock"  # in the folder, held by its process
+SPARE_FILES = 16  # more than the start of a process needs
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 3.0
 DESCRIPTORS = 16_384
@@ -109,6 +110,22 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _explained(error: OSError) -> OSError:
+    """Return `error`, or EMFILE in place of uvloop's error without a cause if hardly any file can be opened any more."""
+    if (error.errno or 0) > 0:
+        return error
+    spare: list[int] = []
+    try:
+        for _ in range(SPARE_FILES):
+            spare.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as limit:
+        return limit
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
+    return error
+
+
 class Daemon:
     """Run of p2pd. Made by `start`; `exited` resolves with its exit code however it ends."""
 
@@ -152,7 +169,7 @@ class Daemon:
             )
         except OSError as error:
             processes = {errno.EAGAIN: "allow more processes (ulimit -u)"}
-            reason = with_advice(error, "reinstall hivemind", processes)
+            reason = with_advice(_explained(error), "reinstall hivemind", processes)
             raise LocalError(f"cannot start p2pd ({binary}): {reason}") from error
         daemon = cls(process, socket)
         try:
