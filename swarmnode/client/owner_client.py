@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarmnode.client.joining import joining
 from swarmnode.errors import UsageError
 from swarmnode.membership.owner import newest_list, revoke
 from swarmnode.net.identity import SigningKey, is_peer_id
 from swarmnode.net.interfaces import PeerId
-from swarmnode.peer.host import Host, state_name
+from swarmnode.peer.host import Host, joining, state_name
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Member

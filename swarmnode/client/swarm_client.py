@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.audits.auditor import Auditor
 from swarmnode.audits.reports import Reports
-from swarmnode.client.joining import joining
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, has_segments, labels_of
@@ -36,7 +35,7 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.peer.explanation import explain
-from swarmnode.peer.host import Host
+from swarmnode.peer.host import Host, joining
 from swarmnode.peer.local_peer import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform

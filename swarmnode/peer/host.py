@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.body import VERSION
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from swarmnode.net.addressing.lan import LanDiscovery
 
 log = logging.getLogger(__name__)
+
+JOIN_S = 15.0  # for the first answer of a peer
 
 NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # in a private swarm; VOLUNTEER for other roles
 FIRST_S = 2.0
@@ -410,3 +413,22 @@ class Host:
 def state_name(state: State) -> str:
     """Return the name of a state for people and scripts."""
     return state.name.lower()
+
+
+@contextlib.asynccontextmanager
+async def joining(
+    swarm: Swarm, home: Path, *, patience_s: float = JOIN_S, platform: Platform = MACHINE
+) -> AsyncIterator[Host]:
+    """Join a swarm, wait until a peer of it answers, and yield the host. If the context raises, leave the swarm; else the caller
+    closes the host.
+
+    The wait is `patience_s`, but at most `JOIN_S` seconds. Raises NetworkDown if no peer answers in time, NotAdmitted if the swarm
+    refuses us.
+    """
+    host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
+    try:
+        await host.wait_joined(min(patience_s, JOIN_S))
+        yield host
+    except BaseException:
+        await host.close()
+        raise

@@ -15,7 +15,6 @@ import msgspec
 
 from swarmnode.checkpoints.export import export
 from swarmnode.checkpoints.states import state_board, survey
-from swarmnode.client.joining import joining
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.training.preparation import check_trains, prepare
@@ -25,7 +24,7 @@ from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.errors import PeerError, ProtocolError, UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.peer.host import Host
+from swarmnode.peer.host import Host, joining
 from swarmnode.peer.local_peer import board_of
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.certificate import Role

@@ -1,0 +1,19 @@
+"""A volunteer in the middle of a model multiplies its activations by a million, which drowns other gradients in rounding errors."""
+
+from __future__ import annotations
+
+from attack import Outcome, main
+from training_liar import train_against
+
+from swarmnode.codec.frames import FrameKind
+from tests.training.test_not_finite import LIAR, Sender
+
+VIRTUAL, FAST = True, True
+
+
+async def attack() -> Outcome:
+    sender = Sender(FrameKind.FORWARD, factor=1e6, after=40)
+    return await train_against(sender, what=lambda: f"{sender.lies} frames of it", number=LIAR)
+
+
+main(__name__, attack, virtual=VIRTUAL)
