@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,42 +83,6 @@ def is_finite(values: Sequence[Tensor | None]) -> bool:
     floats = [value.detach() for value in values if value is not None and value.is_floating_point()]
     sums = [value.sum(dtype=torch.float32) for value in floats]
     return not sums or math.isfinite(torch.stack(sums).sum().item())
-
-
-def largest_magnitude(values: Sequence[Tensor | None]) -> float:
-    """Return the largest magnitude of all floats among the values, all on one device; NaN if one is NaN, 0 without floats.
-
-    One pass over memory, no copies, one wait for the device.
-    """
-    floats = [value.detach() for value in values if value is not None and value.is_floating_point() and value.numel()]
-    sizes = [torch.linalg.vector_norm(value, math.inf, dtype=torch.float32) for value in floats]
-    return float(torch.stack(sizes).amax()) if sizes else 0.0
-
-
-class Magnitudes:
-    """Recent largest magnitudes of incoming values, by kind: they tell values without any use from usual ones.
-
-    A value above `UNUSUAL` times the median is refused, since it would drown the gradients of all other microbatches in
-    rounding errors.
-    """
-
-    UNUSUAL = 1e5
-    KEPT, NEEDED = 64, 4
-
-    def __init__(self) -> None:
-        self._seen: dict[Hashable, deque[float]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Magnitudes of {len(self._seen)} kinds>"
-
-    def admits(self, kind: Hashable, size: float) -> bool:
-        """Return whether `size` is finite and usual for its kind, and remember it if so. The first sizes are usual."""
-        seen = self._seen.setdefault(kind, deque(maxlen=self.KEPT))
-        if not math.isfinite(size) or (len(seen) >= self.NEEDED and size > self.UNUSUAL * statistics.median(seen)):
-            return False
-        if size > 0:
-            seen.append(size)
-        return True
 
 
 def pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,7 +23,7 @@ from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Encoded, decode_values
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
-from swarmnode.compute.training.saved_activations import Gradients, is_finite, largest_magnitude
+from swarmnode.compute.training.saved_activations import Gradients, is_finite
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import (
     ErrorCode,
@@ -60,12 +60,10 @@ WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
 
 
 class NotFiniteInput(PeerRefused):
-    """NaN, infinity or numbers out of all proportion in the data of a peer, which an honest peer does not send."""
+    """NaN or infinity in the data of a peer, which an honest peer does not send."""
 
     def __init__(self, peer: PeerId) -> None:
-        super().__init__(
-            f"peer {peer} sent NaN, infinity or numbers out of all proportion", code=ErrorCode.NOT_FINITE, peer=peer
-        )
+        super().__init__(f"peer {peer} sent NaN or infinity", code=ErrorCode.NOT_FINITE, peer=peer)
 
 
 class TrainingMeter(StageMeter):
@@ -262,7 +260,7 @@ class MicrobatchInFlight:
         if next_hop is not None:
             self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
         came = decode_values(answer.values, payload, part.segment.device)
-        if not self._stage.state.magnitudes.admits((BACKWARD, part.segment.end), largest_magnitude(came)):
+        if not is_finite(came):
             raise NotFiniteInput(peer)
         flowing = iter(came)
         return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
@@ -276,7 +274,7 @@ class MicrobatchInFlight:
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = decode_values(body.values, self._payload, device)
-            if body.hop and not self._stage.state.magnitudes.admits((FORWARD, units.start), largest_magnitude(values)):
+            if body.hop and not is_finite(values):
                 raise NotFiniteInput(body.sender)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
             self.kept = checks.remember(learner, body, self._payload, self._labels)

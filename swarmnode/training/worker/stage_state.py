@@ -18,7 +18,6 @@ from swarmnode.codec.averaging_messages import Group, How, Reduce
 from swarmnode.codec.training_messages import Commit, Condition, Status
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.saved_activations import Magnitudes
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import LocalError, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -118,7 +117,6 @@ class StageState:
         self.replicas: dict[int, set[PeerId]] = {}
         self.losses: dict[int, float] = {}  # of the counted microbatches, if this stage has the model's last unit
         self.last = (0.0, 0.0)
-        self.magnitudes = Magnitudes()  # of incoming activations and gradients
         self._is_founding = True  # the parameters are the founder's
         self._founded = False  # the run was begun with the founder's parameters
         self._told_unit_s = 0.0
