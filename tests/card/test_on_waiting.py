@@ -52,8 +52,8 @@ class Hop:
         jobs = [self._job(session, codec, session == spoilt) for session in self.sessions]
         self.start += 1
         # Who goes with whom is not the scheduler's here.
-        results = await self.worker.call("pass", lambda: self.worker._compute(jobs))
-        return dict(zip(self.sessions, results, strict=True))
+        finishes = await self.worker.call("pass", lambda: self.worker._compute(jobs))
+        return {session: finishes[id(job)]() for session, job in zip(self.sessions, jobs, strict=True)}
 
     def _job(self, session: int, codec: Codec, is_spoilt: bool) -> Job:
         if self.is_first:

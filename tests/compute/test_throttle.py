@@ -78,7 +78,7 @@ def test_no_throttle_never_sleeps(watch):
     with Throttle(clock=watch.clock, sleep=watch.sleep).pass_over(units=8, positions=4096):
         pass
     assert watch.slept_s == []
-    with pytest.raises(ValueError, match="0 units/s"):
+    with pytest.raises(ValueError, match="units_per_s is 0"):
         Throttle(0)
 
 

@@ -95,7 +95,7 @@ async def test_near_misses_lower_trust_and_add_up(founded: Founded, tmp_path: Pa
         await client.auditor.idle()
         assert client.auditor.standing.trust(liar.peer) < trusted
         assert not client.auditor.standing.shunned
-        await generate_until_shunned(client, 12)
+        await generate_until_shunned(client, 60)
         assert client.auditor.standing.shunned == {liar.peer}
 
 

@@ -19,6 +19,7 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.client_watch import ClientWatch
+from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.requests import Texts, each_of
 from swarmnode.gateway.served_model import ServedModel
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
@@ -118,7 +119,7 @@ class RerankRequest(BaseModel):
 
     model: str = ""
     query: str = Field(min_length=1)
-    documents: list[str | Document] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+    documents: Items[str | Document] = Field(min_length=1, max_length=MAX_DOCUMENTS)
     top_n: int | None = Field(None, ge=1, description="Return the best N only.")
     return_documents: bool = False
 
