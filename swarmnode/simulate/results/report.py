@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, for a person to read."""
+"""Report of a simulation: a summary as data, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from swarmnode.simulate.results.network_map import network_map, network_matrix
 from swarmnode.simulate.results.page import bars, curves, legend, page, spans, table
 from swarmnode.simulate.simulation import SimulationResult
 
-MAX_ROWS = 64  # peers of which is drawn what they hold
-MOST_COMPARED = 512  # among which those that are drawn with their links are chosen
-MAX_ROLES = 48  # parts of the model that a legend names
-PLOTS = (  # of the curves that were measured: title, names
+MAX_ROWS = 64  # most peers whose units are drawn
+MOST_COMPARED = 512  # most peers compared for the pictures of the network
+MAX_ROLES = 48  # most roles in a legend
+PLOTS = (  # title, names of measured curves
     ("What was generated or trained with, per second", ("tokens", "tokens trained", "samples trained")),
     ("Peers there, and sessions running", ("peers", "sessions running")),
     ("Share of their time that peers compute", ("share of time computing",)),
@@ -27,7 +27,8 @@ BUSIEST = 20  # links that are listed
 
 
 def summary(result: SimulationResult) -> dict[str, Any]:
-    """Everything but the decisions' own times is the same for the same settings, bit for bit."""
+    """Return all results as data for JSON. For the same settings everything but "decisions" (real times) is the same, bit for
+    bit."""
     settings, measures = result.settings, result.measures
     return {
         "scenario": result.scenario.name,
@@ -61,7 +62,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _links(result: SimulationResult) -> list[dict[str, Any]]:
-    """Those that carried most, between places of the scenario."""
+    """Return the `BUSIEST` links between places of the scenario that carried most bytes."""
     places = result.world.links.places
     carried: dict[tuple[int, int], float] = {}
     for (sender, receiver), size_bytes in result.world.links.bytes_sent.items():
@@ -72,7 +73,7 @@ def _links(result: SimulationResult) -> list[dict[str, Any]]:
 
 
 def report(result: SimulationResult) -> str:
-    """The page, as HTML."""
+    """Build the report page as HTML."""
     figures = summary(result)
     title = f"A swarm that {figures['workload']}s {figures['model']} on {figures['scenario']}"
     sections = [
@@ -138,7 +139,7 @@ def _holders(result: SimulationResult) -> str:
 
 
 def _network(result: SimulationResult) -> list[str]:
-    """A map and a matrix of those that were there at the end, with the bytes that went, and who holds what."""
+    """Draw a map and a matrix of the peers alive at the end, with the bytes sent, and a legend of their units."""
     machines = _machines(result).shown()
     carried = "bytes that went"
     held = [
