@@ -19,7 +19,7 @@ from swarmnode.net.table.lookup import MAX_FIND_KEYS
 from swarmnode.net.table.routing_table import id_bytes, key_id
 
 VIRTUAL, FAST = False, False
-SUBKEYS, VALUE = 256, bytes(1024)  # as many announcements as a key holds, as long as they may be
+SUBKEYS, VALUE = 256, bytes(1024)  # the most announcements that a key holds, at the largest size
 SECONDS = 5.0
 AT_ONCE = 8  # questions
 PEER_PACE = ANSWERS_BYTES[0]

@@ -1,4 +1,4 @@
-"""A peer opens a session over a stage's whole cache and feeds it nothing, so that there is no room for anybody else."""
+"""A peer opens a session over a stage's whole cache and feeds it nothing, so that no other client has room."""
 
 from __future__ import annotations
 

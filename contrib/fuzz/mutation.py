@@ -84,7 +84,7 @@ def _lie_of_length(raw: bytes, _others: Sequence[bytes], chance: random.Random) 
 
 
 def _restructure(raw: bytes, _others: Sequence[bytes], chance: random.Random) -> bytes:
-    """A field of a msgpack structure is another one; of what is none, other bytes."""
+    """Change a field of the msgpack structure `raw`; flip bytes if `raw` is not msgpack."""
     try:
         return msgspec.msgpack.encode(_other_value(msgspec.msgpack.decode(raw), chance, 0))
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, UnicodeError):

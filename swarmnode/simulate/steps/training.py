@@ -188,8 +188,8 @@ class Training:
         self.clock.after(seconds, lambda: does() if self._turn == turn else None)
 
     def _call_roll(self) -> None:
-        """Call back all microbatches under way; continue when all stages could answer the coordinator, the first peer that
-        joined."""
+        """Make the peer that joined first the coordinator, call back all microbatches, and look at the stages a round trip
+        later."""
         self._coordinator = self._eldest()
         for flight in list(self._flights.values()):
             self._call_back(flight)
