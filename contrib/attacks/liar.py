@@ -1,4 +1,4 @@
-"""Common part of the attacks in which a peer computes falsely: two stages with three replicas each, and a client that audits."""
+"""Common part of the attacks by a peer that computes falsely: two stages with three replicas each, and a client that audits."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ class Container:
         return int(numbers[0])
 
     def healthy(self) -> bool:
-        """What the image's health check says."""
+        """Run the image's health check and return whether it succeeds."""
         return self.execute(self._root.health).returncode == 0
 
     def signal(self, number: int) -> None:
-        """To the first process, as `docker stop` does."""
+        """Send signal `number` to the first process, as `docker stop` does."""
         os.kill(self.pid, number)

@@ -86,7 +86,7 @@ class Conversation:
         )
 
     def _branch(self) -> Branch:
-        """Return a branch of one of the strangers' sessions, which may exist, with a proof that may be wrong."""
+        """Return a branch of one of the strangers' sessions, which may not exist, after no or one truncation."""
         source, length = bytes([self._chance.randrange(SESSIONS)]) * 16, self._chance.randint(1, self._prompt)
         return Branch(branch_proof(source, self._chance.choice((0, 0, 1)), self._session, length), length)
 
