@@ -1,4 +1,4 @@
-"""A stranger signs by a clock that is years off, and replays what others said, so that it or they stay for ever."""
+"""A stranger signs with a clock that is years off, and replays records of others, so that they stay valid for ever."""
 
 from __future__ import annotations
 

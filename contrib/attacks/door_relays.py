@@ -1,4 +1,4 @@
-"""Two strangers to a private swarm have its bootstrap peer relay between them, for bytes that are none of the swarm's."""
+"""Two strangers to a private swarm have its bootstrap peer relay their own bytes between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer serves truly and computes falsely when it is asked to check others, so that they look false."""
+"""A peer serves truly, and computes falsely when an auditor asks it to check others, so that these look false."""
 
 from __future__ import annotations
 

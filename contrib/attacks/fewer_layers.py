@@ -1,4 +1,4 @@
-"""A peer leaves out its last layer, to be done sooner."""
+"""A peer leaves out its last layer, to finish sooner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight peers use an invite for one at the same moment, each at another member, and say that they came long ago."""
+"""Eight peers use an invite for one at the same moment, at different members, and claim to have joined long ago."""
 
 from __future__ import annotations
 

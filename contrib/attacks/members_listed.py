@@ -20,7 +20,7 @@ VIRTUAL, FAST = False, False
 NODES, CLIENTS = 3, 2
 TIMEOUT_S = 30.0
 KAD = "/ipfs/kad/1.0.0"
-TYPE, KEY = 1 << 3, 2 << 3 | 2  # fields of its messages, as protobuf numbers them
+TYPE, KEY = 1 << 3, 2 << 3 | 2  # protobuf tags of the message fields
 FIND_NODE = 4
 
 

@@ -8,7 +8,7 @@ from liar import found_out
 from tests.node.audited_swarm import noise_on_every_tenth, tamper
 
 VIRTUAL, FAST = True, False
-FIVE_TIMES_THE_NOISE = 1e-6  # of float32: contrib/benchmarks/audits.py finds 1.2e-7 to 2e-7
+FIVE_TIMES_THE_NOISE = 1e-6  # noise of float32: contrib/benchmarks/audits.py finds 1.2e-7 to 2e-7
 
 
 async def attack() -> Outcome:

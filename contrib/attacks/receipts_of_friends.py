@@ -1,4 +1,4 @@
-"""A worker signs receipts for itself, and has a friend sign one for more work than all clients together had from it."""
+"""A worker signs receipts for itself, and a friend signs one for more work than all clients together had from it."""
 
 from __future__ import annotations
 

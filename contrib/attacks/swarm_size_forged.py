@@ -1,5 +1,4 @@
-"""A stranger tries out identities until 40 of them make 30 peers look like a hundred thousand, so that all of them speak
-rarely."""
+"""A stranger tries identities until 40 of them make 30 peers look like a hundred thousand, so that all announce rarely."""
 
 from __future__ import annotations
 

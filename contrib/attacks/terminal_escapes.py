@@ -1,4 +1,4 @@
-"""A model's text and a peer's name clear the terminal, set its title, overwrite lines, and turn the direction of what follows."""
+"""A model's text and a peer's name clear the terminal, set its title, overwrite lines, or reverse the text direction."""
 
 from __future__ import annotations
 

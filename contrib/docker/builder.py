@@ -95,7 +95,7 @@ class Builder:
             origin = self._context / source if stage is None else self._earlier[stage].inside(source)
             to = self._root.inside(target)
             if origin.is_dir():
-                # A folder's content goes into the target; symbolic links stay what they are.
+                # The content of a folder goes into the target; symbolic links stay links.
                 shutil.copytree(origin, to, symlinks=True, dirs_exist_ok=True, ignore=None if stage else self._left_out)
             else:
                 shutil.copy2(origin, to / origin.name if to.is_dir() else to)
@@ -107,7 +107,7 @@ class Builder:
 
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator[None]:
-    """/proc, and this machine's name servers, while steps of a build run."""
+    """Give the root `folder` this machine's name servers, and mount /proc in it within the context."""
     shutil.copyfile("/etc/resolv.conf", folder / "etc" / "resolv.conf")
     subprocess.run(["mount", "-t", "proc", "proc", folder / "proc"], check=True)
     try:
@@ -117,7 +117,7 @@ def mounted(folder: Path) -> Iterator[None]:
 
 
 def bind(source: Path, target: Path) -> None:
-    """Show a file or folder of this machine at another place, for reading. It goes with the mount namespace."""
+    """Mount the file or folder `source` read-only at `target`. The mount ends with the mount namespace."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     else:

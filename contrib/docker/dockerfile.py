@@ -29,7 +29,7 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of an exec form (`["a", "b"]`) or of a plain line (`a b`)."""
+        """Arguments of an exec form (`["a", "b"]`) or of a plain line (`a b`)."""
         return json.loads(self.text) if self.text.startswith("[") else shlex.split(self.text)
 
     @property

@@ -1,10 +1,10 @@
-"""Writes which files of PyPI enter the image, each by its hash: `requirements.txt`, `torch.txt` for what differs by device, and
-`build.txt` for what builds the wheel.
+"""Write the lists of PyPI files for the image, each with its hash: `requirements.txt`, `torch.txt` for what differs by device,
+and `build.txt` for what builds the wheel.
 
-    pip install uv && python contrib/docker/lock.py
+pip install uv && python contrib/docker/lock.py
 
-Takes the newest versions that `pyproject.toml` allows. The hashes are of all files of a version, so that the lists hold for every
-processor.
+Takes the newest versions that `pyproject.toml` allows. The hashes are of all files of a version, so that the lists hold for
+every processor.
 """
 
 from __future__ import annotations

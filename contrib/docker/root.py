@@ -1,4 +1,4 @@
-"""A folder as the root of a container."""
+"""Root of a container: a folder with the settings of an image."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # of every image that says nothing else
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # default of images
 
 
 @dataclass
 class Root:
-    """`folder` holds the files; the rest is what an image's configuration says."""
+    """Root file system of a container: `folder` holds the files; the other fields are the image's configuration."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})

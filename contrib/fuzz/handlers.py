@@ -64,8 +64,8 @@ ROUND = 2_000
 BURST = 20  # frames of one stranger on one stream
 CHANNELS = 6
 TOKENS = 8
-UNITS = 6  # of the tiny model
-FITTING, MUTATED = 0.85, 0.05  # of the frames
+UNITS = 6  # units of the tiny model
+FITTING, MUTATED = 0.85, 0.05  # shares of the frames
 
 
 class Raw(NamedTuple):

@@ -1,4 +1,4 @@
-"""A simulation from its scenario and settings to its result."""
+"""Simulation: runs a scenario with its settings and returns the result."""
 
 from __future__ import annotations
 

@@ -25,8 +25,10 @@ BANDWIDTH_SHARE = 0.7
 PASS_S = 0.0005  # least time of a unit's pass on any card: a dozen kernels to launch, and Python around them
 CALL_S = PASS_S / 12  # least time of one operator, likewise
 FLOPS_PER_PARAMETER = 2  # a multiplication and an addition, for each token
-FLOPS_PER_BYTE = 100  # of a card that the table does not have: about the ratio of its consumer cards
-BACKWARD = 2.0  # of the forward pass: gradients of the inputs and of the weights
+FLOPS_PER_BYTE = (
+    100  # arithmetic per byte of memory traffic for an unknown card: about the ratio of consumer cards in the table
+)
+BACKWARD = 2.0  # time relative to the forward pass: gradients of the inputs and of the weights
 DEFAULT_MEMORY_BYTES = 16 * 10**9
 
 Seconds = Callable[[float], float]
@@ -89,8 +91,8 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
         return replace(card, name=name, memory_bytes=memory_bytes)
     if flops is None:
         raise UsageError(
-            f"how fast device {index} of {scenario.name} is, is not known: its scenario needs gpu, peak_tflops or "
-            "decode_units_per_s, or name a card for all such devices with --gpu"
+            f"the speed of device {index} of {scenario.name} is not known: give it gpu, peak_tflops or "
+            "decode_units_per_s in the scenario, or name a card for all such devices with --gpu"
         )
     return SimulatedDevice(name, memory_bytes, *_roofline(model.layer_parameters, flops, flops / FLOPS_PER_BYTE))
 

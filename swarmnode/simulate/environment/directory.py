@@ -34,7 +34,7 @@ class SimulatedDirectory:
         self._announced: dict[PeerId, PeerView | None] = {}
         # Index of the peers that hold units or soon will, kept up to date.
         self.capacity_index = CapacityIndex(units, (), position_bytes)
-        self.speeds: Counter[float] = Counter()  # of the same peers
+        self.speeds: Counter[float] = Counter()  # how many of the same peers have each speed
         self._view: View | None = None
 
     def __repr__(self) -> str:

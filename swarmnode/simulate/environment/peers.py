@@ -54,7 +54,7 @@ def read_trace(path: str | Path, devices: int) -> list[Change]:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
         rows = json.loads(content)
         if not isinstance(rows, list):
-            raise ValueError("it is no list")
+            raise ValueError("it is not a list")
         changes = [_change(row, devices) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path}: not a trace, which is a JSON list of [seconds, device, up|down]: {error}") from None

@@ -17,11 +17,11 @@ MAX_ROWS = 64  # most peers whose units are drawn
 MOST_COMPARED = 512  # most peers compared for the pictures of the network
 MAX_ROLES = 48  # most roles in a legend
 PLOTS = (  # title, names of measured curves
-    ("What was generated or trained with, per second", ("tokens", "tokens trained", "samples trained")),
-    ("Peers there, and sessions running", ("peers", "sessions running")),
-    ("Share of their time that peers compute", ("share of time computing",)),
-    ("Work per second that was lost with peers, and done again", ("lost, unit tokens", "replayed, unit tokens")),
-    ("Seconds that the last training step took", ("last step, s",)),
+    ("Tokens or samples per second", ("tokens", "tokens trained", "samples trained")),
+    ("Peers and running sessions", ("peers", "sessions running")),
+    ("Share of time that peers compute", ("share of time computing",)),
+    ("Work per second that was lost with peers, and repeated", ("lost, unit tokens", "replayed, unit tokens")),
+    ("Duration of the last training step in seconds", ("last step, s",)),
 )
 BUSIEST = 20  # links that are listed
 
@@ -82,15 +82,16 @@ def report(result: SimulationResult) -> str:
         *_plots(result),
         "<h2>Latencies in seconds</h2>",
         _latencies(figures["latencies"]),
-        "<h2>Who held what at the end</h2>",
+        "<h2>Units of each peer at the end</h2>",
         _holders(result),
-        "<h2>The network, and who of it works together</h2>",
+        "<h2>The network and its traffic</h2>",
         *_network(result),
-        "<h2>Where the bytes went</h2>",
+        "<h2>Traffic of the links</h2>",
         _bytes(result, figures["links"]),
-        "<h2>In all</h2>",
+        "<h2>Totals</h2>",
         table(("", ""), [(name, f"{value:,.6g}") for name, value in figures["totals"].items()], numbers=[1]),
-        f"<p>A model: only decisions are those of nodes. Settings: <code>{escape(repr(result.settings))}</code></p>",
+        "<p>A simulation: peers and links are modelled, decisions are made by the code of nodes. "
+        f"Settings: <code>{escape(repr(result.settings))}</code></p>",
     ]
     return page(title, sections)
 
@@ -98,11 +99,11 @@ def report(result: SimulationResult) -> str:
 def _facts(figures: dict[str, Any], what: str) -> list[tuple[str, str]]:
     facts = [
         ("Peers", f"{figures['peers']:,}"),
-        ("Time simulated", f"{figures['seconds'] / 60:.1f} min"),
-        ("Peers that leave in an hour", f"{figures['churn_per_hour']:.0%}"),
+        ("Simulated time", f"{figures['seconds'] / 60:.1f} min"),
+        ("Peers that leave per hour", f"{figures['churn_per_hour']:.0%}"),
         (f"{what.capitalize()} per second", f"{figures[f'{what}_per_s']:,.1f}"),
         ("Bytes over links", f"{figures['bytes'] / 1e9:,.2f} GB"),
-        ("Share of their time that peers compute", f"{figures['utilisation']:.1%}"),
+        ("Share of time that peers compute", f"{figures['utilisation']:.1%}"),
     ]
     for name in ("first token, s", "between tokens, s", "step, s"):
         if name in figures["latencies"]:
@@ -141,11 +142,15 @@ def _holders(result: SimulationResult) -> str:
 def _network(result: SimulationResult) -> list[str]:
     """Draw a map and a matrix of the peers alive at the end, with the bytes sent, and a legend of their units."""
     machines = _machines(result).shown()
-    carried = "bytes that went"
+    carried = "bytes sent"
     held = [
         (name, counted(machines.roles.count(role), "peer")) for role, name in enumerate(machines.role_names[:MAX_ROLES])
     ]
-    return [network_map(machines, carried), network_matrix(machines, carried), legend("What they hold", held)]
+    return [
+        network_map(machines, carried),
+        network_matrix(machines, carried),
+        legend("Units that the peers hold", held),
+    ]
 
 
 def _machines(result: SimulationResult) -> Machines:

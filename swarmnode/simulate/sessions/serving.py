@@ -97,7 +97,7 @@ class Serving:
             half = DEFAULT_LOAD * self.world.throughput() / self.settings.new_tokens
             self.arrivals_per_s = half if self._kind is RingSession else min(half, MAX_DEFAULT_ARRIVALS_PER_S)
         if not self.arrivals_per_s:
-            raise UsageError("the devices together cannot hold the model: nothing can be served")
+            raise UsageError("the devices together cannot hold the model: use more or larger devices")
         self.clock.after(self._chance.expovariate(self.arrivals_per_s), self._arrive)
 
     @property

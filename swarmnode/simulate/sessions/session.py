@@ -25,7 +25,7 @@ class SimulatedHop:
     """Hop of a route: a span on a peer during one of its lives."""
 
     peer: Peer
-    name: PeerId  # in this life
+    name: PeerId  # id of the peer in this life
     worker: SimulatedExecutor
     span: Span
     life: int
