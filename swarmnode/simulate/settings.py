@@ -14,9 +14,12 @@ EXACT_PEERS = 200  # above this number of peers a session is followed as a whole
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Load of a swarm that serves. Sessions arrive at random (Poisson), `arrivals_per_s` in the whole swarm; 0 means half of
-    the load that it could serve (in a large swarm a sample of that). With `clients` above 0 that number of clients replaces the
-    arrivals, and each begins its next session when the last one has ended."""
+    """Load of a swarm that serves.
+
+    Sessions arrive at random (Poisson), `arrivals_per_s` in the whole swarm. 0 means half of the load that the swarm could serve,
+    with a small upper bound if it has more than `EXACT_PEERS` peers. With `clients` above 0 that number of clients replaces the
+    arrivals, and each begins its next session when the last one has ended.
+    """
 
     arrivals_per_s: float = 0.0
     prompt_tokens: int = 512

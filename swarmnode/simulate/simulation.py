@@ -91,8 +91,11 @@ class Simulation:
     def run(
         self, progress: Progress = lambda _done, _of: None, workload: SimulatedWorkload | None = None
     ) -> SimulationResult:
-        """Simulate until the end and return the result. `progress` is called after every sample. `workload` replaces the
-        workload of the settings."""
+        """Simulate until the end and return the result.
+
+        `progress` is called after every sample. `workload` replaces the workload of the settings. Raises UsageError if the
+        workload cannot run on these peers.
+        """
         workload = workload or self._make_workload()
         self.world.begin(workload, self.spans)
         workload.begin()

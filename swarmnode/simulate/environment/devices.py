@@ -112,8 +112,8 @@ def known_card(name: str | None, layer_parameters: int) -> SimulatedDevice | Non
 
 
 def _measured(decode_units_per_s: float | None, training_units_per_s: float | None) -> tuple[Seconds, Seconds]:
-    """Return the times (decoding, prompt) of a node with at least one speed given; a prompt takes as long as the forward part
-    of training."""
+    """Return the times (decoding, prompt) of a node with at least one speed given. A prompt takes as long as the forward part of
+    training, or without a training speed as on a node that is throttled to `decode_units_per_s`."""
     if training_units_per_s is None:
         throttle = Throttle(decode_units_per_s or 0.0)
         return lambda _: throttle.least_s(1, 1), lambda tokens: throttle.least_s(1, int(tokens))

@@ -22,7 +22,7 @@ from swarmnode.swarm.records.announcement import State
 
 
 class SimulatedDirectory:
-    """Directory that all simulated peers share. `revision` counts the ticks at which a peer's state or span changed."""
+    """Directory that all simulated peers share. `revision` grows when a peer comes, goes, or changes its state or span."""
 
     def __init__(self, clock: VirtualClock, units: int, config: DirectoryConfig, position_bytes: int = 0) -> None:
         self.revision = 0
@@ -102,8 +102,8 @@ def _place(peer: PeerView | None) -> tuple[State, Span] | None:
 
 @dataclass(eq=False)
 class Outlook:
-    """Wishes of peers to move, computed from the directory's current picture. Of peers of the same kind only the first is asked
-    if it stays."""
+    """Wishes of peers to move, computed from the directory's current picture. If a peer stays, peers of the same kind are not
+    asked."""
 
     directory: SimulatedDirectory
     measures: Measures

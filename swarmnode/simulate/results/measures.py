@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class Measures:
-    """Measures of one simulation: `totals`, `curves` over time, single `values`, and the real time of decisions.
+    """Measures of one simulation: `totals`, `curves` over time, single `values`, and the CPU time of decisions.
 
     Curves have one point every `sample_s` seconds. `decision_s` is measured with this machine's clock; it is the only figure that
     differs between two runs with the same settings.

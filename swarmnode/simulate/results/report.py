@@ -27,7 +27,7 @@ BUSIEST = 20  # links that are listed
 
 
 def summary(result: SimulationResult) -> dict[str, Any]:
-    """Return all results as data for JSON. For the same settings everything but "decisions" (real times) is the same, bit for
+    """Return all results as data for JSON. For the same settings everything but "decisions" (CPU times) is the same, bit for
     bit."""
     settings, measures = result.settings, result.measures
     return {

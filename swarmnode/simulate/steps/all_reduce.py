@@ -45,7 +45,7 @@ def reduction_ends_s(
 
 
 def averaging_network(group: Group, indexes: Mapping[PeerId, int], links: Links) -> AveragingNetwork:
-    """Return the network between the members of `group`: bandwidths, uplinks and delays, of each pair the slower direction."""
+    """Return the network between the members of `group`: bandwidth and delay of each pair in the worse direction, and uplinks."""
     members = [indexes[member.peer] for member in group.members]
     delay_NN, path_bps_NN = links.between(members)
     slower_NN = np.minimum(path_bps_NN, path_bps_NN.T)

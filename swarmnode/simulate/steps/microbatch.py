@@ -84,7 +84,8 @@ class Encoder:
         return self._controllers[link].look(look).codec
 
     def _topk_bytes(self, link: Direction, info: TensorInfo) -> int:
-        """Return the bytes of `info` after top-k, with a ratio relative to the slowest of the links seen."""
+        """Return the bytes of `info` by the top-k rule of the mode, which may depend on the slowest link seen; a ratio of 1
+        leaves it uncompressed."""
         link_s = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
         self._slowest_s = max(self._slowest_s, link_s)
         ratio = topk_ratio(self._mode, link_s, self._slowest_s, LARGEST_RATIO)

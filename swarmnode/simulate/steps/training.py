@@ -149,7 +149,8 @@ class Training:
         return None if eldest is None else eldest.name
 
     def _elect(self) -> None:
-        """Replace the lost coordinator by the peer that joined first among the remaining stages."""
+        """Replace the lost coordinator by the peer that joined first among the remaining stages; without stages wait for a
+        newcomer."""
         self.world.measures.count("coordinators lost", 1)
         self._coordinator = None
         self._machine = Coordination(Phase.FOLLOWING)
