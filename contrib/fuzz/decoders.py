@@ -92,8 +92,8 @@ def read_stream(raw: bytes) -> None:
 
 
 def read_tensor(raw: bytes) -> None:
-    """Decode a tensor from bytes: codec, dtype, two bytes of element count, a parameter of the codec, and the payload. Raises
-    Fault if the result has more than `MAX_ELEMENTS` elements."""
+    """Decode a tensor from `raw`: a byte each for codec and dtype, two for the element count (the second is also the codec's
+    parameter), then the payload. Ignores short inputs and unknown codecs. Raises Fault if the result exceeds `MAX_ELEMENTS`."""
     if len(raw) < 4 or raw[0] not in Codec._value2member_map_:
         return
     info = TensorInfo(raw[0], raw[1] % 8, (int.from_bytes(raw[2:4], "little"),), raw[3])
