@@ -1,4 +1,4 @@
-"""A conversation with a swarm, written as it comes, by the openai package: `python examples/chat.py` beside `swarmnode serve`."""
+"""Chat with a swarm by the openai package, printed as it arrives: `python examples/chat.py` beside `swarmnode serve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from openai import AsyncOpenAI
 
 
 async def chat(client: AsyncOpenAI, text: str) -> str:
-    """What the first model that is served answers."""
+    """Ask the first served model and return its answer, printed while it arrives."""
     model = (await client.models.list()).data[0].id
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": text}]
     answer = ""

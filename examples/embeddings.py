@@ -1,4 +1,4 @@
-"""Which of some texts is nearest to a question: `python examples/embeddings.py` beside `swarmnode serve` of an encoder's swarm."""
+"""Find the text that is nearest to a question: `python examples/embeddings.py` beside `swarmnode serve` of an encoder's swarm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXTS = ("the hens lay", "a red cat sat on the mat", "a blue dog ran")
 
 
 async def nearest(client: AsyncOpenAI, question: str, texts: tuple[str, ...] = TEXTS) -> str:
-    """The text whose vector has the smallest angle to the question's."""
+    """Return the one of `texts` whose embedding has the smallest angle to the embedding of `question`."""
     model = (await client.models.list()).data[0].id
     answer = await client.embeddings.create(model=model, input=[question, *texts])
     asked, *told = [each.embedding for each in answer.data]

@@ -18,7 +18,7 @@ SCHEMA = {
 
 
 async def ask(client: AsyncOpenAI, text: str) -> dict[str, Any]:
-    """The answer, read."""
+    """Ask `text` and return the parsed answer, which fits `SCHEMA`. Raises ValueError if the answer is cut off before its end."""
     model = (await client.models.list()).data[0].id
     answer = await client.chat.completions.create(
         model=model,

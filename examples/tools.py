@@ -19,12 +19,13 @@ WEATHER = {
 
 
 def weather(town: str = "") -> str:
-    """Always the same, here."""
+    """Return the weather in `town`, which is always rain in this example."""
     return f"Rain in {town}."
 
 
 async def ask(client: AsyncOpenAI, text: str, most_calls: int = 4) -> list[dict[str, Any]]:
-    """The conversation until the model calls no tool any more, or has called often enough."""
+    """Hold a conversation with tool calls and return its messages. It ends when the model calls no tool, or after `most_calls`
+    answers."""
     model = (await client.models.list()).data[0].id
     messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
     for _ in range(most_calls):

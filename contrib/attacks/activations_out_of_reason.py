@@ -1,4 +1,4 @@
-"""A volunteer in the middle of a model sends 3e38 for its activations, so that honest stages behind it meet infinity."""
+"""A volunteer in the middle of a model sends 3e38 as activations, so that honest stages behind it meet infinity."""
 
 from __future__ import annotations
 

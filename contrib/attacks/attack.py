@@ -1,13 +1,13 @@
-"""What an attack is, and how one is carried out. A script of this folder whose name is that of an attack has
+"""Common parts of the attacks of this folder. The script of an attack has
 
-- a docstring, whose first line says what the attacker does, and what for;
-- `async def attack() -> Outcome`, which founds the swarm that is attacked, attacks it, and says what came of it;
-- `VIRTUAL`: True where it lives on the in-memory network in virtual time, False where it starts p2pd or other processes, on
-  loopback only; and `FAST`: whether the suite carries it out (those that take a second or two);
-- a last line `main(__name__, attack, virtual=VIRTUAL)`, by which it runs alone, too.
+- a docstring, whose first line says what the attacker does and why;
+- `async def attack() -> Outcome`, which founds a swarm, attacks it, and returns the result;
+- `VIRTUAL`: True if it runs on the in-memory network in virtual time, False if it runs in real time, on loopback only;
+- `FAST`: whether the test suite runs it (attacks of a second or two);
+- a last line `main(__name__, attack, virtual=VIRTUAL)`, so that the script runs alone.
 
-An outcome tells figures: how many were blinded, how long the others waited. Swarms in virtual time, with nodes, trainers and
-clients, are those of the tests: `from tests.node.virtual_swarm import VirtualSwarm`.
+An outcome gives figures, such as the number of blinded peers or the seconds that others waited. Swarms in virtual time, with
+nodes, trainers and clients, come from the tests: `from tests.node.virtual_swarm import VirtualSwarm`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # swarms in virtual time belong
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an attack. `held`: those who were attacked went on as if it had not been. `known`: it succeeds, as
-    `docs/security.md` says."""
+    """Result of an attack. `held`: the attack had no effect on its victims. `known`: `docs/security.md` says that it succeeds.
+    `happened` tells the result in words."""
 
     held: bool
     happened: str
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """Verdict in a word or two: "held", "known" or "NOT HELD"."""
         return "held" if self.held else "known" if self.known else "NOT HELD"
 
 
@@ -44,12 +44,13 @@ AttackFunction = Callable[[], Coroutine[Any, Any, Outcome]]
 
 
 def perform(attack: AttackFunction, *, virtual: bool) -> Outcome:
-    """Carry it out, in virtual time or on this machine's."""
+    """Run `attack` and return its outcome, in virtual time if `virtual`, else in real time."""
     return run_virtual(attack()) if virtual else uvloop.run(attack())
 
 
 def main(name: str, attack: AttackFunction, *, virtual: bool) -> None:
-    """The last line of every script: does nothing where it is imported."""
+    """Run `attack`, print its outcome and exit, with status 1 if it succeeded and is not known. Does nothing if `name` is not
+    "__main__"."""
     if name == "__main__":
         outcome = perform(attack, virtual=virtual)
         print(f"{outcome.verdict}: {outcome.happened}")

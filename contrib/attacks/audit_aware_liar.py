@@ -1,4 +1,4 @@
-"""A peer lies in single steps and computes truly whatever comes as several positions at once, as an audit does."""
+"""A peer lies in single steps and computes truly several positions at once, as in an audit, to escape detection."""
 
 from __future__ import annotations
 

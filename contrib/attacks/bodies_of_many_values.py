@@ -1,4 +1,4 @@
-"""A stranger sends a gateway megabytes of wrong JSON, of which each element has to be checked, to stop its loop."""
+"""A stranger sends a gateway megabytes of wrong JSON, whose elements must all be checked, to block its event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gateway.in_process import InProcess
 
 VIRTUAL, FAST = False, False
 BODY_BYTES = 8 << 20
-MOST_S = 0.5  # of CPU for a body of 8 MiB, of which 50 ms are one callback's: before, 1 MiB took 3 to 23 s
+MOST_S = 0.5  # CPU time for a body of 8 MiB; 50 ms are those of one callback. Before, 1 MiB took 3 to 23 s
 PLACES = {
     "/v1/completions": ('{"prompt":%}', '{"prompt":"a","stop":%}', '{"prompt":"a","logit_bias":{"a":%}}'),
     "/v1/chat/completions": ('{"messages":%}', '{"messages":[{"role":"user","content":%}]}'),

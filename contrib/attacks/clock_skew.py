@@ -1,4 +1,4 @@
-"""A stranger signs by a clock that is years off, and replays what others said, so that it or they stay for ever."""
+"""A stranger signs with a clock that is years off, and replays records of others, so that they stay valid for ever."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _announcement(author: Identity, issued_at: float, **changes: object) -> Anno
 
 
 def _announced(off_s: float, *, kept_s: float = LIFE_S) -> bool:
-    """Whether the table would hold it, and for so long."""
+    """Return whether the table would take an announcement signed `off_s` seconds from now and keep it for `kept_s` seconds."""
     author = Identity.generate()
     valid = record_validator(SWARM, verify, lambda: NOW)
     raw = sign_announcement(_announcement(author, NOW + off_s), author.sign)
@@ -66,7 +66,7 @@ def _announced(off_s: float, *, kept_s: float = LIFE_S) -> bool:
 
 
 def _brings_back() -> bool:
-    """Whether what a peer said before it left has it stay."""
+    """Return whether a replayed announcement brings back a peer that has left."""
     author, table = Identity.generate(), PeerTable()
     before = _announcement(author, NOW, sequence=5)
     for said in (before, _announcement(author, NOW + 1, sequence=6, state=State.OFFLINE), before):

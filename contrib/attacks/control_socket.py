@@ -1,4 +1,4 @@
-"""A process on a volunteer's machine keeps its node's control socket busy: without an end of line, with depth, without reading."""
+"""A local process keeps a node's control socket busy: lines without end, deep nesting, answers that it never reads."""
 
 from __future__ import annotations
 

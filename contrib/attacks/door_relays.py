@@ -1,4 +1,4 @@
-"""Two strangers to a private swarm have its bootstrap peer relay between them, for bytes that are none of the swarm's."""
+"""Two strangers to a private swarm have its bootstrap peer relay their own bytes between them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ TIMEOUT_S = 30.0
 
 
 async def reach(caller: Engine, door: Engine, called: PeerId) -> Stream | None:
-    """A stream over the door, as soon as it relays for who is called; None where it does not."""
+    """Open a stream to `called` over the relay `door`, with retries for `TIMEOUT_S` seconds; return None if the door never
+    relays."""
     circuit = f"{(await door.addresses())[0]}/p2p-circuit"
     ends_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < ends_s:
         try:
             await caller._running().connect(called, circuit, timeout_s=TIMEOUT_S)
             return await caller.open(called, PROTOCOL, timeout_s=TIMEOUT_S)
-        except PeerLost:  # it has not asked for its place there yet
+        except PeerLost:  # the called peer has no reservation at the relay yet
             await asyncio.sleep(0.5)
     return None
 
@@ -65,7 +66,7 @@ async def attack() -> Outcome:
         stream = await reach(caller, door, called.peer_id)
         if stream is None:
             return Outcome(True, "the door relays nothing")
-        with contextlib.suppress(PeerLost):  # who is cut off half-way has had what came until then
+        with contextlib.suppress(PeerLost):  # after a cut half-way the bytes up to then count
             for _ in range(BYTES // len(PIECE)):
                 stream.write([PIECE])
                 await stream.drain()

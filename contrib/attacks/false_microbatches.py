@@ -1,4 +1,4 @@
-"""One replica of four adds something else to its gradients than it computes, and signs for it, so that all learn it."""
+"""A replica, one of four, adds false values to its gradients and signs for them, so that all learn them."""
 
 from __future__ import annotations
 

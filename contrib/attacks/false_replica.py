@@ -1,4 +1,4 @@
-"""A peer serves truly and computes falsely when it is asked to check others, so that they look false."""
+"""A peer serves truly, and computes falsely when an auditor asks it to check others, so that these look false."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SESSIONS, SIZE = 12, 1e-3
 
 
 def lie_of_texts(hidden_BTH: Tensor) -> Tensor:
-    """Whatever comes as many positions at once, as an audit does, and no prompt of this client."""
+    """Falsify a pass with more positions than this client's prompt, as in an audit; leave shorter ones true."""
     return hidden_BTH * (1 + SIZE) if hidden_BTH.shape[1] > len(PROMPT) else hidden_BTH
 
 

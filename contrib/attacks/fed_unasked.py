@@ -21,7 +21,7 @@ def lies(body: Forward | Labels, *, stranger: str) -> Iterator[Forward | Labels]
     yield msgspec.structs.replace(body, seal=b"")
     yield msgspec.structs.replace(body, seal=bytes(16))
     yield msgspec.structs.replace(body, feeder=stranger)
-    yield body  # copied as it is, from another peer than its trainer
+    yield body  # an unchanged copy, sent by another peer than its trainer
 
 
 async def attack() -> Outcome:

@@ -1,4 +1,4 @@
-"""A peer leaves out its last layer, to be done sooner."""
+"""A peer leaves out its last layer, to finish sooner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VIRTUAL, FAST = True, False
 
 
 def without_the_last_layer(model: Checkpoint) -> ModelSpan:
-    """What a layer adds is nothing where its two last products are zero."""
+    """Load the first stage with a last layer that adds nothing, because the weights of its two output products are zero."""
     span = first_units(model)
     last = list(span.stack.children())[-1]
     for product in (last.self_attn.o_proj, last.mlp.down_proj):

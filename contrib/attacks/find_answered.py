@@ -19,9 +19,9 @@ from swarmnode.net.table.lookup import MAX_FIND_KEYS
 from swarmnode.net.table.routing_table import id_bytes, key_id
 
 VIRTUAL, FAST = False, False
-SUBKEYS, VALUE = 256, bytes(1024)  # as many announcements as a key holds, as long as they may be
+SUBKEYS, VALUE = 256, bytes(1024)  # the most announcements that a key holds, at the largest size
 SECONDS = 5.0
-AT_ONCE = 8  # questions
+AT_ONCE = 8  # concurrent questions
 PEER_PACE = ANSWERS_BYTES[0]
 
 
@@ -40,7 +40,7 @@ async def attack() -> Outcome:
             await engine.connect(await door.addresses(), timeout_s=10)
         keys = [bytes([number]) * 8 for number in range(MAX_FIND_KEYS)]
         store, until = door._dht._store, time.time() + 600
-        for key in keys:  # as full as a large swarm has them, whoever wrote it
+        for key in keys:  # as full as in a large swarm
             for number in range(SUBKEYS):
                 assert store.store(key_id(key), b"%d" % number, VALUE, until, Claimant(f"{number}", f"{number}"))
 

@@ -1,4 +1,4 @@
-"""Strangers come to the port of direct connections by hundreds, show nothing, half a token or one that they guessed, and stay."""
+"""Hundreds of strangers connect to the port of direct connections with no token, half a token or a guessed one, and stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer opens a session over a stage's whole cache and feeds it nothing, so that there is no room for anybody else."""
+"""A peer opens a session over a stage's whole cache and feeds it nothing, so that no other client has room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.peer.greedy import PROMPT, Greedy
 from tests.peer.toy_swarm import ToySwarm, expected
 
 VIRTUAL, FAST = True, True
-CACHE_BYTES, WHOLE_CACHE = 1000, 250  # positions of four units, of one byte each
+CACHE_BYTES, WHOLE_CACHE = 1000, 250  # a position takes four units of one byte each
 TOKENS = 12
 
 

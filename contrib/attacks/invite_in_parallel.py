@@ -1,4 +1,4 @@
-"""Eight peers use an invite for one at the same moment, each at another member, and say that they came long ago."""
+"""Eight peers use an invite for one at the same moment, at different members, and claim to have joined long ago."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ async def attack() -> Outcome:
 
 
 async def _race(town: Town, members: list[Peer]) -> set[str]:
-    """Who may come in anywhere by an invite that nobody used before, when those who race for it have been told apart."""
+    """Let `THIEVES` peers use a fresh invite for one at once; return the ids of those that a member still admits after the
+    members have compared notes."""
     invite = Ticket("another", role=Role.CLIENT, uses=1)
     racers = [await town.peer(f"racer {number}", invite) for number in range(THIEVES)]
     for racer in racers:

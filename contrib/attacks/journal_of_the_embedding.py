@@ -8,7 +8,7 @@ from tests.peer.greedy import PROMPT, Greedy
 from tests.peer.toy_swarm import ToySwarm, expected
 
 VIRTUAL, FAST = True, True
-LIMIT_BYTES = 600_000  # of which links take some
+LIMIT_BYTES = 600_000  # links use a part of it
 SESSIONS, POSITIONS, TOKENS = 60, 20, 12
 
 

@@ -1,4 +1,4 @@
-"""A stranger tries out identities until thirty of them stand nearer to a key than all others, to become all of its keepers."""
+"""A stranger tries identities until thirty of them are nearer to a key than all others, to become all of its keepers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer says again and again that it leads a training, in conversations that it never ends, to fill a stage's memory."""
+"""A peer claims again and again to lead a training, in conversations that it never ends, to fill a stage's memory."""
 
 from __future__ import annotations
 

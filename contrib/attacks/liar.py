@@ -1,4 +1,4 @@
-"""Of two stages with three replicas each one peer computes falsely, and a client that audits uses it."""
+"""Common part of the attacks by a peer that computes falsely: two stages with three replicas each, and a client that audits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tests.node.audited_swarm import generate_until_shunned, hop_in_use, span_of
 from tests.node.virtual_swarm import VirtualMember
 from tests.tiny import PROMPT, TinyModel
 
-MOST_SESSIONS = 20  # within which it must be found
+MOST_SESSIONS = 20  # limit for finding the liar
 
 
 async def found_out(lie: Callable[[VirtualMember, Checkpoint], None], *, dtype: str = "float32") -> Outcome:
-    """The peer that holds the first units lies from now on, in whatever it sends on. Held: it alone is left out."""
+    """Let the peer in use for the first units lie as `lie` makes it. The outcome is held if the client leaves out this peer and
+    no other."""
     with tempfile.TemporaryDirectory() as folder:
         model = TinyModel.save(Path(folder, "model")).folder
         async with three_by_two(lambda swarm: swarm.create(model), Path(folder), dtype=dtype) as (swarm, client):
@@ -35,10 +36,10 @@ async def found_out(lie: Callable[[VirtualMember, Checkpoint], None], *, dtype: 
 
 
 def compute_with(member: VirtualMember, other: ModelSpan) -> None:
-    """Let a node compute with another span than the one it announced."""
+    """Let the node `member` compute with `other` instead of the span that it announced."""
     span_of(member).forward = other.forward
 
 
 def first_units(checkpoint: Checkpoint, dtype: str = "auto", quantize: str = "none") -> ModelSpan:
-    """The units of the first stage, loaded anew."""
+    """Load the units of the first stage anew."""
     return load_span(checkpoint, 0, 3, dtype=dtype, quantize=quantize)

@@ -1,4 +1,4 @@
-"""A stranger to a private swarm asks its bootstrap peer by libp2p's own routing (FIND_NODE) who is there, and where."""
+"""A stranger to a private swarm asks its bootstrap peer by libp2p's own routing (FIND_NODE) for the members' addresses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VIRTUAL, FAST = False, False
 NODES, CLIENTS = 3, 2
 TIMEOUT_S = 30.0
 KAD = "/ipfs/kad/1.0.0"
-TYPE, KEY = 1 << 3, 2 << 3 | 2  # fields of its messages, as protobuf numbers them
+TYPE, KEY = 1 << 3, 2 << 3 | 2  # protobuf tags of the message fields
 FIND_NODE = 4
 
 
 class MembersOnly(Gate):
-    """As that of a private swarm: calls of the table are members' alone."""
+    """Gate of a private swarm: only members may call the table."""
 
     guards_table = True
 
@@ -37,8 +37,8 @@ class MembersOnly(Gate):
 
 
 async def find_node(stranger: Engine, asked: PeerId) -> bytes:
-    """What a peer answers to FIND_NODE: 20 peers near to a place, here the stranger's, in a small swarm everybody
-    (github.com/libp2p/specs, kad-dht)."""
+    """Return the raw answer of the peer `asked` to FIND_NODE with the key of `stranger`: the 20 nearest peers, in a small swarm
+    all (github.com/libp2p/specs, kad-dht)."""
     key = PeerID.from_base58(stranger.peer_id).to_bytes()
     question = bytes([TYPE, FIND_NODE, KEY, len(key)]) + key
     stream = await stranger._running().open(asked, KAD, timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A volunteer in the middle of a model sends NaN for its activations: the honest stage behind is to end the run."""
+"""A volunteer in the middle of a model sends NaN as activations, so that the honest stage behind it ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A volunteer of a training says again and again that it met NaN, so that the run is stopped."""
+"""A volunteer of a training claims again and again that it met NaN, so that the run is stopped."""
 
 from __future__ import annotations
 

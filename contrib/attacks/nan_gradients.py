@@ -1,4 +1,4 @@
-"""A volunteer in the middle of a model sends NaN for gradients, so that microbatches are tried again without end."""
+"""A volunteer in the middle of a model sends NaN as gradients, so that microbatches are retried without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer is off at one position of each text, by a little less than is false."""
+"""A peer falsifies one position of each text by a little less than an audit counts as false."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A volunteer of a training says that it is at step 2**40 and has it on its disk, so that all others are behind."""
+"""A volunteer of a training claims to have step 2**40 on its disk, so that all others are behind."""
 
 from __future__ import annotations
 

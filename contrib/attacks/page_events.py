@@ -1,4 +1,4 @@
-"""A stranger holds more of a gateway's connections than it has places, with events of the page that it never reads to the end."""
+"""A stranger holds more connections to a gateway than it has places, with event streams that it never reads to the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarmnode.gateway.http.event_stream import EventStream, event
 from swarmnode.gateway.http.http_server import MAX_CONNECTIONS, serving_http
 
 VIRTUAL, FAST = False, False
-STRANGER, HONEST = "127.0.0.2", "127.0.0.1"  # of a private network each address is for itself
+STRANGER, HONEST = "127.0.0.2", "127.0.0.1"  # in a private network each address counts separately
 MORE = 200
 ASKS = 20
 ANSWER_S = 2.0

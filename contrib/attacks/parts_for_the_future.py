@@ -1,4 +1,4 @@
-"""A volunteer sends a stage parts of all-reduces that are far ahead, 256 MiB of them, so that it keeps them all."""
+"""A volunteer sends a stage 256 MiB of parts of all-reduces that are far ahead, so that the stage keeps them all."""
 
 from __future__ import annotations
 

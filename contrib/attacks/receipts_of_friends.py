@@ -1,4 +1,4 @@
-"""A worker signs receipts for itself, and has a friend sign one for more work than all clients together had from it."""
+"""A worker signs receipts for itself, and a friend signs one for more work than all clients together had from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLIENTS, WORK = 10, 1000
 
 
 def receipt(client: Identity, worker: Identity, served: int) -> list[Receipt]:
-    """What anybody reads of it, if anything."""
+    """Sign a receipt and return it as other peers read it: a list with one receipt, empty if they refuse it."""
     signed = sign_receipt(Receipt(SWARM, client.peer_id, worker.peer_id, 1, 2, served), client.sign)
     with contextlib.suppress(ProtocolError):
         return [open_receipt(signed, SWARM, verify)]

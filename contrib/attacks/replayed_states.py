@@ -1,4 +1,4 @@
-"""A peer computes nothing and sends on the states of an earlier step."""
+"""A peer computes nothing and sends the states of an earlier step instead."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""All attacks of this folder, one after another, each in a process of its own. Prints a table; exits with 1 where one succeeded.
+"""Run all attacks of this folder, one after another, each in its own process, and print a table.
 
-    python contrib/attacks/run.py [--fast] [--json] [NAME …]
+python contrib/attacks/run.py [--fast] [--json] [NAME …]
 
-`--fast` runs those alone that the suite does: a second or two each, in virtual time. An attack is `known` where it succeeds and
-`docs/security.md` says so.
+`--fast` runs only the attacks that the test suite runs: a second or two each, in virtual time. An attack is `known` if it
+succeeds and `docs/security.md` says so. The exit status is 1 if an attack succeeded that is not known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Script:
-    """An attack as its file describes it, without running it."""
+    """Attack as its file describes it, without running it."""
 
     path: Path
     does: str
@@ -40,7 +40,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table."""
+    """Result of one attack: a row of the table."""
 
     name: str
     attack: str
@@ -50,12 +50,12 @@ class Result:
 
     @property
     def succeeded(self) -> bool:
-        """Whether something is open that nobody knew of."""
+        """Whether the attack succeeded and is not known."""
         return self.verdict not in ("held", "known")
 
 
 def scripts() -> list[Script]:
-    """All attacks, by name: the files that say whether they are fast."""
+    """Return all attacks, sorted by name: the files that assign `FAST`."""
     return [script for path in sorted(FOLDER.glob("*.py")) if (script := _read(path)) is not None]
 
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> Script | None:
 
 
 def carry_out(script: Script) -> Result:
-    """Run it. One that hangs or breaks was not withstood."""
+    """Run `script` and return its result. An attack that hangs or crashes counts as "NOT HELD"."""
     began_s = time.monotonic()
     try:
         done = subprocess.run([sys.executable, script.path], capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -95,8 +95,8 @@ def show(results: list[Result]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="only these")
-    parser.add_argument("--fast", action="store_true", help="only what the suite does")
+    parser.add_argument("names", nargs="*", help="run only these attacks")
+    parser.add_argument("--fast", action="store_true", help="run only the attacks that the test suite runs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = scripts()

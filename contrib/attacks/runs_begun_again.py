@@ -1,4 +1,4 @@
-"""Who leads an open training begins one run after another, so that a volunteer's disk fills with their states."""
+"""A coordinator of an open training begins one run after another, so that a volunteer's disk fills with their states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def attack() -> Outcome:
 
 
 def held_by(folder: Path) -> tuple[int, float]:
-    """Runs, and kilobytes of all of them."""
+    """Return the number of runs in `folder` and their size in kB."""
     runs = sum(path.is_dir() for path in folder.iterdir())
     return runs, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e3
 

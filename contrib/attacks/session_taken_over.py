@@ -1,4 +1,4 @@
-"""A hop opens its client's session elsewhere, in the last epoch that there is, to lock the client out of it."""
+"""A hop opens its client's session elsewhere with the last possible epoch, to lock the client out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody opens connections to the port of a node's metrics and says nothing, so that each of them keeps a thread."""
+"""A stranger opens connections to a node's metrics port and sends nothing, so that each connection keeps a thread."""
 
 from __future__ import annotations
 

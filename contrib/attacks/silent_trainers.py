@@ -1,4 +1,4 @@
-"""Strangers offer themselves as trainers and feed nothing, so that the microbatches that they are given are waited for."""
+"""Strangers offer themselves as trainers and feed nothing, so that the training waits for their microbatches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.training.test_hangs import STEPS, Scenario
 VIRTUAL, FAST = True, True
 STRANGERS, WANT, LINES = 20, 8, 3
 PAIRS = (0, 0, 1, 1, 2, 2)
-MOST = 20.0  # seconds that it may take in all: what is waited for before anybody has shown anything
+MOST = 20.0  # largest delay in seconds: the wait for trainers that have not fed anything yet
 
 
 async def trained(strangers: int) -> tuple[float, int]:
-    """How long a training takes beside so many strangers, and how many leases they had."""
+    """Train beside `strangers` silent trainers; return the seconds that it took and the number of leases that they got."""
     leases = 0
 
     def hear(_frame: object, body: object) -> None:

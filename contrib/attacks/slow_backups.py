@@ -1,4 +1,4 @@
-"""Four peers have a node keep their training states and give them as slowly as it lets them, so that it takes nobody else's."""
+"""Four peers send a node their training states for backup as slowly as it allows, so that it takes no other peer's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def _slow_writer(world: World, name: str) -> Writer:
 
 
 async def _insist(writer: Writer) -> None:
-    """Ask again as soon as the place is lost."""
+    """Back up the state of `writer` again and again, a second after each refusal."""
     state = writer.keeps(10, 2, STATE_BYTES)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A volunteer tells squares of its gradient that are none, or so large that clipping would take everybody's updates away."""
+"""A volunteer reports gradient squares that are invalid, or so large that clipping would remove all peers' updates."""
 
 from __future__ import annotations
 

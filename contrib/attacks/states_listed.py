@@ -1,4 +1,4 @@
-"""A client asks a training's stage for its states again and again, for a later step than there is, so that it writes them."""
+"""A client asks a training's stage again and again for states of a later step than there is, so that it writes states."""
 
 from __future__ import annotations
 

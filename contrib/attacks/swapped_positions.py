@@ -1,4 +1,4 @@
-"""A peer exchanges two positions of each prompt, and computes truly else."""
+"""A peer swaps two positions of each prompt, and computes truly otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stranger tries out identities until 40 of them make 30 peers look like a hundred thousand, so that all of them speak rarely."""
+"""A stranger tries identities until 40 of them make 30 peers look like a hundred thousand, so that all announce rarely."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swarmnode.swarm.records.sections import Place
 VIRTUAL, FAST = True, True
 SWARM = bytes(32)
 PEERS, FORGED = 30, 40
-WORTH = 1 / 1000  # of the digests are smaller than those that were tried out
+WORTH = 1 / 1000  # share of all digests that are small enough for the attacker
 MINUTES_S = 120.0
 
 
 def sign(_data: bytes) -> bytes:
-    return b"signed"  # who may say what is not what is tried here
+    return b"signed"  # signatures are not part of this attack
 
 
 def verify(_peer: str, _data: bytes, signature: bytes) -> bool:

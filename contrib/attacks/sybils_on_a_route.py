@@ -1,4 +1,4 @@
-"""Thirty identities of one /24 claim to be ten thousand times as fast as others, to be all hops of a route."""
+"""Thirty identities of one /24 claim to be ten thousand times as fast as others, to become all hops of a route."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SYBIL_NETWORK = "203.0.113.0/24"
 
 
 def peers(name: str, count: int, speed: float, group: str) -> list[PeerView]:
-    """Peers that hold all stages in turn; `group` may name its peer's number."""
+    """Return `count` peers that hold the stages in turn. `group` is the address group, a format string for the peer's number."""
     size = UNITS // STAGES
     spans = [Span(number % STAGES * size, (number % STAGES + 1) * size) for number in range(count)]
     return [

@@ -1,4 +1,4 @@
-"""A stranger stores what expires late in the caches of an open swarm's peers, so that readers see the stranger alone."""
+"""A stranger stores late-expiring records in the caches of an open swarm's peers, so that readers see the stranger alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A volunteer of a training says that it follows a coordinator of the last term that there can be, so that nobody can lead."""
+"""A volunteer of a training claims to follow a coordinator of the largest possible term, so that no peer can lead."""
 
 from __future__ import annotations
 

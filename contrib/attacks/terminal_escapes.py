@@ -1,4 +1,4 @@
-"""A model's text and a peer's name clear the terminal, set its title, overwrite lines, and turn the direction of what follows."""
+"""A model's text and a peer's name clear the terminal, set its title, overwrite lines, or reverse the text direction."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ESCAPES = (
 
 
 def obeyed(text: str) -> set[str]:
-    """What a terminal would take for a command."""
+    """Return the characters of `text` that a terminal would obey; empty if there are none."""
     return {one for one in text if one != "\n" and (ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2066")}
 
 
 def printed(escape: str) -> str:
-    """A text, a name and JSON, as commands print them."""
+    """Return the output of the commands for a text, a status as JSON and a status table, all with `escape` in them."""
     peer = {"peer": "Q", "name": escape, "state": "ready", "device": escape, "span": [0, 2], "sessions": 0}
     peer |= {"reached": "unknown", "sends": {}}
     status = {"name": escape, "units": 2, "mode": "serve", "adapters": [escape], "missing": [], "peers": [peer]}

@@ -1,4 +1,4 @@
-"""A last hop answers its client with 131 kB of top-k that say they are 8.6 GB of logits."""
+"""A last hop answers its client with 131 kB of top-k that claim to be 8.6 GB of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer sends a stage 131 kB of top-k that say they are 8.6 GB of hidden states."""
+"""A peer sends a stage 131 kB of top-k that claim to be 8.6 GB of hidden states."""
 
 from __future__ import annotations
 

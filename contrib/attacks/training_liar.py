@@ -1,4 +1,4 @@
-"""Of a training one volunteer does something else than it should; the others' losses must be those of one process."""
+"""Common part of the attacks by one volunteer of a training: the losses must still be those of one process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attack import Outcome
 from tests.training.sabotage import Saboteur
 from tests.training.test_hangs import STEPS, Scenario
 
-PAIRS = (0, 0, 1, 1, 2, 2)  # units: two replicas of each
-LIAR = 4  # one of them that does not coordinate
+PAIRS = (0, 0, 1, 1, 2, 2)  # units of the volunteers: two replicas of each
+LIAR = 4  # number of a volunteer that does not coordinate
 
 
 async def train_against(
     saboteur: Saboteur, *, what: Callable[[], str], number: int = LIAR, units: tuple[int, ...] = PAIRS
 ) -> Outcome:
-    """The volunteer of this number is sabotaged. `what` it did by then, in words. Held: all steps were made, with the losses that
-    one process has from the same batches."""
+    """Train with `saboteur` as volunteer `number`; `units` are the units of the volunteers. `what` returns in words what the
+    saboteur did. The outcome is held if all steps were made, with the losses of one process on the same batches."""
     loop = asyncio.get_running_loop()
     with tempfile.TemporaryDirectory() as folder:
         scene = Scenario(Path(folder), {number: saboteur})

@@ -1,4 +1,4 @@
-"""One replica of four sends a gradient that is turned round and longer, so that a robust training unlearns."""
+"""A replica, one of four, sends a longer gradient with the opposite sign, so that a robust training unlearns."""
 
 from __future__ import annotations
 

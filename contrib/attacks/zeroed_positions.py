@@ -1,4 +1,4 @@
-"""A peer sends nothing for the last two positions of each prompt, and the peer behind it is to be blamed."""
+"""A peer sends zeros for the last two positions of each prompt, so that the peer behind it is blamed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from question import SAID, SCHEMA
 
 
 def main(url: str, model: str) -> None:
-    """A message, the same streamed, its tokens, and a conversation with a tool."""
+    """Try a message, the same streamed, a token count, and a conversation with a tool. Raises AssertionError if an answer is
+    wrong."""
     with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
         asked: Any = {"model": model, "messages": SAID, "max_tokens": 16, "extra_body": {"temperature": 0}}
         whole = client.messages.create(**asked)

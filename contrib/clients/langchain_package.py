@@ -13,7 +13,7 @@ COUNT: dict[str, Any] = {"type": "function", "function": {"name": "count", "para
 
 
 def main(url: str, model: str) -> None:
-    """An answer, the same streamed, a batch, and a conversation with a tool."""
+    """Try an answer, the same streamed, a batch, and a conversation with a tool. Raises AssertionError if an answer is wrong."""
     chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=0, max_tokens=100, max_retries=0)
     whole = chat.invoke("How are the hens?")
     assert "".join(piece.content for piece in chat.stream("How are the hens?")) == whole.content

@@ -11,7 +11,7 @@ from question import SAID, SCHEMA
 
 
 def main(url: str, model: str) -> None:
-    """An answer, the same streamed, a text, and a call of a tool."""
+    """Try an answer, the same streamed, a tool call, and a text completion. Raises AssertionError if an answer is wrong."""
     asked: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "none", "temperature": 0, "num_retries": 0}
     whole = litellm.completion(messages=SAID, max_tokens=16, **asked)
     chunks = litellm.completion(messages=SAID, max_tokens=16, stream=True, **asked)

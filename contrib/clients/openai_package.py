@@ -15,7 +15,7 @@ FLAT: Any = {"type": "function", "name": "count", "parameters": SCHEMA, "strict"
 
 
 def sync(url: str, model: str) -> None:
-    """Everything, without asyncio."""
+    """Try all calls without asyncio. Raises AssertionError if an answer is wrong."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         assert model in [one.id for one in client.models.list()] and client.models.retrieve(model).id == model
         ask: Any = {"model": model, "temperature": 0}
@@ -42,7 +42,7 @@ def sync(url: str, model: str) -> None:
 
 
 async def with_asyncio(url: str, model: str) -> None:
-    """Several at once."""
+    """Try several calls at once, and a stream, with asyncio. Raises AssertionError if an answer is wrong."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         asked = [client.chat.completions.create(model=model, messages=SAID, max_tokens=8, seed=n) for n in range(4)]
         assert all(answer.usage.completion_tokens == 8 for answer in await asyncio.gather(*asked))

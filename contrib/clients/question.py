@@ -1,4 +1,4 @@
-"""What each client asks: a question, and arguments of a tool that are to fit a schema."""
+"""Question and tool schema that all clients use."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Every client that people have against a gateway of this machine, and what each of them calls.
+"""Run popular API clients against a gateway on this machine, and list the calls of each.
 
     python contrib/clients/run.py [--python PYTHON] [--node-modules FOLDER]
 
-Founds a swarm of one small random Llama on loopback, serves it, and lets each script ask it: Python's by `--python`, whose
-environment may be one of their own (`requirements.txt`, beside this file), npm's where FOLDER is the parent of `node_modules`.
-Clients that are not installed there are told so. Prints a table in Markdown; exits with 1 where one failed.
+Founds a swarm of one small random Llama on loopback, serves it, and runs the script of each client: Python's with PYTHON, whose
+environment may be a separate one (`requirements.txt` beside this file), npm's in FOLDER, the parent of `node_modules`. The table
+marks clients that are not installed. Prints a table in Markdown; exits with 1 if a client failed.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ TIMEOUT_S = 300.0
 
 
 class Client(NamedTuple):
-    """A script, and what prints the version of the package that it needs."""
+    """Client package and the script that uses it."""
 
     package: str
     script: str
 
     @property
     def is_npm(self) -> bool:
-        """Whether Node.js runs it."""
+        """Whether Node.js runs the script."""
         return self.script.endswith(".mjs")
 
     def version_command(self, python: str) -> list[str]:
-        """Fails where the package is not there."""
+        """Return the command that prints the package's version, and fails if it is not installed."""
         if self.is_npm:
-            file = f"./node_modules/{self.package}/package.json"  # which the package need not export
+            file = f"./node_modules/{self.package}/package.json"  # read as a file: a package need not export it
             return ["node", "-p", f"require('{file}').version"]
         return [python, "-c", f"import importlib.metadata as m; print(m.version('{self.package}'))"]
 
     def command(self, python: str, url: str) -> list[str]:
-        """Runs the script."""
+        """Return the command that runs the script against the gateway at `url`."""
         return ["node" if self.is_npm else python, str(FOLDER.absolute() / self.script), url, MODEL]
 
 
@@ -66,7 +66,7 @@ CLIENTS = (
 
 
 class Recorder:
-    """An ASGI application that counts what is asked of the one behind it."""
+    """ASGI application that counts the HTTP requests to the application behind it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -76,14 +76,15 @@ class Recorder:
         return f"<Recorder of {self.calls.total()} calls>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Count an HTTP request and pass it on."""
         if scope["type"] == "http":
             self.calls[f"{scope['method']} {scope['path']}"] += 1
         await self._app(scope, receive, send)
 
 
 async def output_of(command: list[str], folder: Path) -> tuple[int, str]:
-    """What a program ended with, and all that it printed."""
+    """Run `command` in `folder` and return its exit code and output; (127, "") if the program is missing. It is killed after
+    `TIMEOUT_S`."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -99,7 +100,7 @@ async def output_of(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 async def ask_by_all(local: LocalSwarm, python: str, node_modules: Path) -> int:
-    """How many failed."""
+    """Run all clients against a gateway of `local`, print the table, and return the number of failed clients."""
     failed = 0
     async with await SwarmClient.join(load_swarm(local.file), home=local.folder / "client") as client:
         recorder = Recorder(build_app(Gateway({MODEL: client})))
@@ -123,7 +124,7 @@ async def ask_by_all(local: LocalSwarm, python: str, node_modules: Path) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Found, serve, ask, end."""
+    """Found a swarm, run all clients, and return the exit status: 1 if a client failed, else 0."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         save_speaking_llama(model)
@@ -136,6 +137,8 @@ def main(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--python", default=sys.executable, help="with the clients of PyPI")
-    parser.add_argument("--node-modules", type=Path, default=Path(), metavar="FOLDER", help="with those of npm")
+    parser.add_argument("--python", default=sys.executable, help="Python with the clients of PyPI")
+    parser.add_argument(
+        "--node-modules", type=Path, default=Path(), metavar="FOLDER", help="folder with the npm clients"
+    )
     sys.exit(main(parser.parse_args()))

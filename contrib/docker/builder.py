@@ -1,4 +1,4 @@
-"""Carries out a Dockerfile's steps in a folder, with chroot and mount. Linux, as root."""
+"""Builder that carries out a Dockerfile's steps in a folder, with chroot and mount. Needs Linux and root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from root import Root
 
 
 class Builder:
-    """Carries out the instructions of one stage in a root that holds its base."""
+    """Builder of one stage, in a root that holds the stage's base."""
 
     def __init__(
         self,
@@ -23,7 +23,8 @@ class Builder:
         arguments: Mapping[str, str],
         host: Mapping[str, str],
     ) -> None:
-        """`arguments` are --build-arg, `host` the variables that RUN sees besides: where this machine's packages are."""
+        """Take `arguments` from --build-arg; `host` holds further variables for RUN, which tell where this machine's packages
+        are."""
         self._root = root
         self._context = context
         self._earlier = earlier
@@ -36,9 +37,9 @@ class Builder:
         return f"<Builder of {self._root!r}>"
 
     def build(self, stage: Stage, *, files: bool = True) -> Root:
-        """All steps; without `files` only those that configure, where the files are there from an earlier build.
+        """Carry out all steps of `stage` and return its root; without `files` all but COPY and RUN, after an earlier build.
 
-        Raises CalledProcessError where a RUN fails, KeyError for an instruction that is not known here.
+        Raises CalledProcessError if a RUN fails, KeyError for an unknown instruction.
         """
         steps = {
             "ARG": self._arg,
@@ -49,8 +50,8 @@ class Builder:
             "WORKDIR": self._workdir,
             "ENTRYPOINT": self._entrypoint,
             "HEALTHCHECK": self._healthcheck,
-            "CMD": lambda instruction: None,  # what is run is said at each start
-            "VOLUME": lambda instruction: None,  # a folder like others, here
+            "CMD": lambda instruction: None,  # each start names its command
+            "VOLUME": lambda instruction: None,  # an ordinary folder in this root
         }
         for instruction in stage.instructions:
             if files or instruction.keyword not in ("COPY", "RUN"):
@@ -66,7 +67,7 @@ class Builder:
             self._set[name] = self._arguments.get(name, default)
 
     def _env(self, instruction: Instruction) -> None:
-        known = self._variables()  # as an engine: values of before this line
+        known = self._variables()  # like an engine: the values before this line
         self._root.environment.update({name: expand(value, known) for name, value in instruction.pairs.items()})
 
     def _user(self, instruction: Instruction) -> None:
@@ -94,7 +95,7 @@ class Builder:
             origin = self._context / source if stage is None else self._earlier[stage].inside(source)
             to = self._root.inside(target)
             if origin.is_dir():
-                # A folder's content goes into the target; symbolic links stay what they are.
+                # The content of a folder goes into the target; symbolic links stay links.
                 shutil.copytree(origin, to, symlinks=True, dirs_exist_ok=True, ignore=None if stage else self._left_out)
             else:
                 shutil.copy2(origin, to / origin.name if to.is_dir() else to)
@@ -106,7 +107,7 @@ class Builder:
 
 @contextlib.contextmanager
 def mounted(folder: Path) -> Iterator[None]:
-    """/proc, and this machine's name servers, while steps of a build run."""
+    """Give the root `folder` this machine's name servers, and mount /proc in it within the context."""
     shutil.copyfile("/etc/resolv.conf", folder / "etc" / "resolv.conf")
     subprocess.run(["mount", "-t", "proc", "proc", folder / "proc"], check=True)
     try:
@@ -116,7 +117,7 @@ def mounted(folder: Path) -> Iterator[None]:
 
 
 def bind(source: Path, target: Path) -> None:
-    """Show a file or folder of this machine at another place, for reading. It goes with the mount namespace."""
+    """Mount the file or folder `source` read-only at `target`. The mount ends with the mount namespace."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     else:

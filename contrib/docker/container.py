@@ -1,7 +1,7 @@
-"""Runs a root in namespaces of its own. Linux, as root.
+"""Container: runs a root in separate namespaces. Needs Linux and root.
 
-What an engine adds is left out: layers, limits, seccomp. What matters to a node is there: its own processes (the entry point
-is number 1), its own network with nothing but loopback, the image's user, environment and folder.
+It has the parts that matter to a node: separate processes (the entry point is number 1), a separate network with nothing but
+loopback, and the image's user, environment and folder. It has no layers, limits or seccomp, which an engine adds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from root import Root
 
 
 class Container:
-    """A process started in a root as an engine would start it, in namespaces of its own; `beside` shares another one's network."""
+    """Process started in a root as an engine would start it, in separate namespaces. With `beside` it shares that container's
+    network."""
 
     def __init__(
         self,
@@ -57,14 +58,15 @@ class Container:
         return f"<Container of {self._root!r} {self.process.poll()}>"
 
     def execute(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command beside the first process, in its environment, to its end."""
+        """Run `words` beside the first process, in its environment, and return the completed process with its output."""
         entered = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--ipc", "--uts"]
         return subprocess.run(
             [*entered, *self._root.command(words, **self._environment)], capture_output=True, text=True, timeout=120
         )
 
     def _first_process(self) -> int:
-        """The container's first process, by its number on this machine, once `unshare` has forked it."""
+        """Wait until `unshare` has forked the container's first process and return its process id on this machine. Raises
+        AssertionError if the container ends before."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         while not (numbers := children.read_text().split()):
             assert self.process.poll() is None, f"{self!r} has not come to life"
@@ -72,9 +74,9 @@ class Container:
         return int(numbers[0])
 
     def healthy(self) -> bool:
-        """What the image's health check says."""
+        """Run the image's health check and return whether it succeeds."""
         return self.execute(self._root.health).returncode == 0
 
     def signal(self, number: int) -> None:
-        """To the first process, as `docker stop` does."""
+        """Send signal `number` to the first process, as `docker stop` does."""
         os.kill(self.pid, number)

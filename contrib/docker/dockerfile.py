@@ -1,7 +1,7 @@
-"""A Dockerfile as its instructions, so that what is tried without an engine is the file itself and no copy of it.
+"""Parser of Dockerfiles, so that the file itself can be tried without a Docker engine.
 
-Reads what ours uses (docs.docker.com/reference/dockerfile): comments, continued lines, stages, JSON forms. No heredocs, no
-`# escape=`.
+Reads the syntax that this project's Dockerfile uses (docs.docker.com/reference/dockerfile): comments, continued lines, stages,
+JSON forms. No heredocs, no `# escape=`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: `keyword` in capitals, its `--name=value` flags, and what follows them."""
+    """Instruction of a Dockerfile: `keyword` in capitals, its `--name=value` flags, and the `text` after them."""
 
     keyword: str
     text: str
     flags: tuple[tuple[str, str], ...] = ()
 
     def flag(self, name: str) -> str | None:
-        """The value of `--name=value`."""
+        """Return the value of the flag `--name=value`; None if the instruction has no such flag."""
         return dict(self.flags).get(name)
 
     @property
     def words(self) -> list[str]:
-        """The arguments of an exec form (`["a", "b"]`) or of a plain line (`a b`)."""
+        """Arguments of an exec form (`["a", "b"]`) or of a plain line (`a b`)."""
         return json.loads(self.text) if self.text.startswith("[") else shlex.split(self.text)
 
     @property
@@ -40,19 +40,19 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """What one FROM begins."""
+    """Stage of a Dockerfile, from one FROM to the next; `name` is None without AS."""
 
     base: str
     name: str | None
     instructions: list[Instruction] = field(default_factory=list)
 
     def last(self, keyword: str) -> Instruction | None:
-        """The instruction that holds where a keyword may be given many times."""
+        """Return the last instruction with `keyword`, which is the one in force; None if there is none."""
         return next((each for each in reversed(self.instructions) if each.keyword == keyword), None)
 
 
 def stages(text: str) -> list[Stage]:
-    """The stages of a Dockerfile. Raises ValueError where something stands before the first FROM."""
+    """Return the stages of the Dockerfile `text`. Raises ValueError if an instruction stands before the first FROM."""
     found: list[Stage] = []
     for instruction in instructions(text):
         if instruction.keyword == "FROM":
@@ -66,7 +66,7 @@ def stages(text: str) -> list[Stage]:
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """All instructions in order."""
+    """Yield all instructions of the Dockerfile `text` in order."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for logical in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         keyword, _, rest = logical.strip().partition(" ")
@@ -78,12 +78,13 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """`$NAME` and `${NAME}` replaced as an engine does in ENV, COPY and WORKDIR: by nothing where not set."""
+    """Replace `$NAME` and `${NAME}` in `text` as an engine does in ENV, COPY and WORKDIR; unset names become empty."""
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda match: variables.get(match[1] or match[2], ""), text)
 
 
 class Ignore:
-    """A .dockerignore: `ignore(path)` says whether a path of the context stays outside. The last pattern that fits decides."""
+    """Rules of a .dockerignore: `ignore(path)` returns whether a path of the context is left out. The last matching pattern
+    decides."""
 
     def __init__(self, text: str) -> None:
         lines = (line.strip() for line in text.splitlines())
@@ -101,7 +102,7 @@ class Ignore:
 
 
 def _fits(path: PurePosixPath, pattern: str) -> bool:
-    """`**/name` fits at any depth, anything else from the top; `*` stays within one folder."""
+    """Return whether `path` matches `pattern`: `**/name` at any depth, others from the top; `*` stays within one folder."""
     if pattern.startswith("**/"):
         return fnmatch.fnmatchcase(path.name, pattern.removeprefix("**/"))
     parts = PurePosixPath(pattern).parts
@@ -109,5 +110,5 @@ def _fits(path: PurePosixPath, pattern: str) -> bool:
 
 
 def read(path: Path) -> list[Stage]:
-    """The stages of the Dockerfile at `path`."""
+    """Return the stages of the Dockerfile at `path`. Raises ValueError if an instruction stands before the first FROM."""
     return stages(path.read_text())

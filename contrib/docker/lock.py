@@ -1,10 +1,10 @@
-"""Writes which files of PyPI enter the image, each by its hash: `requirements.txt`, `torch.txt` for what differs by device, and
-`build.txt` for what builds the wheel.
+"""Write the lists of PyPI files for the image, each with its hash: `requirements.txt`, `torch.txt` for what differs by device,
+and `build.txt` for what builds the wheel.
 
-    pip install uv && python contrib/docker/lock.py
+pip install uv && python contrib/docker/lock.py
 
-Takes the newest versions that `pyproject.toml` allows. The hashes are of all files of a version, so that the lists hold for every
-processor.
+Takes the newest versions that `pyproject.toml` allows. The hashes are of all files of a version, so that the lists hold for
+every processor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PROJECT = FOLDER.parents[1] / "pyproject.toml"
 REQUIREMENTS, TORCH, BUILD = (FOLDER / name for name in ("requirements.txt", "torch.txt", "build.txt"))
 PYTHON = "3.11"  # of Debian bookworm
 ENTRY = re.compile(r"([a-z0-9-]+)==(\S+)")
-OF_TORCH = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py).*")  # and what it alone asks for
+OF_TORCH = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py).*")  # torch and the packages that only torch needs
 SAYS = "# Written by contrib/docker/lock.py.\n"
 
 
 def resolved(requirements: Sequence[str]) -> Iterator[str]:
-    """All that these need, as uv finds it: each requirement with its hashes."""
+    """Yield all packages that `requirements` need, as uv resolves them: each requirement with its hashes."""
     command = ["uv", "pip", "compile", "-", "--generate-hashes", "--python-version", PYTHON]
     options = ["--python-platform", "linux", "--no-annotate", "--no-header", "--quiet"]
     asked = "\n".join(requirements)
@@ -34,7 +34,7 @@ def resolved(requirements: Sequence[str]) -> Iterator[str]:
 
 
 def entries(text: str) -> Iterator[str]:
-    """Each requirement with its hashes."""
+    """Yield each requirement of the list `text` with its hashes, without comments."""
     entry = ""
     for line in text.splitlines(keepends=True):
         if not line.startswith(("#", " ")):
@@ -48,7 +48,7 @@ def entries(text: str) -> Iterator[str]:
 
 
 def versions(path: Path) -> dict[str, str]:
-    """What a list names, and in which version. Raises ValueError where a requirement has no hash."""
+    """Return the version of each package in the list at `path`. Raises ValueError if a requirement has no version or no hash."""
     found: dict[str, str] = {}
     for entry in entries(path.read_text()):
         named = ENTRY.match(entry)
@@ -59,7 +59,7 @@ def versions(path: Path) -> dict[str, str]:
 
 
 def is_of_torch(entry: str) -> bool:
-    """Whether it differs by device."""
+    """Return whether the package of `entry` is torch or a package that only torch needs; these differ by device."""
     return OF_TORCH.fullmatch(entry.partition("==")[0]) is not None
 
 

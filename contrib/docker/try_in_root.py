@@ -1,9 +1,9 @@
-"""Try the Dockerfile where no Docker engine is at hand: carry out its steps in a clean Debian root, then live in it.
+"""Try the Dockerfile without a Docker engine: carry out its steps in a clean Debian root, then run containers in it.
 
     sudo python3 contrib/docker/try_in_root.py --work /var/tmp/swarmnode-image
 
-Needs Linux, root, debootstrap (apt install debootstrap), a network to Debian and PyPI, 4 GB of disk and ten minutes. pip's own
-configuration on this machine (an index, wheels on disk) is used in the root, too. The built root is kept; --keep tries it again.
+Needs Linux, root, debootstrap (apt install debootstrap), a network to Debian and PyPI, 4 GB of disk and ten minutes. pip's
+configuration on this machine (an index, wheels on disk) also applies in the root. The built root is kept; --keep tries it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTEXT = Path(__file__).resolve().parents[2]
 MIRROR = "http://deb.debian.org/debian"
 BASE = re.compile(r"debian:(\w+)-slim")
 OWN_MOUNTS = "SWARMNODE_TRIED_IN_OWN_MOUNTS"
-HOST = "/host"  # where paths of this machine that pip reads appear in the root
+HOST = "/host"  # folder of the root for paths of this machine that pip reads
 # As in the official image: apt keeps nothing that it can fetch again.
 SLIM = 'APT::Keep-Downloaded-Packages "false";\nDir::Cache::pkgcache "";\nDir::Cache::srcpkgcache "";\n'
 START_TIMEOUT_S = 120.0
@@ -50,15 +50,21 @@ TINY = {
 
 
 def main() -> None:
-    """Build, then try; the first thing that is not as it should be ends it with an error."""
+    """Build the image, then run all trials; the first failure ends the program with an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for the roots")
-    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="as docker build's")
-    parser.add_argument("--keep", action="store_true", help="take the last stage as an earlier call has left it")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the roots")
+    parser.add_argument(
+        "--build-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a build argument, like --build-arg of docker build",
+    )
+    parser.add_argument("--keep", action="store_true", help="use the files that an earlier call has built")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("error: this needs root, for chroot and mount")
-    if OWN_MOUNTS not in os.environ:  # which end with us however we end
+    if OWN_MOUNTS not in os.environ:  # the mounts end with this process in any case
         environment = {**os.environ, OWN_MOUNTS: "1"}
         sys.exit(subprocess.run(["unshare", "--mount", sys.executable, *sys.argv], env=environment).returncode)
     image = build(arguments.work, dict(each.split("=", 1) for each in arguments.build_arg), keep=arguments.keep)
@@ -70,7 +76,7 @@ def main() -> None:
 
 
 def build(work: Path, arguments: dict[str, str], *, keep: bool) -> Root:
-    """The last stage, built after the ones that it takes from."""
+    """Build all stages in the folder `work` and return the last; with `keep` use the files of an earlier build."""
     work.mkdir(parents=True, exist_ok=True)
     built: dict[str, Root] = {}
     all_stages = read(CONTEXT / "Dockerfile")
@@ -86,7 +92,8 @@ def build(work: Path, arguments: dict[str, str], *, keep: bool) -> Root:
 
 
 def debian(base: str, work: Path) -> Path:
-    """What the image `debian:NAME-slim` holds, or nearly: Debian's own minimal system. Made once."""
+    """Return a folder with Debian's minimal system, nearly the image `base`; made by debootstrap if it is missing. Exits if
+    `base` is not debian:NAME-slim."""
     named = BASE.fullmatch(base)
     if named is None:
         sys.exit(f"error: FROM {base}: only debian:NAME-slim can be made here")
@@ -99,7 +106,7 @@ def debian(base: str, work: Path) -> Path:
 
 
 def pip_configuration(folder: Path) -> dict[str, str]:
-    """Variables that make pip in the root read what it reads on this machine; files on disk are mounted for it."""
+    """Return variables that give pip in the root this machine's configuration; mount the files and folders that it names."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     options = dict(re.findall(r"^[^.]+\.([^=]+)='(.*)'$", listed.stdout, re.MULTILINE))
     paths = {path for path in re.findall(r"/[^\s']+", listed.stdout.replace("file://", "")) if Path(path).exists()}
@@ -114,14 +121,14 @@ def pip_configuration(folder: Path) -> dict[str, str]:
 
 
 def size_mb(folder: Path) -> int:
-    """Size on disk, in MB."""
+    """Return the size of `folder` on disk in MB."""
     return int(
         subprocess.run(["du", "-sm", "-x", folder], capture_output=True, text=True, check=True).stdout.split()[0]
     )
 
 
 def version_and_rights(image: Root) -> None:
-    """The entry point answers; the user is none of importance, and cannot change what it runs."""
+    """Check that the entry point answers, and that the user is not root and cannot change the programs."""
     said = finish(image, ["--version"])
     stated = re.search(r'__version__ = "(.+)"', (CONTEXT / "swarmnode" / "__init__.py").read_text())
     assert stated is not None and said == f"swarmnode {stated[1]}\n", said
@@ -132,13 +139,13 @@ def version_and_rights(image: Root) -> None:
 
 
 def demo(image: Root) -> None:
-    """A whole swarm in one container, as the user without rights."""
+    """Check that a demo swarm runs in one container as the unprivileged user."""
     report = json.loads(finish(image, ["demo", "--json", "--steps", "20"]))
     assert report["identical"] and report["left_running"] == 0, report
 
 
 def swarm(image: Root) -> None:
-    """A door, two nodes and a client in containers of their own; health and signals are as the image promises."""
+    """Check a bootstrap peer and two nodes in separate containers: generation, health check and signals."""
     model = image.inside("tiny")
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(TINY))
@@ -159,13 +166,13 @@ def swarm(image: Root) -> None:
 
 
 def covered(container: Container) -> bool:
-    """Whether every unit of the swarm has a holder, asked inside a container."""
+    """Return whether every unit has a holder and all peers are ready, by `status` inside a container."""
     status = json.loads(container.execute(["swarmnode", "status", "tried.swarm", "--json"]).stdout)
     return not status["missing"] and all(peer["state"] == "ready" for peer in status["peers"])
 
 
 def frozen_is_unhealthy(container: Container) -> None:
-    """The health check is one: a process that stands still fails it."""
+    """Check that the health check fails while the node's process is stopped."""
     [node] = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
     os.kill(int(node), signal.SIGSTOP)
     assert not container.healthy()
@@ -174,18 +181,18 @@ def frozen_is_unhealthy(container: Container) -> None:
 
 
 def ends_in_order(container: Container) -> None:
-    """What `docker stop` does ends the node by itself, with code 0."""
+    """Check that the signal of `docker stop` ends the node with code 0."""
     container.signal(signal.SIGTERM)
     assert container.process.wait(STOP_TIMEOUT_S) == 0, container
 
 
 def port(number: int) -> dict[str, str]:
-    """Where a container's metrics are, for containers that share a network."""
+    """Return the environment that sets the metrics port, for containers that share a network."""
     return {"SWARMNODE_METRICS_PORT": str(number)}
 
 
 def finish(image: Root, words: list[str]) -> str:
-    """What a container says that runs to its end; it must end well."""
+    """Run `words` in a container to the end and return its output. Raises AssertionError if the exit code is not 0."""
     with Container(image, words, output=subprocess.PIPE) as container:
         said, _ = container.process.communicate(timeout=600)
     assert container.process.returncode == 0, f"{words} ended with code {container.process.returncode}: {said}"
@@ -193,7 +200,7 @@ def finish(image: Root, words: list[str]) -> str:
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Ask until it holds."""
+    """Wait until `holds` returns True. Raises AssertionError, naming `what`, after `START_TIMEOUT_S`."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not holds():
         assert time.monotonic() < deadline_s, f"not within {START_TIMEOUT_S:.0f} s: {what}"

@@ -1,4 +1,4 @@
-"""Write the reference of docs/api.md out of the gateway's OpenAPI schema: `python contrib/docs/api.py`."""
+"""Write the reference of docs/api.md from the gateway's OpenAPI schema: `python contrib/docs/api.py`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 MARK = (
     "<!-- The rest is written by contrib/docs/api.py from the schema, which the gateway serves at /openapi.json. -->\n"
 )
-FRAMEWORK = {"HTTPValidationError", "ValidationError"}  # errors have a shape of their own here
+FRAMEWORK = {"HTTPValidationError", "ValidationError"}  # FastAPI's error objects, which the gateway does not use
 Schema = dict[str, Any]
 
 
 def page() -> str:
-    """All of it, in Markdown: what was written by hand, and the reference behind it."""
+    """Return the whole page in Markdown: the handwritten part, then the reference."""
     prose = PAGE.read_text().partition(MARK)[0]
     return "\n".join([prose + MARK, *_paths(schema()), *_objects(schema())]) + "\n"
 
 
 def schema() -> Schema:
-    """Of a gateway with its page."""
+    """Return the OpenAPI schema of a gateway that serves its web page too."""
     with tempfile.TemporaryDirectory() as home:
         gateway = Gateway({})
         return build_app(gateway, Page(gateway, Path(home))).openapi()
@@ -63,7 +63,7 @@ def _objects(api: Schema) -> Iterator[str]:
 
 
 def _type(kind: Schema) -> str:
-    """In words, with its bounds."""
+    """Return the type of a field in words, with its bounds."""
     if "$ref" in kind:
         return _linked(kind)
     if "anyOf" in kind:

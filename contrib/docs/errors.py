@@ -1,4 +1,4 @@
-"""Write docs/errors.md out of the tree of errors: `python contrib/docs/errors.py`."""
+"""Write docs/errors.md from the tree of errors: `python contrib/docs/errors.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ What a command ends with, by whose fault it is: its exit code, its cause, and wh
 
 
 def page() -> str:
-    """All of it, in Markdown."""
+    """Return the whole page in Markdown."""
     return "\n".join([HEAD, *_kinds(), *_codes()]) + "\n"
 
 
@@ -35,7 +35,7 @@ def _codes() -> Iterator[str]:
 
 
 def tree(kind: type[SwarmnodeError], depth: int = 0) -> Iterator[tuple[int, type[SwarmnodeError]]]:
-    """A kind of error and those below it, as `swarmnode/errors.py` has them."""
+    """Yield `kind` and all its subclasses in `swarmnode/errors.py`, each with its depth in the tree."""
     yield depth, kind
     for below in kind.__subclasses__():
         if below.__module__ == SwarmnodeError.__module__:

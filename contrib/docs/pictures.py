@@ -1,4 +1,5 @@
-"""Take the README's pictures of a page: `python contrib/docs/pictures.py ADDRESS`, as `serve` prints it. Needs Chromium."""
+"""Take the README's pictures of the web page: `python contrib/docs/pictures.py ADDRESS`, with the address that `serve` prints.
+Needs Chromium."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SHOWN = {
 
 
 def take(page: BrowserPage) -> None:
-    """One of each view, while a text is being written."""
+    """Ask a question on `page` and save a picture of each view."""
     page.wait_until("document.getElementById('model').value")
     page.evaluate(f"document.getElementById('max-tokens').value = {TOKENS}")
     page.type_and_enter("#prompt", ASKED)
@@ -32,7 +33,7 @@ def take(page: BrowserPage) -> None:
 
 
 def main(address: str) -> None:
-    """Raises RuntimeError where there is no Chromium, or no page."""
+    """Take the pictures of the page at `address`. Raises RuntimeError if there is no Chromium, or no page."""
     program = find_chromium()
     if program is None:
         raise RuntimeError("there is no chromium here: apt-get install chromium")

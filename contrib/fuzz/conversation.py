@@ -1,6 +1,6 @@
-"""A session as an honest client would lead it, frame by frame, so that what is false comes where something stands already.
+"""Session as an honest client would lead it, frame by frame, so that false frames arrive in the middle of a valid session.
 
-Nobody's answers are read: where a session stands follows from what was sent. What a seed draws is always the same.
+No answers are read: the state of a session follows from the frames sent. The same seed gives the same frames.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 
 MAX_LENGTH = 16
 MAX_EPOCHS = 4
-SESSIONS = 4  # that the strangers share
+SESSIONS = 4  # number of session ids that the strangers share
 ID_BYTES = 8
 
 
 class Step(NamedTuple):
-    """One frame of a session protocol's stream."""
+    """Frame on a stream of the session protocol."""
 
     body: Body
     payload: bytes
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Conversation:
-    """Over one stream, whose channels it numbers; `units` of the model are all at `victim`. `next` never ends."""
+    """Conversation of an honest client over one stream. `victim` holds all `units` of the model. `next` never ends."""
 
     def __init__(self, victim: str, units: int, session: bytes, chance: random.Random) -> None:
         self._route = (HopSpec(victim, 0, units),)
@@ -46,11 +46,11 @@ class Conversation:
         return f"<Conversation in epoch {self._epoch}, {self._held} positions held>"
 
     def next(self) -> Step:
-        """The frame that an honest client would send now."""
+        """Return the next frame that an honest client would send."""
         return next(self._steps)
 
     def question(self) -> GetStatement:
-        """What an auditor would ask of it."""
+        """Return the question that an auditor would ask about the session."""
         return GetStatement(self._session, bytes(SEED_BYTES), 0, max(1, self._held))
 
     def _lead(self) -> Iterator[Step]:
@@ -86,12 +86,12 @@ class Conversation:
         )
 
     def _branch(self) -> Branch:
-        """Of a session that may be there."""
+        """Return a branch of one of the strangers' sessions, which may not exist, after no or one truncation."""
         source, length = bytes([self._chance.randrange(SESSIONS)]) * 16, self._chance.randint(1, self._prompt)
         return Branch(branch_proof(source, self._chance.choice((0, 0, 1)), self._session, length), length)
 
     def _fed(self) -> Step:
-        """The prompt, or what follows it; of a ring only what the client knows already."""
+        """Return the input of the prompt, or of one more position after it."""
         count = self._prompt if self._held == 0 else 1
         ids, at = TensorInfo(Codec.NONE, DType.INT64, (1, count)), self._held
         self._held += count

@@ -1,11 +1,10 @@
-"""Every decoder of what comes from others, on inputs that are nearly right. Prints JSON.
+"""Fuzz every decoder of other peers' data with inputs that are nearly right. Prints JSON.
 
     python contrib/fuzz/decoders.py [--inputs 1000000] [--seed 0]
 
-The inputs are the vectors of `protocol/vectors/v1`, mutated; the same seed makes the same ones. A decoder may return something
-or raise `ProtocolError` or `UsageError`, within `SLOWEST_S`; nothing else, or the input is printed and the run ends with 1.
-What was decoded is encoded again, where there is an encoder: that may fail in no way at all. Memory must not grow by more than
-`MOST_BYTES` meanwhile.
+The inputs are mutated vectors of `protocol/vectors/v1`; the same seed makes the same inputs. A decoder must return or raise
+`ProtocolError` or `UsageError` within `SLOWEST_S`. Otherwise the input is printed and the exit status is 1. Bodies and runs are
+encoded again after decoding, which must not fail. Memory must not grow by more than `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Decoder = Callable[[bytes], Any]
 
 @dataclass
 class Target:
-    """A decoder, what it is begun with, and what came of it so far."""
+    """Decoder with its seed inputs and the counts of its outcomes."""
 
     decode: Decoder
     seeds: list[bytes]
@@ -62,16 +61,16 @@ class Target:
 
 
 class Fault(Exception):
-    """A decoder did what none may."""
+    """Forbidden behaviour of a decoder."""
 
 
 def rows(name: str) -> list[Mapping[str, Any]]:
-    """The vectors of a file."""
+    """Return the rows of the vector file `name`."""
     return [json.loads(line) for line in (VECTORS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def hexes(name: str) -> list[bytes]:
-    """Their bytes."""
+    """Return the bytes of all rows of the vector file `name`."""
     return [bytes.fromhex(row["hex"]) for row in rows(name)]
 
 
@@ -79,7 +78,7 @@ def body_decoder(kind: FrameKind) -> Decoder:
     def decode_and_encode(raw: bytes) -> None:
         body = decode_body(kind, raw)
         if decode_body(kind, encode_body(body)) != body and "nan" not in repr(body):
-            raise Fault("what was decoded is not what is decoded of its encoding")
+            raise Fault("decoding, encoding and decoding again gives another body")
 
     return decode_and_encode
 
@@ -93,7 +92,8 @@ def read_stream(raw: bytes) -> None:
 
 
 def read_tensor(raw: bytes) -> None:
-    """Two bytes say codec and dtype, two the elements; the rest is the payload."""
+    """Decode a tensor from `raw`: a byte each for codec and dtype, two for the element count (the second is also the codec's
+    parameter), then the payload. Ignores short inputs and unknown codecs. Raises Fault if the result exceeds `MAX_ELEMENTS`."""
     if len(raw) < 4 or raw[0] not in Codec._value2member_map_:
         return
     info = TensorInfo(raw[0], raw[1] % 8, (int.from_bytes(raw[2:4], "little"),), raw[3])
@@ -115,7 +115,7 @@ def read_records(raw: bytes) -> None:
 
 
 def targets() -> dict[str, Target]:
-    """By name: every kind of body has a decoder of its own."""
+    """Return all targets by name; every kind of body is a separate target."""
     bodies: dict[str, list[bytes]] = {}
     for row in rows("bodies"):
         bodies.setdefault(row["kind"], []).append(bytes.fromhex(row["hex"]))
@@ -138,7 +138,7 @@ def targets() -> dict[str, Target]:
 
 
 def try_one(target: Target, raw: bytes) -> None:
-    """Raises Fault."""
+    """Decode `raw` and count the outcome. Raises Fault if the decoder misbehaves or is too slow."""
     began_s = time.perf_counter()
     try:
         target.decode(raw)
@@ -155,12 +155,13 @@ def try_one(target: Target, raw: bytes) -> None:
 
 
 def fuzz(inputs: int, seed: int) -> dict[str, Any]:
-    """What came of so many inputs. Raises Fault with the input in its text."""
+    """Try `inputs` mutated inputs and return the counts as JSON data. Raises Fault, with the input in its text, if a decoder
+    misbehaves, or if memory grows too much."""
     chance, began_s = random.Random(seed), time.perf_counter()
     found = targets()
     names = list(found)
     everything = [seed for target in found.values() for seed in target.seeds]
-    for name in names:  # what is imported and cached on the way is no growth
+    for name in names:  # imports and caches of the first calls do not count as growth
         for raw in found[name].seeds:
             try_one(found[name], raw)
     before_bytes = peak_bytes()
@@ -187,7 +188,7 @@ def fuzz(inputs: int, seed: int) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Of memory, so far."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,13 +1,13 @@
-"""A whole node, in virtual time, and strangers that greet it properly and then send it sequences of frames that are nearly right.
+"""Fuzz a whole node in virtual time: strangers greet it properly and then send sequences of frames that are nearly right.
 
-    python contrib/fuzz/handlers.py [--frames 100000] [--seed 0]
+python contrib/fuzz/handlers.py [--frames 100000] [--seed 0]
 
-Over each of its protocols. A session is led as an honest client would (`conversation.py`) and left at any point for frames that do
-not fit there: of other sessions, on other channels, for other positions, with the bodies of `protocol/vectors/v1`, some mutated.
-So conversations are begun, contradicted, taken over, resumed and ended. After every `ROUND` frames an honest client generates, and
-must get the text that it got before the strangers came; at the end the node must be alive, none of its tasks may have died of a
-bug, strangers must have had something computed, and memory must be within its bound. Frames count while the node reads: it cuts
-links that say what cannot be. The same seed sends the same frames. Prints JSON.
+The strangers use each of the node's protocols. They lead a session as an honest client would (`conversation.py`) and insert
+frames that do not fit at any point: of other sessions, on other channels, for other positions, with the bodies of
+`protocol/vectors/v1`, some mutated. So conversations are begun, contradicted, taken over, resumed and ended. After every
+`ROUND` frames an honest client generates, and must get the same text as before the strangers came. At the end the node must be
+alive, no task may have died of a bug, strangers must have had work computed, and memory must be within its bound. Frames count
+only until the node cuts the link, as it does after an impossible frame. The same seed sends the same frames. Prints JSON.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ QUESTIONS = {
 }
 PROTOCOLS = tuple(QUESTIONS)
 ROUND = 2_000
-BURST = 20  # frames of one stranger before it looks whether it is still heard
+BURST = 20  # frames of one stranger on one stream
 CHANNELS = 6
 TOKENS = 8
-UNITS = 6  # of the tiny model
-FITTING, MUTATED = 0.85, 0.05  # of the frames
+UNITS = 6  # units of the tiny model
+FITTING, MUTATED = 0.85, 0.05  # shares of the frames
 
 
 class Raw(NamedTuple):
-    """A frame as it is sent."""
+    """Frame with an encoded body."""
 
     kind: FrameKind
     body: bytes
@@ -79,7 +79,7 @@ class Raw(NamedTuple):
 
 
 class Stranger:
-    """One peer that fuzzes over one stream after another."""
+    """Peer that fuzzes over one stream after another."""
 
     def __init__(self, network: FakeNetwork, victim: str, hello: Hello, chance: random.Random) -> None:
         self._network = network
@@ -95,7 +95,7 @@ class Stranger:
         return f"<Stranger that sent {self.sent} frames, and was refused {self.refused} times>"
 
     async def burst(self) -> None:
-        """Greet, and send some frames of one conversation or several."""
+        """Open a stream, greet, and send up to `BURST` frames; count sent frames and refusals."""
         chance = self._chance
         protocol = chance.choice((SESSION_PROTOCOL, SESSION_PROTOCOL, chance.choice(PROTOCOLS)))
         try:
@@ -122,7 +122,7 @@ class Stranger:
         await cancel_and_wait(heard)
 
     def _write(self, stream: Stream, step: Step | Raw, *, mutable: bool = False) -> None:
-        """Send a frame, nearly as it is where it is `mutable`. Raises PeerError where the stream is none any more."""
+        """Send a frame, sometimes with a mutated body if `mutable`. Raises PeerError if the stream has ended."""
         raw = step if isinstance(step, Raw) else Raw(KIND_OF[type(step.body)], encode_body(step.body), *step[1:])
         body = raw.body
         if mutable and self._chance.random() < MUTATED:
@@ -130,7 +130,7 @@ class Stranger:
         stream.write([pack_header(raw.kind, len(body), len(raw.payload), raw.channel, raw.seq) + body + raw.payload])
 
     def _fitting(self, protocol: str, led: Conversation) -> Step | Raw:
-        """What belongs here: of a session its next frame, else a question of the protocol."""
+        """Return a frame that fits: the next frame of a session, or a question of another protocol."""
         if protocol == SESSION_PROTOCOL:
             return led.next()
         if protocol == AUDIT_PROTOCOL and self._chance.random() < FITTING:
@@ -139,7 +139,7 @@ class Stranger:
         return Raw(kind, body, b"", 1, 0)
 
     def _strange(self, led: Conversation) -> Raw:
-        """What does not belong here, but perhaps elsewhere."""
+        """Return a frame that does not fit here, with another channel, position, payload or body."""
         chance = self._chance
         payload = chance.randbytes(chance.choice((0, 0, 0, 8, 300)))
         channel, seq = chance.choice((1, 1, chance.randrange(CHANNELS))), chance.choice((0, 0, 1, 2, 4, 1 << 31))
@@ -153,27 +153,27 @@ class Stranger:
 
 
 async def _hear_out(stream: Stream) -> None:
-    """Read whatever is answered, until the other side ends it."""
+    """Read and drop all answers until the other side ends the stream."""
     with contextlib.suppress(PeerError):
         while await stream.read():
             pass
 
 
 class Bugs(logging.Handler):
-    """What died of an error that nobody expected, as tasks tell it."""
+    """Log handler that collects unexpected errors, as tasks report them."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.seen: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it where it is one."""
+        """Keep the message of a record with an exception."""
         if record.exc_info:
             self.seen.append(record.getMessage())
 
 
 async def fuzz(frames: int, seed: int, folder: Path) -> dict[str, Any]:
-    """What came of so many frames. Raises AssertionError."""
+    """Send `frames` frames to a node and return the counts as JSON data. Raises AssertionError if the node misbehaves."""
     began_s, chance, bugs = time.perf_counter(), random.Random(seed), Bugs()
     logging.getLogger("swarmnode").addHandler(bugs)
     model = TinyModel.save(folder / "model")

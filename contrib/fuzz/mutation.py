@@ -1,5 +1,5 @@
-"""Mutation: bytes and msgpack structures that are nearly what they should be. What it draws follows from its `random.Random`
-alone."""
+"""Mutation of bytes and msgpack structures into nearly valid ones. The result depends only on the input and the
+`random.Random`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEEPEST = 4
 
 
 def mutate(raw: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
-    """Something near to `raw`: other bytes, or another structure. `others` are what pieces are taken from."""
+    """Return a mutation of `raw`, with other bytes or another msgpack structure. Pieces of `others` may be spliced in."""
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         raw = chance.choice(WAYS)(raw, others, chance)
     return raw
@@ -84,7 +84,7 @@ def _lie_of_length(raw: bytes, _others: Sequence[bytes], chance: random.Random) 
 
 
 def _restructure(raw: bytes, _others: Sequence[bytes], chance: random.Random) -> bytes:
-    """A field of a msgpack structure is another one; of what is none, other bytes."""
+    """Change a field of the msgpack structure `raw`; flip bytes if `raw` is not msgpack."""
     try:
         return msgspec.msgpack.encode(_other_value(msgspec.msgpack.decode(raw), chance, 0))
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, UnicodeError):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Targets for Prometheus' file_sd out of `swarmnode status --json`, for a swarm whose machines you run.
+"""Write targets for Prometheus' file_sd from `swarmnode status --json`, for a swarm whose machines you run.
 
     swarmnode status friends.swarm --json --watch | python3 targets.py --port 9464 --out targets/friends.json
 
-Every node and bootstrap peer is taken to serve metrics at the same port (`--metrics-port 9464 --metrics-host ADDRESS`) of the
-address at which the swarm reaches it. With --watch the file follows the swarm. Who leaves in order is no target any more; who
-vanishes stays one for a while, for that is what an alert should tell of. Needs nothing but Python.
+Every node and bootstrap peer must serve metrics at the same port (`--metrics-port 9464 --metrics-host ADDRESS`) of the address
+at which the swarm reaches it. With --watch the file follows the swarm. A peer that leaves in order is removed; a peer that
+vanishes stays for a while, so that an alert can report it. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 @dataclass(frozen=True)
 class Target:
-    """Where to scrape, and the name that its node shows."""
+    """Target of a scrape: `place` is "address:port", `node` the node's name, `leaving` whether the node drains."""
 
     place: str
     node: str
@@ -32,7 +32,7 @@ class Target:
 
 
 def address_of(multiaddr: str) -> Address | None:
-    """The IP address in a multiaddr; None for names, and for a way through a relay, which leads to another machine."""
+    """Return the IP address in `multiaddr`; None for names, and for a path through a relay, which leads to another machine."""
     parts = multiaddr.split("/")
     if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
         return None
@@ -40,7 +40,8 @@ def address_of(multiaddr: str) -> Address | None:
 
 
 def best_address(multiaddrs: list[str], network: str | None) -> Address | None:
-    """The first one inside `network`; without a network the first that is no loopback, or else the first."""
+    """Return the first address that is no loopback, else the first; with `network` only addresses inside it count. None if
+    there is none."""
     addresses = [address for address in map(address_of, multiaddrs) if address is not None]
     if network is not None:
         addresses = [address for address in addresses if address in ipaddress.ip_network(network)]
@@ -48,7 +49,7 @@ def best_address(multiaddrs: list[str], network: str | None) -> Address | None:
 
 
 def targets(status: dict[str, Any], port: int, network: str | None = None) -> list[Target]:
-    """One per machine."""
+    """Return one target for each address that a peer in `status` is reached at."""
     peers = {peer["peer"]: peer for peer in status["peers"]}
     found: dict[str, Target] = {}
     for peer, multiaddrs in sorted(status["addresses"].items()):
@@ -62,14 +63,14 @@ def targets(status: dict[str, Any], port: int, network: str | None = None) -> li
 
 
 class Register:
-    """Targets over time: those of the newest status, and those that vanished less than `keep_s` seconds ago."""
+    """Register of targets over time: those of the newest status, and those that vanished less than `keep_s` seconds ago."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
         self._seen: dict[str, tuple[Target, float]] = {}
 
     def update(self, found: list[Target], now_s: float) -> list[Target]:
-        """Take in a status."""
+        """Take in the targets of a status at `now_s` seconds and return all current targets, sorted by place."""
         here = {target.place: (target, now_s) for target in found}
         gone = {
             place: (target, seen_s)
@@ -81,27 +82,27 @@ class Register:
 
 
 def file_sd(found: list[Target]) -> str:
-    """The text of a file_sd file."""
+    """Return the text of a file_sd file with the targets `found`."""
     entries = [{"targets": [target.place], "labels": {"node": target.node}} for target in found]
     return json.dumps(entries, indent=2) + "\n"
 
 
 def write(path: Path, text: str) -> None:
-    """All at once, so that Prometheus never reads half a file."""
+    """Replace the file at `path` in one step, so that Prometheus never reads half a file."""
     draft = path.with_name(f".{path.name}.new")
     draft.write_text(text)
     draft.replace(path)
 
 
 def main() -> None:
-    """Reads a status per line, writes targets for each."""
+    """Read a status from each line of standard input, and write the targets after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True, help="where every node serves its metrics")
-    parser.add_argument("--network", help="take the addresses inside this network, as in 10.0.0.0/8")
+    parser.add_argument("--port", type=int, required=True, help="port at which every node serves its metrics")
+    parser.add_argument("--network", help="use only addresses inside this network, for example 10.0.0.0/8")
     parser.add_argument(
-        "--keep", type=float, default=3600.0, help="seconds to go on with who vanished; default: an hour"
+        "--keep", type=float, default=3600.0, help="seconds to keep a peer that vanished; default: an hour"
     )
-    parser.add_argument("--out", type=Path, help="the file to write; default: standard output")
+    parser.add_argument("--out", type=Path, help="file to write; default: standard output")
     arguments = parser.parse_args()
     register = Register(arguments.keep)
     for line in sys.stdin:

@@ -1,2 +1,2 @@
-"""A model of a swarm in virtual time: peers, links and passes are modelled; decisions are made by the functions of `plan`, as on
+"""Simulation of a swarm in virtual time: peers, links and passes are modelled; the functions of `plan` decide, as on live
 nodes."""

@@ -1,4 +1,4 @@
-"""Settings of a simulation. Times in seconds, sizes in bytes; what nodes are configured with has the nodes' own defaults."""
+"""Settings of a simulation. Times are in seconds, sizes in bytes; settings that nodes have too default to those of nodes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from swarmnode.plan.routes.lattice import RoutingConfig
 from swarmnode.swarm.peers.directory import DirectoryConfig
 from swarmnode.swarm.records.run import FINGERPRINT_BYTES, Averaging, Run, check_run
 
-EXACT_PEERS = 200  # up to so many peers every token and microbatch is followed; beyond, a session is one thing
+EXACT_PEERS = 200  # above this number of peers a session is followed as a whole, not token by token
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Sessions come at random (Poisson), `arrivals_per_s` of them in the whole swarm; 0: half of what it could serve (of a large
-    swarm: a sample of that). With `clients` above 0 there are so many clients instead, each of which begins its next session
-    when the last one has ended."""
+    """Load of a swarm that serves.
+
+    Sessions arrive at random (Poisson), `arrivals_per_s` in the whole swarm. 0 means half of the load that the swarm could serve,
+    with a small upper bound if it has more than `EXACT_PEERS` peers. With `clients` above 0 that number of clients replaces the
+    arrivals, and each begins its next session when the last one has ended.
+    """
 
     arrivals_per_s: float = 0.0
     prompt_tokens: int = 512
     new_tokens: int = 128
-    spread: float = 0.5  # lengths are drawn evenly from 1 - spread to 1 + spread times these
+    spread: float = 0.5  # lengths are drawn evenly from 1 - spread to 1 + spread times the two above
     clients: int = 0
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Steps of `microbatches` microbatches of `microbatch` samples of `sequence` tokens."""
+    """Training run: each step has `microbatches` microbatches of `microbatch` samples of `sequence` tokens."""
 
     microbatches: int = 32
     microbatch: int = 1
@@ -38,12 +41,12 @@ class TrainSettings:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch."""
+        """Number of tokens of one microbatch."""
         return self.microbatch * self.sequence
 
     @property
     def run(self) -> Run:
-        """As a trainer would bring it. Raises UsageError."""
+        """The run as a trainer would announce it. Raises UsageError if the settings do not make a valid run."""
         run = Run(
             data=bytes(FINGERPRINT_BYTES),
             steps=1 << 31,
@@ -59,14 +62,14 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class SwarmSettings:
-    """How peers live together."""
+    """Settings of the simulated peers: delays, caches, directory, routing, client."""
 
-    detect_s: float = 1.0  # until a peer that vanished is noticed by those who talk to it; a closed socket is faster
+    detect_s: float = 1.0  # until the peers that talk to a vanished peer notice; a closed socket is faster
     load_bytes_per_s: float = 1e9  # from the disk onto the device
-    settle_s: float = 1.0  # a claim stands for so long before it is taken
-    look_s: float = 1.0  # between two looks whether to move
+    settle_s: float = 1.0  # from a claim to the choice that takes it
+    look_s: float = 1.0  # between two decisions whether to move
     cache_tokens: int = StageConfig.cache_tokens
-    rebalance: bool = True  # peers move for throughput; without, they only fill gaps
+    rebalance: bool = True  # peers move for throughput; if False they only fill gaps
     directory: DirectoryConfig = field(default_factory=DirectoryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
@@ -74,7 +77,8 @@ class SwarmSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is simulated. `churn`: share of the peers that leave per hour, each replaced by another after a while."""
+    """Settings of one simulation. `workload` is "serve" or "train". `churn` is the share of the peers that leave per hour; each
+    is replaced after a while."""
 
     workload: str = "serve"
     hours: float = 0.25
@@ -87,5 +91,5 @@ class Settings:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Length of the simulation in seconds."""
         return self.hours * 3600

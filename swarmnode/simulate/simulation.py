@@ -1,4 +1,4 @@
-"""A simulation from its scenario and settings to its result."""
+"""Simulation: runs a scenario with its settings and returns the result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from swarmnode.simulate.settings import Settings
 from swarmnode.simulate.steps.training import Training
 
 Progress = Callable[[float, float], None]
-"""(seconds simulated, of how many)"""
+"""Function called with the seconds already simulated and the total."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What came out: everything that was measured, and the state in which the world is left."""
+    """Result of a simulation: all measures, and the final state of the world."""
 
     scenario: Scenario
     model: Model
@@ -42,9 +42,13 @@ class SimulationResult:
 
 @dataclass(eq=False)
 class Simulation:
-    """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans`: a plan that
-    is carried out instead of what peers would choose; microbatches go as coordinators wire
-    them, or are fixed to `pipelines`. Raises UsageError."""
+    """Simulation of a swarm on `scenario` and `model`.
+
+    `peers` is the number of peers, 0 for one per device; if the scenario has fewer devices they are repeated in turn. `trace`
+    replaces the random churn. `spans` is a plan, one span per peer, that replaces the choices of the peers. `pipelines` fixes
+    the routes of microbatches; without them coordinators wire each. Raises UsageError if a device has no known speed or
+    no device holds one unit.
+    """
 
     scenario: Scenario
     model: Model
@@ -81,13 +85,17 @@ class Simulation:
 
     @property
     def left_out(self) -> list[int]:
-        """Peers, by index, for whom the plan has no place."""
+        """Indexes of the peers that the plan gives no units; empty without a plan."""
         return [index for index, span in enumerate(self.spans or ()) if not span.units]
 
     def run(
         self, progress: Progress = lambda _done, _of: None, workload: SimulatedWorkload | None = None
     ) -> SimulationResult:
-        """Let it happen. `workload`: another one than the settings name."""
+        """Simulate until the end and return the result.
+
+        `progress` is called after every sample. `workload` replaces the workload of the settings. Raises UsageError if the
+        workload cannot run on these peers.
+        """
         workload = workload or self._make_workload()
         self.world.begin(workload, self.spans)
         workload.begin()
@@ -123,7 +131,7 @@ class Simulation:
         self.measures.sample(self.clock.now_s, gauges)
 
     def _chance(self, what: str) -> random.Random:
-        """Every part draws from a source of its own, so that one that draws more does not change the others."""
+        """Return the random source of one part. Each part has its own, so that more draws of one do not change the others."""
         return random.Random(f"{self.settings.seed} {what}")
 
 

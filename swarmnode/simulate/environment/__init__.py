@@ -1,1 +1,1 @@
-"""The simulated world: peers, devices, links, and what is known of them."""
+"""Simulated world: peers, devices, links, and the directory that announces them."""

@@ -1,10 +1,10 @@
-"""Devices: how long they compute.
+"""Simulated devices: how long a device computes a pass.
 
-Where Helix measured the card (arXiv 2406.01566), its times of a layer, scaled by the size of ours. Otherwise a roofline
-(Williams et al., 2009): a pass takes as long as reading the weights or as the arithmetic, whichever is longer. The shares
-of the datasheet's peaks that are reached are the least that Helix's measurements show (A100, V100, L4, T4): 0.4 of the
-arithmetic for prompts (0.4 to 0.8) and 0.7 of the memory's bandwidth for decoding (0.66 to 0.83). A speed that the scenario
-gives for a device counts before both, and means what it means for a live node that is told to be that slow.
+If Helix measured the card (arXiv 2406.01566), its times of a layer count, scaled by the size of the model's layers. Otherwise a
+roofline (Williams et al., 2009) counts: a pass takes as long as reading the weights or as the arithmetic, whichever is longer.
+The shares of the datasheet's peaks that are reached are near the lower end of Helix's measurements (A100, V100, L4, T4): 0.4 of
+the arithmetic for prompts (measured: 0.4 to 0.8) and 0.7 of the memory's bandwidth for decoding (0.66 to 0.83). A speed that
+the scenario gives for a device takes precedence over both, and has the meaning of a live node's speed limit.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from swarmnode.simulate.environment.model import WEIGHT_BYTES, Model
 
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.7
-PASS_S = 0.0005  # of a unit's pass that no card is faster than: a dozen kernels to launch, and Python around them
-CALL_S = PASS_S / 12  # of an operator, likewise
+PASS_S = 0.0005  # least time of a unit's pass on any card: a dozen kernels to launch, and Python around them
+CALL_S = PASS_S / 12  # least time of one operator, likewise
 FLOPS_PER_PARAMETER = 2  # a multiplication and an addition, for each token
-FLOPS_PER_BYTE = 100  # of a card that the table does not have: about the ratio of its consumer cards
-BACKWARD = 2.0  # of the forward pass: gradients of the inputs and of the weights
+FLOPS_PER_BYTE = (
+    100  # arithmetic per byte of memory traffic for an unknown card: about the ratio of consumer cards in the table
+)
+BACKWARD = 2.0  # time relative to the forward pass: gradients of the inputs and of the weights
 DEFAULT_MEMORY_BYTES = 16 * 10**9
 
 Seconds = Callable[[float], float]
-"""tokens of a pass -> seconds per layer"""
+"""Function from the tokens of a pass to its seconds per layer."""
 
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """A device as it computes one model. Layers are what is measured; other units count by their parameters, or (`by_units`)
-    as much as a layer."""
+    """Speed and memory of a device for one model. Times are per layer. Units other than layers count by their parameters; with
+    `by_units` every unit counts as one layer."""
 
     name: str
     memory_bytes: int
@@ -49,28 +51,29 @@ class SimulatedDevice:
 
     @property
     def decode_units_per_s(self) -> float:
-        """Units of one session's decode steps per second, as nodes measure and announce it."""
+        """Units per second that the device computes for decode steps of a single session, as nodes measure and announce it."""
         return 1 / self.decode_layer_s(1)
 
     def layers(self, model: Model, span: Span) -> float:
-        """The work of a span, in layers."""
+        """Return the work of `span` in layers of `model`; with `by_units` its number of units."""
         return span.units if self.by_units else model.layers(span)
 
     def decode_s(self, layers: float, batch: int) -> float:
-        """A pass of one token each of `batch` sessions."""
+        """Return the seconds of a pass with one token of each of `batch` sessions through `layers` layers."""
         return layers * self.decode_layer_s(batch)
 
     def prompt_s(self, layers: float, tokens: int) -> float:
-        """A pass of a prompt's tokens, or of a microbatch going forward."""
+        """Return the seconds of a pass with `tokens` tokens of a prompt, or of a microbatch's forward pass, through `layers`
+        layers."""
         return layers * self.prompt_layer_s(tokens)
 
     def backward_s(self, layers: float, tokens: int) -> float:
-        """A microbatch on its way back."""
+        """Return the seconds of a microbatch's backward pass with `tokens` tokens through `layers` layers."""
         return BACKWARD * self.prompt_s(layers, tokens)
 
 
 def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
-    """One device of a scenario. Raises UsageError where nothing tells how fast it is."""
+    """Return device `index` of `scenario` with its speed for `model`. Raises UsageError if its speed is unknown."""
     gpu = scenario.gpus[index]
     known = find_gpu(gpu)
     name = gpu or f"device {index}"
@@ -88,14 +91,15 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
         return replace(card, name=name, memory_bytes=memory_bytes)
     if flops is None:
         raise UsageError(
-            f"how fast device {index} of {scenario.name} is, is not known: its scenario needs gpu, peak_tflops or "
-            "decode_units_per_s, or name a card for all such devices with --gpu"
+            f"the speed of device {index} of {scenario.name} is not known: give it gpu, peak_tflops or "
+            "decode_units_per_s in the scenario, or name a card for all such devices with --gpu"
         )
     return SimulatedDevice(name, memory_bytes, *_roofline(model.layer_parameters, flops, flops / FLOPS_PER_BYTE))
 
 
 def known_card(name: str | None, layer_parameters: int) -> SimulatedDevice | None:
-    """A card of the table as it computes layers of this size; None where the table does not have it."""
+    """Return the card `name` with its speed for layers of `layer_parameters` parameters; None if the table of cards has no such
+    card."""
     known, measured = find_gpu(name), layer_times(name, layer_parameters)
     if known is None:
         return None
@@ -108,7 +112,8 @@ def known_card(name: str | None, layer_parameters: int) -> SimulatedDevice | Non
 
 
 def _measured(decode_units_per_s: float | None, training_units_per_s: float | None) -> tuple[Seconds, Seconds]:
-    """As nodes were measured, at least in one of the two; a prompt is the forward part of training."""
+    """Return the times (decoding, prompt) of a node with at least one speed given. A prompt takes as long as the forward part of
+    training, or without a training speed as on a node that is throttled to `decode_units_per_s`."""
     if training_units_per_s is None:
         throttle = Throttle(decode_units_per_s or 0.0)
         return lambda _: throttle.least_s(1, 1), lambda tokens: throttle.least_s(1, int(tokens))
@@ -136,7 +141,8 @@ def _roofline(layer_parameters: int, flops: float, bytes_per_s: float) -> tuple[
 
 
 def _graph_roofline(model: GraphModel, flops: float, bytes_per_s: float) -> tuple[Seconds, Seconds]:
-    """Of a graph's middle unit: what its arithmetic takes, what its other operators move, and what it takes to call them."""
+    """Return the times (decoding, prompt) of a graph's middle unit: arithmetic, memory traffic of the other operators, and
+    calls."""
     step_s = model.flops / (flops * FLOPS_SHARE) + model.moved_bytes / (bytes_per_s * BANDWIDTH_SHARE)
     step_s += model.calls * CALL_S
     sample_s = step_s / ((1 + BACKWARD) * sum(model.unit_layers) * model.samples)

@@ -1,7 +1,7 @@
-"""Simulated directory: announcements as all peers read them, late, until they expire; and the outlook of peers on better places.
+"""Simulated directory: announcements, which all peers read with a delay until they expire; and the wishes of peers to move.
 
-Live peers read at times of their own. Here all read at the same ticks, a read period apart, so that one picture is shared by
-all: what is announced is known at the next tick.
+Live peers read the directory at different times. In the simulation all peers read at the same ticks, one read period apart, and
+share one picture: an announcement is known at the next tick.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarmnode.swarm.records.announcement import State
 
 
 class SimulatedDirectory:
-    """`revision` counts the pictures in which somebody came, went, or holds something else."""
+    """Directory that all simulated peers share. `revision` grows when a peer comes, goes, or changes its state or span."""
 
     def __init__(self, clock: VirtualClock, units: int, config: DirectoryConfig, position_bytes: int = 0) -> None:
         self.revision = 0
@@ -32,9 +32,9 @@ class SimulatedDirectory:
         self._config = config
         self._known: dict[PeerId, PeerView] = {}
         self._announced: dict[PeerId, PeerView | None] = {}
-        # Of those that hold units or soon will, kept up to date.
+        # Index of the peers that hold units or soon will, kept up to date.
         self.capacity_index = CapacityIndex(units, (), position_bytes)
-        self.speeds: Counter[float] = Counter()  # of the same peers
+        self.speeds: Counter[float] = Counter()  # how many of the same peers have each speed
         self._view: View | None = None
 
     def __repr__(self) -> str:
@@ -43,21 +43,22 @@ class SimulatedDirectory:
         )
 
     def start(self) -> None:
-        """Tick from now on."""
+        """Take in the announcements now and again after every read period."""
         self.know_now()
         self._clock.after(self._config.read_period_s(len(self._known)), self.start)
 
     @property
     def publish_period_s(self) -> float:
-        """Between two announcements of a peer that has nothing urgent to say."""
+        """Seconds between two regular announcements of a peer."""
         return self._config.publish_period_s(len(self._known))
 
     def announce(self, peer: PeerView) -> None:
-        """To be known from the next tick on. OFFLINE is a goodbye."""
+        """Announce `peer`, visible from the next tick on. A peer in state OFFLINE is removed at that tick."""
         self._announced[peer.peer] = None if peer.state is State.OFFLINE else peer
 
     def vanish(self, peer: PeerId) -> None:
-        """It will not announce itself again: its last word expires after `life_factor` periods, of which half a one is over."""
+        """Let the last announcement of `peer` expire `life_factor` - 0.5 publish periods from now; drop its pending
+        announcement."""
         expires_s = self.publish_period_s * (self._config.life_factor - 0.5)
 
         def expire() -> None:
@@ -67,13 +68,13 @@ class SimulatedDirectory:
         self._clock.after(expires_s, expire)
 
     def view(self) -> View:
-        """The picture of the last tick, without round trips."""
+        """Return the picture of the last tick; it has no round-trip times."""
         if self._view is None:
             self._view = View(self._units, tuple(self._known.values()), position_bytes=self._position_bytes)
         return self._view
 
     def know_now(self) -> None:
-        """Take in the news: at each tick, and at the start of a simulation, where peers came one after another."""
+        """Apply all pending announcements to the picture, without waiting for the next tick."""
         changed = False
         for name, peer in self._announced.items():
             before = self._known.pop(name, None) if peer is None else self._known.get(name)
@@ -92,7 +93,7 @@ class SimulatedDirectory:
         if peer is not None and peer.state in HOLDING:
             self.capacity_index.change(peer, change)
             self.speeds[peer.decode_units_per_s] += change
-            self.speeds += Counter()  # drops what nobody has
+            self.speeds += Counter()  # drops speeds with a count of 0
 
 
 def _place(peer: PeerView | None) -> tuple[State, Span] | None:
@@ -101,7 +102,8 @@ def _place(peer: PeerView | None) -> tuple[State, Span] | None:
 
 @dataclass(eq=False)
 class Outlook:
-    """Wishes of peers to move, by the picture that the directory has now: peers of the same kind are asked once."""
+    """Wishes of peers to move, computed from the directory's current picture. If a peer stays, peers of the same kind are not
+    asked."""
 
     directory: SimulatedDirectory
     measures: Measures
@@ -118,13 +120,13 @@ class Outlook:
         return f"<Outlook at revision {self._revision}: {len(self._moves)} peers asked>"
 
     def all_stay(self) -> bool:
-        """Whether nobody needs to be asked."""
+        """Return whether no move can be worthwhile, so that no peer needs to be asked."""
         if self._revision != self.directory.revision:
             self._look_anew()
         return not self._gain_is_possible
 
     def move(self, peer: Peer) -> Move | None:
-        """Where a peer should rather be; None where it should stay."""
+        """Return the move that `peer` should make; None if it should stay."""
         if self.all_stay():
             return None
         kind = self._kind(peer)
@@ -138,7 +140,7 @@ class Outlook:
         return self._moves[peer.peer]
 
     def _kind(self, peer: Peer) -> tuple[object, ...]:
-        """Peers of the same kind want the same."""
+        """Return a key that is equal for peers with the same wish; under a rule other than BY_THROUGHPUT it is the peer's own."""
         kind = (peer.span, peer.capacity_units, peer.device.decode_units_per_s, peer.up_bps, peer.down_bps, peer.move_s)
         return kind if self.rule is BY_THROUGHPUT else (peer.peer, *kind)
 
@@ -154,10 +156,10 @@ class Outlook:
         self._gain_is_possible = self._can_gain()
 
     def _can_gain(self) -> bool:
-        """Whether a move may fill a gap, or gain more than the hysteresis.
+        """Return whether a move may fill a gap, or gain more than the hysteresis.
 
-        One more peer of speed v raises no unit's level by more than v, so it gains v / throughput at most. Where a unit hangs
-        on one peer more counts than throughput, and every peer is asked.
+        One more peer of speed v raises no unit's level by more than v, so it gains v / throughput at most. If a unit has only one
+        holder, more than throughput counts, and every peer is asked.
         """
         if self.rule is not BY_THROUGHPUT:
             return True

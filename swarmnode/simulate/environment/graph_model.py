@@ -1,5 +1,5 @@
-"""A module's graph as a simulated swarm trains it: what its units weigh and compute, and what passes between them. A sample counts
-as a token, so a microbatch of it has a sequence of 1."""
+"""Model of a module's graph for simulated training: size and work of its units, and bytes that pass between them. A sample counts
+as a token, so a microbatch has a sequence length of 1."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ RANKS_TO_WIDTH = 1.25  # a matrix of w x 4 w has 4/5 w parameters for each row a
 
 @dataclass(frozen=True, kw_only=True)
 class GraphModel(Model):
-    """A Model, of microbatches of `samples` samples. `forward_bytes` and `backward_bytes`: per unit, of what enters it from
-    the unit before and of the gradients that go back there. `unit_seconds`: there and back, on a middling machine. Over all
-    units, there and back: `flops`, `moved_bytes` of operators that no arithmetic limits, and `calls` of operators. `width`: of
-    matrices w x 4 w whose factors of a rank are as large as those of its own."""
+    """Model of a graph for microbatches of `samples` samples.
+
+    `forward_bytes` and `backward_bytes`: per unit, the values that enter it from the unit before, and their gradients.
+    `unit_seconds`: per unit, forward and backward pass on the reference machine. `flops`, `moved_bytes` (of operators that are
+    not limited by arithmetic) and `calls` (of operators): sums over all units, forward and backward. `width`: the width w of
+    matrices w x 4 w with as many parameters per row and column as the graph's own matrices.
+    """
 
     samples: int
     forward_bytes: tuple[int, ...]
@@ -38,7 +41,8 @@ class GraphModel(Model):
 
     @classmethod
     def of_graph(cls, graph: Graph, name: str, samples: int) -> GraphModel:
-        """The model of a graph that is cut into units. Raises UsageError where it does not work with so many samples at once."""
+        """Build the model of a graph that is cut into units. Raises UsageError if the graph has another fixed batch than
+        `samples`."""
         from swarmnode.compute.graph.costs.estimate import entering_bytes, estimate_units, usual_width
         from swarmnode.compute.graph.costs.rates import REFERENCE
         from swarmnode.compute.graph.costs.work import CALLS, FLOPS, total
@@ -72,38 +76,43 @@ class GraphModel(Model):
 
     @property
     def has_tokens(self) -> bool:
-        """No: a sample is one."""
+        """False: a graph is trained with samples."""
         return False
 
     @property
     def inner_layers(self) -> range:
-        """None: units are whatever the graph was cut into."""
+        """Empty range: no unit of a graph is known to be a layer."""
         return range(0)
 
     @property
     def matrix_width(self) -> int:
-        """See `width`."""
+        """Width of the matrices that stand for the graph's own, `width`."""
         return self.width
 
     @cached_property
     def unit_layers(self) -> tuple[float, ...]:
-        """The work of each unit, relative to the one in the middle."""
+        """Work of each unit, relative to the unit with the median time."""
         middle_s = sorted(self.unit_seconds)[self.units // 2]
         return tuple(seconds / middle_s for seconds in self.unit_seconds)
 
     def input_bytes(self, samples: int, sequence: int) -> int:
-        """Of a microbatch, as a trainer sends it."""
+        """Return the bytes of a microbatch of `samples` samples that a trainer sends to the first unit."""
         return self.forward_bytes[0] * samples // self.samples
 
     def crossing(self, unit: int, samples: int, sequence: int, *, back: bool = False) -> tuple[int, ...]:
-        """As so many values of 4 bytes."""
+        """Return the shape (samples, values of 4 bytes) of the values that enter `unit` from the unit before; `back`: of their
+        gradients."""
         size_bytes = self.backward_bytes[unit] if back else self.forward_bytes[unit]
         return samples, max(1, size_bytes // (self.samples * FLOAT_BYTES))
 
 
 def load_model(source: str | Path, samples: int) -> Model:
-    """What `--model` names: a transformers config, a graph that `create --module` wrote (or the folder of either), or a module
-    itself, as a factory "package.module:function" or an exported program "file.pt2". Raises UsageError, CheckpointError."""
+    """Load the model that `--model` names.
+
+    `source` is a transformers config, a graph that `create --module` wrote (or the folder of either), or a module itself: a
+    factory "package.module:function" or an exported program "file.pt2". `samples` is the size of a graph's microbatches. Raises
+    UsageError or CheckpointError if the model cannot be read or split.
+    """
     from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source, module_name
     from swarmnode.compute.graph.partition import partition
     from swarmnode.compute.graph.serialise import GRAPH_FILE, read_graph
@@ -118,6 +127,6 @@ def load_model(source: str | Path, samples: int) -> Model:
 
 
 def _width(shapes: list[tuple[int, ...]]) -> int:
-    """Of matrices w x 4 w with as many parameters for each row and column as these have."""
+    """Return the width w of matrices w x 4 w with as many parameters per row and column as `shapes` have; 1 if there are none."""
     sides = sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
     return max(1, round(RANKS_TO_WIDTH * sum(map(math.prod, shapes)) / sides)) if sides else 1

@@ -1,8 +1,8 @@
-"""Links: delays and bandwidths between peers, of which several may stand at one place of the scenario; and their uplinks.
+"""Simulated links: delays and bandwidths between peers, and their uplinks. Several peers may stand at one place of the scenario.
 
-What a peer sends leaves it in order, as fast as its fastest path allows; on each path one message follows the other at the
-path's own bandwidth, and is under way for the path's delay. So a slow path holds up what goes along it, and nothing else. What is
-sent together shares the line.
+Messages leave a peer in order, as fast as its fastest path allows. On each path the messages follow one another at the path's own
+bandwidth, and each travels for the path's delay. So a slow path holds up its own messages and no others. Messages that are
+sent together share the uplink.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ LAN_DELAY_S, LAN_BANDWIDTH_BPS = 0.0005, 1e9  # between two peers at a place tha
 
 
 class Links:
-    """`places[peer]`: which device of the scenario it stands for. Two peers at one place are as near as its next neighbour."""
+    """Network of a simulation. `places[peer]` is the peer's place: a device of the scenario. The path between two peers at one
+    place is the place's path to its nearest neighbour in the region, or a LAN if it has none."""
 
     def __init__(self, scenario: Scenario, places: Sequence[int]) -> None:
         self.places = list(places)
@@ -28,7 +29,9 @@ class Links:
         delay, bandwidth = _with_neighbours(scenario)
         self._delay_SS: Floats = delay
         self._bandwidth_SS: Floats = bandwidth
-        self._delay_s: list[list[float]] = delay.tolist()  # lists: scalars out of arrays cost ten times as much
+        self._delay_s: list[list[float]] = (
+            delay.tolist()
+        )  # lists: reading single values from arrays takes ten times as long
         self._bandwidth_bps: list[list[float]] = bandwidth.tolist()
         self._uplink_bps: list[float] = _uplinks_bps(scenario, bandwidth).tolist()
         self._free_at_s = [0.0] * len(self.places)
@@ -40,34 +43,34 @@ class Links:
 
     @property
     def sites(self) -> int:
-        """Places of the scenario."""
+        """Number of places of the scenario."""
         return len(self._delay_s)
 
     def best_bps(self, receiver: int) -> float:
-        """The fastest path to a peer."""
+        """Return the bandwidth of the fastest path to `receiver`, in bits/s."""
         there = self.places[receiver]
         return max(row[there] for row in self._bandwidth_bps)
 
     def uplink_bps(self, sender: int) -> float:
-        """What a peer can send at most."""
+        """Return the bandwidth of the uplink of `sender`, in bits/s."""
         return self._uplink_bps[self.places[sender]]
 
     def delay_s(self, sender: int, receiver: int) -> float:
-        """One way."""
+        """Return the one-way delay of the path from `sender` to `receiver`, in seconds."""
         return self._delay_s[self.places[sender]][self.places[receiver]]
 
     def bandwidth_bps(self, sender: int, receiver: int) -> float:
-        """Of the path, if nobody else sends."""
+        """Return the bandwidth of the path from `sender` to `receiver`, in bits/s, without other traffic."""
         return self._bandwidth_bps[self.places[sender]][self.places[receiver]]
 
     def between(self, peers: Sequence[int]) -> tuple[Floats, Floats]:
-        """[N, N] from each of these peers to each other: one-way delays in seconds, bandwidths in bits/s."""
+        """Return two [N, N] matrices between `peers`, from row to column: one-way delays in seconds, bandwidths in bits/s."""
         places = [self.places[peer] for peer in peers]
         pairs = np.ix_(places, places)
         return self._delay_SS[pairs], self._bandwidth_SS[pairs]
 
     def send(self, now_s: float, sender: int, receiver: int, size_bytes: float) -> float:
-        """When a message that is handed over now will have arrived."""
+        """Send a message at `now_s` and return the time in seconds at which it arrives; `now_s` if `sender` is `receiver`."""
         if sender == receiver:
             return now_s
         begins_s, size_bits = max(now_s, self._free_at_s[sender]), size_bytes * 8
@@ -75,8 +78,8 @@ class Links:
         return self._through((sender, receiver), begins_s, size_bits, begins_s)
 
     def send_together(self, now_s: float, sender: int, sizes_bytes: Mapping[int, float]) -> dict[int, float]:
-        """When messages to these will have arrived that are handed over now: each gets as much of the line as the others until it
-        is through."""
+        """Send one message to each key of `sizes_bytes` at `now_s` and return the arrival time of each in seconds. The messages
+        share the uplink equally until they are through; a message to `sender` itself arrives at once."""
         begins_s, ends_s = max(now_s, self._free_at_s[sender]), dict[int, float]()
         sent_bits, before_bits = 0.0, 0.0
         waiting = sorted((8 * size, receiver) for receiver, size in sizes_bytes.items() if receiver != sender)
@@ -90,7 +93,7 @@ class Links:
         return ends_s | ({sender: now_s} if sender in sizes_bytes else {})
 
     def _through(self, path: tuple[int, int], begins_s: float, size_bits: float, least_s: float) -> float:
-        """When a message has arrived that its line has carried at `least_s`."""
+        """Return the arrival time of a message that enters its path at `begins_s` and has left the uplink by `least_s`."""
         here, there = self.places[path[0]], self.places[path[1]]
         free_s = max(begins_s, self._path_free_at_s.get(path, 0.0)) + size_bits / self._bandwidth_bps[here][there]
         self._path_free_at_s[path] = max(free_s, least_s)
@@ -98,19 +101,20 @@ class Links:
         return self._path_free_at_s[path] + self._delay_s[here][there]
 
     def reset(self, peer: int) -> None:
-        """The peer is gone, and what waited to leave it or to reach it with it."""
+        """Forget all messages that wait to leave `peer` or to reach it."""
         self._free_at_s[peer] = 0.0
         for path in [path for path in self._path_free_at_s if peer in path]:
             del self._path_free_at_s[path]
 
     def drop_waiting(self, now_s: float) -> None:
-        """Nobody wants any more what has not left yet."""
+        """Forget all messages that wait to be sent, of all peers."""
         self._free_at_s = [min(free_at_s, now_s) for free_at_s in self._free_at_s]
         self._path_free_at_s.clear()
 
 
 def _with_neighbours(scenario: Scenario) -> tuple[Any, Any]:
-    """The matrices with diagonals for two peers at one place: the path to the place's nearest neighbour in its region."""
+    """Return delays and bandwidths with diagonals: the path to the place's nearest neighbour in its region, or a LAN if it has
+    none."""
     delay, bandwidth = scenario.delay_s.copy(), scenario.bandwidth_bps.copy()
     for i, region in enumerate(scenario.regions):
         near = [j for j, other in enumerate(scenario.regions) if j != i and other == region and region is not None]
@@ -121,7 +125,7 @@ def _with_neighbours(scenario: Scenario) -> tuple[Any, Any]:
 
 
 def _uplinks_bps(scenario: Scenario, bandwidth: Any) -> Any:
-    """Of each place its fastest path to another one."""
+    """Return the bandwidth of each place's fastest path to another place; with one device that of its own path."""
     if scenario.devices == 1:
         return bandwidth[0]
     others = ~np.eye(scenario.devices, dtype=bool)

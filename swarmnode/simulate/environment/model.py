@@ -1,4 +1,4 @@
-"""The model that a simulated swarm works on: what its units weigh, compute and remember, from a config alone."""
+"""Model of a simulated swarm: parameters, work and cache of its units, derived from a config alone."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from swarmnode.plan.view import Span
 
 WEIGHT_BYTES = 2  # bf16 or fp16, as GPUs serve and train
 PARAMETER_BYTES = 4  # float32, as training begins
-ID_BYTES = 8  # of a token
+ID_BYTES = 8  # of a token id
 CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True)
 class Model:
-    """Per unit (embedding, layers, head): `parameters`, those of them that a token meets (`active`: of a mixture's experts
-    only some), and the bytes that the KV cache keeps of a token. `hidden`: width of what passes between units. `shared`: parameters
-    of the matrix that both ends share, if they are tied; they count in both."""
+    """Sizes of a model, per unit (embedding, layers, head).
+
+    `parameters` counts all parameters of a unit, `active` those that one token uses (of a mixture's experts only some),
+    `cache_bytes` the KV cache of one token. `hidden` is the width of the values between units. `shared` counts the parameters
+    of the matrix that embedding and head share if they are tied, else it is 0; they count in both units.
+    """
 
     name: str
     parameters: tuple[int, ...]
@@ -35,7 +38,8 @@ class Model:
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
-        """The model of a transformers config: a config.json, or a folder with one. Raises UsageError, CheckpointError."""
+        """Load the model of a transformers config: a config.json or a folder with it. Raises UsageError if there is no such file,
+        CheckpointError if it cannot be read or split."""
         path = Path(path)
         path = path / CONFIG_NAME if path.is_dir() else path
         if not path.is_file():
@@ -50,7 +54,7 @@ class Model:
 
     @classmethod
     def of_config(cls, config: Any, name: str) -> Model:
-        """The model of a transformers config object. Raises CheckpointError where it cannot be split."""
+        """Build the model of a transformers config object. Raises CheckpointError if it cannot be split."""
         from swarmnode.compute.model.family import family_of
 
         family = family_of(config)
@@ -60,54 +64,55 @@ class Model:
 
     @property
     def units(self) -> int:
-        """How many units it has."""
+        """Number of units."""
         return len(self.parameters)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether its samples are sequences of them, as a language model's are."""
+        """Whether its samples are sequences of tokens, as a language model's are."""
         return True
 
     @property
     def counted(self) -> str:
-        """What is counted of what it is trained with."""
+        """Word for the counted training data: "tokens" or "samples"."""
         return "tokens" if self.has_tokens else "samples"
 
     @property
     def inner_layers(self) -> range:
-        """The units that are layers: neither embedding nor head."""
+        """Range of the units that are layers: neither embedding nor head."""
         return range(1, self.units - 1)
 
     @property
     def matrix_width(self) -> int:
-        """Of the matrices whose gradients are averaged, which are taken to be of this x 4 times this."""
+        """Width w of the matrices whose gradients are averaged; all are taken to be w x 4 w."""
         return self.hidden
 
     def input_bytes(self, samples: int, sequence: int) -> int:
-        """Of a microbatch, as a trainer sends it: token ids."""
+        """Return the bytes of a microbatch that a trainer sends: the token ids of `samples` sequences of `sequence` tokens."""
         return samples * sequence * ID_BYTES
 
     def crossing(self, unit: int, samples: int, sequence: int, *, back: bool = False) -> tuple[int, ...]:
-        """Shape of the values of a microbatch that enter a unit from the one before it; `back`: of their gradients."""
+        """Return the shape of a microbatch's values that enter `unit` from the unit before; `back`: of their gradients."""
         return samples, sequence, self.hidden
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Active parameters of the unit that is in the middle by size: a layer."""
+        """Active parameters of the unit of median size, which is a layer."""
         return sorted(self.active)[self.units // 2]
 
     @cached_property
     def serving_sizes(self) -> UnitSizes:
-        """Bytes for inference."""
+        """Bytes of each unit for inference: weights, and cache of one token."""
         return UnitSizes(tuple(count * WEIGHT_BYTES for count in self.parameters), self.cache_bytes)
 
     @cached_property
     def training_sizes(self) -> UnitSizes:
-        """Bytes for training: parameters, gradients and AdamW's two memories."""
+        """Bytes of each unit for training: parameters, gradients and AdamW's two moments."""
         return UnitSizes(tuple(count * TRAINING_BYTES for count in self.parameters), (0,) * self.units)
 
     def capacity_units(self, memory_bytes: int, *, trains: bool, cache_tokens: int) -> int:
-        """Units that fit wherever in the model they lie, as live nodes count; 0 where not one does."""
+        """Return the largest number of consecutive units that fit wherever in the model they begin, as live nodes count; 0 if
+        none fits."""
         sizes = self.training_sizes if trains else self.serving_sizes
         if sizes.need_bytes(0, self.units, cache_tokens) <= usable_bytes(memory_bytes):
             return self.units
@@ -122,38 +127,40 @@ class Model:
         )
 
     def free_bytes(self, memory_bytes: int, span: Span, sizes: UnitSizes) -> float:
-        """What is left beside a span, for caches."""
+        """Return the free bytes for caches beside the units of `span`; 0 if the span does not fit."""
         return max(0, usable_bytes(memory_bytes) - sizes.need_bytes(span.start, span.end, 0))
 
     def loaded_bytes(self, span: Span, *, trains: bool, learnt: bool) -> int:
-        """What a peer gets from others to hold a span; in training parameters in float32 and, once something is learnt, AdamW's two
-        memories."""
+        """Return the bytes that a peer downloads to hold `span`. With `trains` these are parameters in float32 and, if
+        `learnt`, AdamW's two moments."""
         trained_bytes = STATE_BYTES if learnt else PARAMETER_BYTES
         return (trained_bytes if trains else WEIGHT_BYTES) * sum(self.parameters[span.start : span.end])
 
     def block_parameters(self, block: int) -> int:
-        """Of one block of gradients: a unit without what the ends share, or that (SHARED)."""
+        """Return the parameters of one block of gradients: a unit without the shared matrix, or the shared matrix alone
+        (SHARED)."""
         if block == SHARED:
             return self.shared
         return self.parameters[block] - (self.shared if block in (0, self.units - 1) else 0)
 
     def layers(self, span: Span) -> float:
-        """The active parameters of a span, as a number of layers."""
+        """Return the work of `span` as a number of layers."""
         return self._layers_before[span.end] - self._layers_before[span.start]
 
     @property
     def unit_layers(self) -> tuple[float, ...]:
-        """The work of each unit, in layers. Looking up an embedding is no work; it counts as a hundredth of a layer."""
+        """Work of each unit, in layers. Looking up an embedding is hardly any work; it counts as a hundredth of a layer."""
         return (0.01, *(count / self.layer_parameters for count in self.active[1:]))
 
     @cached_property
     def _layers_before(self) -> tuple[float, ...]:
-        """Layers' worth of the units before each."""
+        """Work of all units before each unit, in layers; the last entry is the whole model's."""
         return tuple(accumulate(self.unit_layers, initial=0.0))
 
 
 def _count(family: Any, expert_share: float) -> tuple[list[int], list[float], int]:
-    """Parameters of each unit, all and active, and those that the ends share; the model is built without its weights' memory."""
+    """Return per unit all and active parameters, and the shared ones. The model is built on the meta device, without memory for
+    weights."""
     import torch
     from transformers.initialization import no_init_weights
 
@@ -170,6 +177,6 @@ def _count(family: Any, expert_share: float) -> tuple[list[int], list[float], in
 
 
 def _active_share(config: Any) -> float:
-    """The share of a mixture's experts that a token meets."""
+    """Return the share of a mixture's experts that one token uses; 1.0 if there are no experts."""
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     return getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0

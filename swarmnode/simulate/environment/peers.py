@@ -1,4 +1,4 @@
-"""Simulated peer: a device at a place of the scenario, what it holds, and the changes by which peers come and go."""
+"""Simulated peer: its device, span and state; and the times at which peers leave and return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AWAY_S = 300.0  # mean time until another peer takes a leaver's place
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """A device goes away (without a word), or comes back."""
+    """Moment at which a device vanishes without a goodbye (`up` is False) or returns (`up` is True)."""
 
     at_s: float
     device: int
@@ -30,7 +30,8 @@ class Change:
 
 
 def steady_churn(devices: int, rate_per_hour: float, seconds: float, chance: random.Random) -> list[Change]:
-    """Each peer leaves at random (Poisson) `rate_per_hour` times an hour, and after a while another one takes its place."""
+    """Return random changes of `devices` devices within `seconds`, in order of time: each vanishes `rate_per_hour` times an
+    hour on average (Poisson) and returns after `AWAY_S` seconds on average. The list is empty if the rate is 0."""
     changes: list[Change] = []
     for device in range(devices):
         now_s = 0.0
@@ -45,14 +46,15 @@ def steady_churn(devices: int, rate_per_hour: float, seconds: float, chance: ran
 
 
 def read_trace(path: str | Path, devices: int) -> list[Change]:
-    """A JSON list of [seconds, device, "up" or "down"] in a file. Raises UsageError where it is not one."""
+    """Read changes of `devices` devices from a JSON file with a list of [seconds, device, "up" or "down"], and sort them by time.
+    Raises UsageError if the file cannot be read or holds anything else."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
         if content is None:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
         rows = json.loads(content)
         if not isinstance(rows, list):
-            raise ValueError("it is no list")
+            raise ValueError("it is not a list")
         changes = [_change(row, devices) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path}: not a trace, which is a JSON list of [seconds, device, up|down]: {error}") from None
@@ -72,7 +74,8 @@ def _change(row: list[object], devices: int) -> Change:
 
 @dataclass(eq=False)
 class Peer:
-    """`index` is its number in `Links`. A peer that is not `alive` is away; when it comes back it is another one, with a new id."""
+    """Simulated peer. `index` is its number in `Links`. A peer that is not `alive` is away; it returns as a new peer with a new
+    id."""
 
     index: int
     peer: PeerId
@@ -85,10 +88,10 @@ class Peer:
     state: State = State.OFFLINE
     sessions: int = 0
     cache_free_bytes: float = 0.0
-    life: int = 0  # how often it came: what was planned for an earlier life is void
-    load_is_news: bool = field(default=False, repr=False)  # an announcement of it is planned
-    wish: Move | None = field(default=None, repr=False)  # where it would rather be
-    move_s: float = field(default=MovePolicy().move_s, repr=False)  # what its last move took
+    life: int = 0  # grows when it joins, moves or vanishes: actions planned in an earlier life are void
+    load_is_news: bool = field(default=False, repr=False)  # an announcement of its load is planned
+    wish: Move | None = field(default=None, repr=False)  # the move that it waits to make
+    move_s: float = field(default=MovePolicy().move_s, repr=False)  # duration of its last move
     busy_s: float = field(default=0.0, repr=False)
 
     def __repr__(self) -> str:
@@ -96,20 +99,20 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether it is there at all."""
+        """Whether the peer is in the swarm, in any state but OFFLINE."""
         return self.state is not State.OFFLINE
 
     @property
     def serves(self) -> bool:
-        """Whether it computes for others; one that drains still does for those it has."""
+        """Whether the peer computes for others. A draining peer still computes for its sessions."""
         return self.state in (State.READY, State.DRAINING)
 
     def computes(self, takes_s: float) -> None:
-        """Note that its device is busy for so long."""
+        """Add `takes_s` seconds to the time that the device was busy."""
         self.busy_s += takes_s
 
     def view(self) -> PeerView:
-        """As it announces itself."""
+        """Return the peer's announcement of itself."""
         return PeerView(
             self.peer,
             self.span,
@@ -122,5 +125,5 @@ class Peer:
         )
 
     def joiner(self) -> Joiner:
-        """As it decides for itself."""
+        """Return the peer's own input for choosing a span."""
         return Joiner(self.peer, self.capacity_units, self.device.decode_units_per_s, self.started_at)

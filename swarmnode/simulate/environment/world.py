@@ -1,7 +1,7 @@
-"""The world: peers that come, choose units, load them, serve, move and vanish, as nodes do.
+"""Simulated world: peers that join, choose units, load them, serve, move and vanish, as nodes do.
 
-A peer's life is that of `node/node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave, and every choice on
-the way is made by the functions that nodes call, on the picture that the directory gave.
+A peer's life is that of `node/node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave. Every choice on
+the way is made by the functions that nodes call, on the picture of the simulated directory.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from swarmnode.simulate.results.measures import Measures
 from swarmnode.simulate.settings import SwarmSettings
 from swarmnode.swarm.records.announcement import State
 
-MAX_ASKED = 64  # peers among whom a newcomer looks for the nearest that has its weights
-DECISIONS = 10  # of each peer at most, before anything is trained that a move would lose
-FIRST_CHOOSERS = 200  # of a large swarm's peers, those that choose one after another before the simulation begins
+MAX_ASKED = 64  # peers among which a newcomer looks for the fastest path to a holder of its weights
+DECISIONS = 10  # most decisions of each peer before training begins, while a move loses nothing
+FIRST_CHOOSERS = 200  # peers of a large swarm that choose one after another before the simulation begins
 
 Choose = Callable[[View, Joiner], Span]
-"""Which units a peer takes, by what it sees."""
+"""Function that chooses the units of a peer from its view."""
 
 
 class SimulatedWorkload(Protocol):
-    """What the swarm is there for. Told of what happens to peers."""
+    """Work of the swarm, serving or training. The world calls it when a peer becomes ready, leaves or is lost."""
 
     @property
     def has_learnt(self) -> bool:
-        """Whether there is more to fetch than the weights that all began with."""
+        """Whether newcomers must download more than the initial weights."""
 
     def begin(self) -> None:
-        """All peers are in place."""
+        """Begin the work; all peers are in place."""
 
     def gauges(self) -> dict[str, float]:
-        """What a curve shows of this moment."""
+        """Return the current values for the curves, by name."""
 
     def ready(self, peer: Peer) -> None:
-        """It begins to serve its span."""
+        """Take in `peer`, which begins to serve its span."""
 
     def leaving(self, peer: Peer) -> None:
-        """It drains: what it does is to move to others."""
+        """Move the work of `peer`, which drains, to other peers."""
 
     def lost(self, peer: Peer) -> None:
-        """It is gone without a word. Others notice later; see `detect_s`."""
+        """Drop `peer`, which vanished without a goodbye. Other peers notice `detect_s` seconds later."""
 
 
 @dataclass(eq=False)
 class World:
-    """All peers, alive or not. `peers[i]` stands for device `i` of the links."""
+    """All peers of a simulation, alive or not. `peers[i]` has index `i` in `links`."""
 
     clock: VirtualClock
     model: Model
@@ -73,14 +73,14 @@ class World:
     def __post_init__(self) -> None:
         self.peers = list(self.peers)
         self.by_id: dict[str, Peer] = {}
-        self.met: dict[str, Peer] = {}  # by name, also those that are gone, of which not everybody has heard
+        self.met: dict[str, Peer] = {}  # by id, also peers that are gone but still in the directory
         self.directory = SimulatedDirectory(
             self.clock, self.model.units, self.settings.directory, self.model.hidden * BYTES_PER_HIDDEN
         )
-        self.choose: Choose = choose_span  # a study may put another one here
+        self.choose: Choose = choose_span  # a study may replace it
         self.workload: SimulatedWorkload
-        self._spares_wait = False  # who is left out of a plan, until somebody is lost
-        self._stood_by_at = 0  # the directory's revision, at the last look of those that hold nothing
+        self._spares_wait = False  # the peers that a plan leaves out stand by only after a peer is lost
+        self._stood_by_at = 0  # the directory's revision at the last look of the peers without units
         self._move_policy = MovePolicy(for_gain=self.settings.rebalance)
         self._outlook = Outlook(self.directory, self.measures, self._move_policy)
 
@@ -89,15 +89,15 @@ class World:
         return f"<World of {alive} live peers of {len(self.peers)} at {self.clock.now_s:.0f} s, {self.directory!r}>"
 
     def follow(self, rule: PlacementRule, hysteresis: float) -> None:
-        """Place peers by another rule than that of serving."""
+        """Place peers by `rule` instead of the rule for serving, with `hysteresis` for moves."""
         self.choose = rule.choose
         self._move_policy = replace(self._move_policy, hysteresis=hysteresis)
         self._outlook = Outlook(self.directory, self.measures, self._move_policy, rule)
 
     def begin(self, workload: SimulatedWorkload, spans: Sequence[Span] | None = None) -> None:
-        """Everybody is here: in the given spans, or where each chose to go, one after another.
+        """Place all peers in `spans`, or without `spans` let them choose one after another; then start the directory.
 
-        Of a large swarm only the first peers choose; the others, who are copies of them, take the same spans.
+        In a large swarm only the first peers choose; the others are copies of them and take the same spans.
         """
         self.workload = workload
         choosers = min(len(self.peers), max(FIRST_CHOOSERS // self.links.sites, 1) * self.links.sites)
@@ -126,13 +126,13 @@ class World:
         self._look()
 
     def _announce_place(self, peer: Peer) -> None:
-        """Known to all at once; whoever holds nothing stands by."""
+        """Announce the peer's span to all peers at once; a peer without units stands by."""
         peer.state = State.READY if peer.span.units else State.JOINING
         self.directory.announce(peer.view())
         self.directory.know_now()
 
     def _find_places(self) -> None:
-        """All have come, and nothing is trained yet: each chooses again, in turn, until nobody would rather be elsewhere."""
+        """Let the peers choose again in turn, until none changes its span or each has decided `DECISIONS` times."""
         for _ in range(DECISIONS - 1):
             turns = self.chance.sample(list(self.by_id.values()), len(self.by_id))
             if not sum(self._chooses_anew(peer) for peer in turns):
@@ -144,18 +144,19 @@ class World:
         return peer.span != before
 
     def throughput(self) -> float:
-        """Tokens/s that the placement as it is can do, if every session is computed alone: batching adds to it."""
+        """Return the tokens/s that the current placement can serve if every session is computed alone; batching adds to it."""
         holders = ((*peer.span, peer.device.decode_units_per_s) for peer in self.by_id.values() if peer.serves)
         return throughput(supply_of(self.model.units, holders))
 
     def utilisation(self) -> float:
-        """The share of the time so far that its peers computed, those that are away counted as idle."""
+        """Return the share of the simulated time that peers computed; peers that are away count as idle."""
         return sum(peer.busy_s for peer in self.peers) / (len(self.peers) * max(self.clock.now_s, 1e-9))
 
     # -- coming and going
 
     def join(self, peer: Peer) -> None:
-        """A device comes, as a new peer: it claims a span, and takes it once the claim has stood for a while."""
+        """Let `peer` join with a new id. It claims a span and chooses again after `settle_s` seconds. Does nothing if it is
+        alive."""
         if peer.alive:
             return
         self._introduce(peer)
@@ -166,7 +167,7 @@ class World:
         self._later(peer, self.settings.settle_s, lambda: self._settle(peer))
 
     def vanish(self, peer: Peer) -> None:
-        """A peer is gone without a word."""
+        """Remove `peer` without a goodbye. Does nothing if it is not alive."""
         if not peer.alive:
             return
         peer.state = State.OFFLINE
@@ -193,7 +194,7 @@ class World:
         return self.measures.timed("choose", lambda: self.choose(self.directory.view(), peer.joiner()))
 
     def _settle(self, peer: Peer) -> None:
-        """Look again, now that others' claims are known."""
+        """Choose again, now that the claims of others are known, and load the span; stand by if none is needed."""
         peer.span = self._choose(peer)
         if peer.span.units:
             self._load(peer, lambda: self._loaded(peer))
@@ -216,7 +217,8 @@ class World:
         self.workload.ready(peer)
 
     def _loading_s(self, peer: Peer) -> float:
-        """To get the weights from the nearest peer that holds some of them, and onto the device."""
+        """Return the seconds to download the weights over the fastest path from a holder of some of them, and to load them. If
+        no holder is found the fastest path to the peer counts."""
         size_bytes = self.model.loaded_bytes(peer.span, trains=self.trains, learnt=self.workload.has_learnt)
         asked = self.chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
         holders = [
@@ -230,7 +232,8 @@ class World:
     # -- looking
 
     def _stand_by(self) -> None:
-        """Whoever holds nothing looks whether it is needed by now, when others have come or gone; one at a time."""
+        """Let the peers without units choose again if the directory has changed, until the first takes units; repeat every
+        `look_s`."""
         if self._stood_by_at != self.directory.revision:
             self._stood_by_at = self.directory.revision
             spares = (peer for peer in self.by_id.values() if peer.state is State.JOINING and not peer.span.units)
@@ -242,7 +245,7 @@ class World:
         self.clock.after(self.settings.look_s, self._stand_by)
 
     def _look(self) -> None:
-        """All look at the same picture. Whoever would rather be elsewhere goes when its wish has stood for as long as it must."""
+        """Ask all ready peers for a move, on the same picture. A peer moves if its wish is the same after the move's delay."""
         for peer in self._ready_peers():
             move = self._outlook.move(peer)
             if move is None:
@@ -253,7 +256,7 @@ class World:
         self.clock.after(self.settings.look_s, self._look)
 
     def _act(self, peer: Peer, wish: Move) -> None:
-        """Go, if that is still what the peer wants."""
+        """Move the peer if it is ready and still has the same wish."""
         move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
         if move is not None and move.is_same_wish(wish):
             self.move(peer, move.span)
@@ -264,7 +267,7 @@ class World:
         return [peer for peer in self.by_id.values() if peer.state is State.READY]
 
     def move(self, peer: Peer, span: Span) -> None:
-        """Let the sessions go elsewhere, then load the other span."""
+        """Drain `peer`, then load `span`, or stand by if `span` is empty."""
         self.measures.count("moves", 1)
         peer.state = State.DRAINING
         self.directory.announce(peer.view())
@@ -283,13 +286,13 @@ class World:
             if span.units:
                 self._load(peer, arrive)
             else:
-                peer.state = State.JOINING  # it stands by
+                peer.state = State.JOINING  # stands by
                 self.directory.announce(peer.view())
 
         self._later(peer, self.settings.detect_s, go)
 
     def load_changed(self, peer: Peer) -> None:
-        """The number of its sessions is another: everybody hears of it with its next announcement."""
+        """Announce the changed load of `peer` with its next regular announcement."""
         if peer.load_is_news:
             return
         peer.load_is_news = True
@@ -303,6 +306,6 @@ class World:
         self._later(peer, period_s - (self.clock.now_s - phase_s) % period_s, announce)
 
     def _later(self, peer: Peer, delay_s: float, action: Action) -> None:
-        """Unless the peer is gone by then."""
+        """Call `action` after `delay_s`, unless the peer has begun another life by then."""
         life = peer.life
         self.clock.after(delay_s, lambda: action() if peer.life == life else None)

@@ -1,1 +1,1 @@
-"""What comes out of a simulation: measures, a summary, a page to read."""
+"""Results of a simulation: measures, a summary, and a report page."""

@@ -1,4 +1,4 @@
-"""The machines of a network as pictures show them: what each does, what goes between them, and which are near one another."""
+"""Machines of a network as pictures show them: roles, traffic, and clusters of machines near one another."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.flow import Floats
 
 MOST = 128  # machines that a picture shows
-APART = 2.0  # links between clusters take at least so many times as long as those inside
-MESSAGE_BYTES = 1e6  # by which near and far are told
-IDLE = -1  # the role of who does nothing
+APART = 2.0  # least ratio of the time of links between clusters to that of links inside
+MESSAGE_BYTES = 1e6  # size of the message whose transfer time is the distance of two machines
+IDLE = -1  # role of a machine that does nothing
 
 
 @dataclass(frozen=True, eq=False)
 class Machines:
-    """N of them. `roles`: of each, which of the `role_names` it has, or IDLE; `traffic`: what goes from one to another, by
-    number, in any measure."""
+    """N machines of a network. `roles`: per machine an index into `role_names`, or IDLE. `traffic`: amount sent from one
+    machine to another, by their indexes, in any unit."""
 
     names: tuple[str, ...]
     regions: tuple[str | None, ...]
@@ -36,7 +36,7 @@ class Machines:
         return f"<Machines: {len(self.names)} in {len(self.role_names)} roles>"
 
     def only(self, chosen: Sequence[int]) -> Machines:
-        """These, in this order."""
+        """Return the `chosen` machines alone, in the order of `chosen`."""
         pairs, number = np.ix_(chosen, chosen), {machine: at for at, machine in enumerate(chosen)}
         return replace(
             self,
@@ -53,7 +53,7 @@ class Machines:
         )
 
     def shown(self) -> Machines:
-        """At most MOST of them, those that do something before all others, with clusters side by side."""
+        """Return at most `MOST` machines, busy ones first choice, ordered so that clusters are side by side."""
         by_role = sorted(range(len(self.names)), key=lambda machine: (self.roles[machine] == IDLE, machine))
         busy = by_role[: len(by_role) - self.roles.count(IDLE)] or by_role
         kept = by_role[:MOST] if len(busy) <= MOST else busy[:: -(-len(busy) // MOST)]
@@ -61,18 +61,20 @@ class Machines:
         return some.only(dendrogram(some.apart_s()).order)
 
     def apart_s(self) -> Floats:
-        """[N, N]: what a message takes between each two, in the slower direction."""
+        """Return [N, N] seconds that a message of `MESSAGE_BYTES` takes between each two machines, in the slower direction."""
         one_way_s = transfer_s(MESSAGE_BYTES, self.delay_s, self.bandwidth_bps)
         both_s: Floats = np.maximum(one_way_s, one_way_s.T)
         return both_s
 
     def clusters(self) -> list[list[int]]:
-        """Machines that are near one another, cut where links become slower by the most; one cluster if none stands apart."""
+        """Return clusters of machines near one another, by index, cut at the largest relative step in link times; one cluster
+        if no step is large enough."""
         tree = dendrogram(self.apart_s())
         return tree.clusters(_within(tree))
 
     def place(self, cluster: Sequence[int]) -> str:
-        """What to call a cluster: the region that all of it is in, or its machines' names."""
+        """Return a name for `cluster`: its only machine, the region that all its machines are in, or its first machine and "n
+        more"."""
         regions = {self.regions[machine] for machine in cluster}
         first, *others = cluster
         if not others:
@@ -83,7 +85,7 @@ class Machines:
 def planned_machines(
     network: Scenario, stages: Sequence[Sequence[int]], stage_names: Sequence[str], pipelines: Sequence[Sequence[int]]
 ) -> Machines:
-    """The devices of a network in the stages of a plan; what pipelines hand on, each hop once, is the traffic."""
+    """Return the devices of `network` with their stages of a plan as roles. The traffic is 1 for each hop of the `pipelines`."""
     role_of = {device: stage for stage, members in enumerate(stages) for device in members}
     return Machines(
         tuple(network.label(device) for device in range(network.devices)),
@@ -102,7 +104,8 @@ def _hops(pipelines: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _within(tree: Dendrogram) -> float:
-    """The cost below the largest relative step of all joinings; infinite where that is no step to speak of."""
+    """Return the gap below the largest relative step between gaps of the tree; infinity if that step is below a factor of
+    `APART`."""
     values = np.unique(tree.gaps)
     steps = values[1:] / np.maximum(values[:-1], TINY_S)
     if not len(steps) or steps.max() < APART:

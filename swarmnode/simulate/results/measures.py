@@ -1,4 +1,4 @@
-"""What is measured: totals, curves over time, and the spread of latencies."""
+"""Measures of a simulation: totals, curves over time, and single values such as latencies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PERCENTILES = (50, 90, 99)
 
 
 class Measures:
-    """`count` adds to a total and to the curve of its name; `note` keeps single values; `gauge` sets a point of a curve.
+    """Measures of one simulation: `totals`, `curves` over time, single `values`, and the CPU time of decisions.
 
-    Curves have one point every `sample_s`. `timed` is about this machine's clock, and the only figure that is not the same
-    each time.
+    Curves have one point every `sample_s` seconds. `decision_s` is measured with this machine's clock; it is the only figure that
+    differs between two runs with the same settings.
     """
 
     def __init__(self, sample_s: float) -> None:
@@ -32,16 +32,16 @@ class Measures:
         return f"<Measures of {len(self.totals)} totals over {len(self.times_s)} samples>"
 
     def count(self, name: str, amount: float) -> None:
-        """Add to a total."""
+        """Add `amount` to the total `name` and to the next point of its curve."""
         self.totals[name] += amount
         self._since[name] += amount
 
     def note(self, name: str, value: float) -> None:
-        """One value of many."""
+        """Add one single `value` under `name`."""
         self.values[name].append(value)
 
     def sample(self, now_s: float, gauges: dict[str, float]) -> None:
-        """Close the points of all curves: counts per second since the last sample, and gauges as they are."""
+        """Add the point at `now_s` to all curves: counts per second since the last sample, and `gauges` unchanged."""
         self.times_s.append(now_s)
         rates = {name: amount / self.sample_s for name, amount in self._since.items()}
         self._since.clear()
@@ -51,7 +51,7 @@ class Measures:
             curve.append(value)
 
     def timed(self, name: str, decision: Callable[[], T]) -> T:
-        """The decision, and how long a core of this machine worked on it."""
+        """Return the result of `decision` and note under `name` the CPU time that it took on this machine."""
         began_s = time.thread_time()
         result = decision()
         self.decision_s[name].append(time.thread_time() - began_s)
@@ -59,7 +59,7 @@ class Measures:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the nearest ranks; NaN of nothing."""
+    """Return the percentile `percent` (0 to 100) of `values`, interpolated linearly between ranks; NaN if `values` is empty."""
     if not values:
         return math.nan
     ordered = sorted(values)

@@ -1,7 +1,7 @@
-"""A network as a map: clusters of machines as far from one another as their delays say, and what goes between them.
+"""Pictures of a network as SVG: a map of clusters of machines by their delays, and a matrix of bandwidths, both with the traffic.
 
-Coordinates follow from the delays alone (classical scaling: Torgerson, Psychometrika 17, 1952), so that there is a map of any
-network; clusters that would lie upon one another are pushed apart.
+Coordinates follow from the delays alone (classical scaling: Torgerson, Psychometrika 17, 1952), so that any network has a map;
+clusters that would overlap are pushed apart.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from swarmnode.simulate.results.machines import IDLE, Machines
 from swarmnode.simulate.results.page import WIDTH, figure, role_colour, shortened
 
 MOST_HEIGHT, MARGIN = 440, 30
-LEAST_RADIUS, MOST_RADIUS, ROOM = 7.0, 15.0, 75.0  # of a machine; the more there are, the smaller
-SPACING = 1.3  # radii from a sunflower's centre to where its first circle is
+LEAST_RADIUS, MOST_RADIUS, ROOM = 7.0, 15.0, 75.0  # radius of a machine: the more machines, the smaller
+SPACING = 1.3  # distance of the machines in a cluster, in radii
 GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
-ROUNDS = 200  # of pushing clusters apart
+ROUNDS = 200  # most rounds of pushing clusters apart
 MOST_LINES = 400
 LEFT, TOP, ROLE_WIDTH = 150, 10, 26
 SIDE = WIDTH - LEFT - ROLE_WIDTH - 14
@@ -30,8 +30,9 @@ LEAST_LABEL = 10.0  # height of a line that can be read
 
 
 def network_matrix(machines: Machines, carried: str) -> str:
-    """From [row] to [column]: the stronger the colour, the more bandwidth (by orders of magnitude); dots where machines send to one
-    another what `carried` calls, the larger, the more. Clusters are framed; a bar beside each row tells its role."""
+    """Draw the bandwidth from each machine (row) to each other (column) as HTML: the stronger the colour, the more bandwidth,
+    on a logarithmic scale. Dots show the traffic, named by `carried`: the larger, the more. Clusters are framed; a bar beside
+    each row shows its role."""
     count = len(machines.names)
     cell = min(MOST_CELL, max(1, SIDE // max(1, count)))  # whole, or there are gaps between neighbours
     least_bps, most_bps = _ends(machines)
@@ -47,7 +48,7 @@ def network_matrix(machines: Machines, carried: str) -> str:
 
 
 def rate(bps: float) -> str:
-    """As in "8 Mbit/s"."""
+    """Format a bandwidth, for example "8 Mbit/s"."""
     unit, size = ("Gbit/s", 1e9) if bps >= 1e9 else ("Mbit/s", 1e6) if bps >= 1e6 else ("kbit/s", 1e3)
     return f"{bps / size:.3g} {unit}"
 
@@ -59,7 +60,7 @@ def _ends(machines: Machines) -> tuple[float, float]:
 
 
 def _cells(machines: Machines, cell: float, least_bps: float, most_bps: float) -> Iterator[str]:
-    """One path for each shade: cells by themselves would make the page ten times as long."""
+    """Yield one path for each shade; separate cells would make the page ten times as long."""
     decades = math.log(most_bps / least_bps) if most_bps > least_bps else 1.0
     paths: dict[int, list[str]] = {}
     for row, line in enumerate(machines.bandwidth_bps.tolist()):
@@ -83,7 +84,7 @@ def _dots(machines: Machines, cell: float) -> Iterator[str]:
 
 
 def _clusters(machines: Machines, cell: float) -> Iterator[str]:
-    """A frame where a cluster meets itself."""
+    """Yield a frame around the cells of each cluster."""
     for cluster in machines.clusters():
         first, side = min(cluster), cell * len(cluster)
         yield (
@@ -93,7 +94,7 @@ def _clusters(machines: Machines, cell: float) -> Iterator[str]:
 
 
 def _rows(machines: Machines, cell: float) -> Iterator[str]:
-    """Roles, and names: of each machine where lines are high enough, else of clusters that are."""
+    """Yield the bars of roles, and the names: of each machine if rows are high enough, else of each cluster that is."""
     for row, role in enumerate(machines.roles):
         if role != IDLE:
             y, words = TOP + cell * row, f"{machines.names[row]}: {machines.role_names[role]}"
@@ -116,8 +117,8 @@ def _left(column: float, cell: float) -> float:
 
 
 def network_map(machines: Machines, carried: str) -> str:
-    """Machines with the number of their role, lines where they send to one another what `carried` calls; empty where nothing is far
-    from anything."""
+    """Draw a map of the machines as HTML, with the number of each role and lines for the traffic, named by `carried`; empty if
+    all machines are one cluster."""
     clusters = machines.clusters()
     if len(clusters) < 2:
         return ""
@@ -140,13 +141,13 @@ def network_map(machines: Machines, carried: str) -> str:
 
 
 def coordinates(distance_NN: Floats) -> Floats:
-    """[N, 2] in the plane, with distances as near to those given as a projection has them."""
+    """Return [N, 2] points in the plane whose distances approximate `distance_NN` (classical scaling)."""
     squares_NN = distance_NN**2
     centred_NN = squares_NN - squares_NN.mean(axis=0) - squares_NN.mean(axis=1)[:, None] + squares_NN.mean()
     values_N, vectors_NN = np.linalg.eigh(-centred_NN / 2)
     largest = np.argsort(-values_N, kind="stable")[:2]
     axes_N2 = vectors_NN[:, largest] * np.sqrt(np.maximum(values_N[largest], 0.0))
-    # That it is the same everywhere.
+    # Fix the signs, so that the map is the same on every machine.
     signs_2 = np.sign(axes_N2[np.abs(axes_N2).argmax(axis=0), range(axes_N2.shape[1])])
     at_N2: Floats = np.zeros((len(distance_NN), 2))
     at_N2[:, : axes_N2.shape[1]] = axes_N2 * np.where(signs_2 == 0, 1, signs_2)
@@ -154,7 +155,7 @@ def coordinates(distance_NN: Floats) -> Floats:
 
 
 def _scattered(machines: Machines, clusters: Sequence[Sequence[int]]) -> Floats:
-    """[C, 2]: clusters by the mean delay between their machines, as large as the picture."""
+    """Return [C, 2] centres of the clusters by the mean delay between their machines, scaled to the picture."""
     count = len(clusters)
     delay_s = (machines.delay_s + machines.delay_s.T) / 2
     between_CC = np.array([[delay_s[np.ix_(one, other)].mean() for other in clusters] for one in clusters])
@@ -166,7 +167,7 @@ def _scattered(machines: Machines, clusters: Sequence[Sequence[int]]) -> Floats:
 
 
 def _pushed_apart(centres_C2: Floats, radii_C: Floats) -> Floats:
-    """Circles moved, half of the way each, until none lies upon another."""
+    """Return the centres after pushing overlapping circles apart, for at most `ROUNDS` rounds."""
     centres_C2 = centres_C2.copy()
     for _ in range(ROUNDS):
         apart_CC2 = centres_C2[:, None] - centres_C2[None]
@@ -182,7 +183,7 @@ def _pushed_apart(centres_C2: Floats, radii_C: Floats) -> Floats:
 
 
 def _fitted(centres_C2: Floats, radii_C: Floats) -> tuple[Floats, float]:
-    """All circles inside the picture, and by how much they were made smaller for it."""
+    """Return the centres moved and scaled into the picture, and the scale (at most 1)."""
     lowest_2 = (centres_C2 - radii_C[:, None]).min(axis=0)
     extent_2 = (centres_C2 + radii_C[:, None]).max(axis=0) - lowest_2
     scale = float(min(1.0, (WIDTH - 2 * MARGIN) / extent_2[0], (MOST_HEIGHT - 2 * MARGIN) / extent_2[1]))
@@ -191,7 +192,7 @@ def _fitted(centres_C2: Floats, radii_C: Floats) -> tuple[Floats, float]:
 
 
 def _sunflower(count: int) -> Floats:
-    """[count, 2]: points of a disc of the radius sqrt(count), evenly."""
+    """Return [count, 2] points, spread evenly over a disc of radius sqrt(count)."""
     turns = GOLDEN_ANGLE * np.arange(count)
     out = np.sqrt(np.arange(count) + 0.5 * (count > 1))
     points: Floats = np.stack([out * np.cos(turns), out * np.sin(turns)], axis=1)

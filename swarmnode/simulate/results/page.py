@@ -1,4 +1,4 @@
-"""A page that needs nothing else: no script, nothing from elsewhere; light or dark as its reader's screen is."""
+"""Self-contained HTML page with SVG figures: no scripts, no external files; light or dark as the reader's screen is."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STYLE = (
 WIDTH, HEIGHT = 640, 200
 MAX_LABEL_CHARS = 22
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 10, 28  # margins
-COLOURS = tuple(f"var(--c{number})" for number in range(6))  # as the page has them (`page.py`)
+COLOURS = tuple(f"var(--c{number})" for number in range(6))  # variables of STYLE
 
 
 def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float]]) -> str:
-    """Lines over one axis of time, with a legend."""
+    """Draw `lines` by name over `times_s` in one figure with a legend."""
     highest = _round_up(max((value for line in lines.values() for value in line), default=0.0))
     latest_s = max(times_s, default=1.0)
     parts = [_frame(highest, latest_s)]
@@ -41,7 +41,7 @@ def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
-    """Horizontal bars: (label, value, value in words)."""
+    """Draw a horizontal bar for each of `rows`: (label, value, value in words)."""
     highest = max((value for _, value, _ in rows), default=0.0) or 1.0
     row_height = 18
     parts = []
@@ -56,7 +56,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -> str:
-    """Who holds what: (label, start, end, share of the time that it computed), a line each."""
+    """Draw the units that each peer holds, a line for each of `rows`: (label, start, end, share of the time that it computed)."""
     row_height = 11 if len(rows) > 20 else 16
     width = WIDTH - 200 - RIGHT
     parts = []
@@ -76,12 +76,12 @@ def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -
 
 
 def role_colour(role: int, roles: int) -> str:
-    """Of the parts of a model, from the first to the last: one hue after another, none of them pale."""
+    """Return the CSS colour of `role` of `roles`: hues in order, none of them pale."""
     return f"hsl({200 + 300 * role / max(1, roles):.0f} 55% 42%)"
 
 
 def legend(title: str, roles: Sequence[tuple[str, str]]) -> str:
-    """Numbered colours: (name, value in words)."""
+    """Draw the numbered colours of `roles`: (name, value in words)."""
     columns, row_height = 2, 17
     parts = []
     for number, (name, words) in enumerate(roles):
@@ -95,12 +95,12 @@ def legend(title: str, roles: Sequence[tuple[str, str]]) -> str:
 
 
 def shortened(text: str) -> str:
-    """For a place where no more fits."""
+    """Cut `text` to `MAX_LABEL_CHARS` characters, with "…" at the end if it was longer."""
     return text if len(text) <= MAX_LABEL_CHARS else text[: MAX_LABEL_CHARS - 1] + "…"
 
 
 def figure(title: str, inside: str, height: float) -> str:
-    """With its title above it; what is `inside` may be WIDTH wide."""
+    """Build a figure with `title` above an SVG picture of width `WIDTH`; `inside` is its SVG content."""
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
         f'aria-label="{escape(title)}">{inside}</svg></figure>'
@@ -108,7 +108,7 @@ def figure(title: str, inside: str, height: float) -> str:
 
 
 def _frame(highest: float, latest_s: float) -> str:
-    """Axes with four steps each."""
+    """Draw horizontal lines and labels of both axes, four steps each."""
     lines = []
     for step in range(5):
         y, x = _y(step / 4), _x(step / 4)
@@ -133,7 +133,7 @@ def _y(share: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """The next 1, 2 or 5 with zeros: an axis that people can read."""
+    """Return the next 1, 2, 4, 5, 8 or 10 times a power of ten, for an axis that people can read; 1.0 for 0 or less."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -153,7 +153,7 @@ def _clock(seconds: float) -> str:
 
 
 def page(title: str, sections: Sequence[str]) -> str:
-    """The whole page; sections are HTML."""
+    """Build the whole page; `sections` are HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
@@ -162,7 +162,7 @@ def page(title: str, sections: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] | range) -> str:
-    """Cells of text; the columns with these numbers are set to the right."""
+    """Build an HTML table of text; columns in `numbers` are aligned right. An empty `head` gives no header row."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         kinds = (' class="number"' if column in numbers else "" for column in range(len(cells)))

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, for a person to read."""
+"""Report of a simulation: a summary as data, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from swarmnode.simulate.results.network_map import network_map, network_matrix
 from swarmnode.simulate.results.page import bars, curves, legend, page, spans, table
 from swarmnode.simulate.simulation import SimulationResult
 
-MAX_ROWS = 64  # peers of which is drawn what they hold
-MOST_COMPARED = 512  # among which those that are drawn with their links are chosen
-MAX_ROLES = 48  # parts of the model that a legend names
-PLOTS = (  # of the curves that were measured: title, names
-    ("What was generated or trained with, per second", ("tokens", "tokens trained", "samples trained")),
-    ("Peers there, and sessions running", ("peers", "sessions running")),
-    ("Share of their time that peers compute", ("share of time computing",)),
-    ("Work per second that was lost with peers, and done again", ("lost, unit tokens", "replayed, unit tokens")),
-    ("Seconds that the last training step took", ("last step, s",)),
+MAX_ROWS = 64  # most peers whose units are drawn
+MOST_COMPARED = 512  # most peers compared for the pictures of the network
+MAX_ROLES = 48  # most roles in a legend
+PLOTS = (  # title, names of measured curves
+    ("Tokens or samples per second", ("tokens", "tokens trained", "samples trained")),
+    ("Peers and running sessions", ("peers", "sessions running")),
+    ("Share of time that peers compute", ("share of time computing",)),
+    ("Work per second that was lost with peers, and repeated", ("lost, unit tokens", "replayed, unit tokens")),
+    ("Duration of the last training step in seconds", ("last step, s",)),
 )
 BUSIEST = 20  # links that are listed
 
 
 def summary(result: SimulationResult) -> dict[str, Any]:
-    """Everything but the decisions' own times is the same for the same settings, bit for bit."""
+    """Return all results as data for JSON. For the same settings everything but "decisions" (CPU times) is the same, bit for
+    bit."""
     settings, measures = result.settings, result.measures
     return {
         "scenario": result.scenario.name,
@@ -61,7 +62,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _links(result: SimulationResult) -> list[dict[str, Any]]:
-    """Those that carried most, between places of the scenario."""
+    """Return the `BUSIEST` links between places of the scenario that carried most bytes."""
     places = result.world.links.places
     carried: dict[tuple[int, int], float] = {}
     for (sender, receiver), size_bytes in result.world.links.bytes_sent.items():
@@ -72,7 +73,7 @@ def _links(result: SimulationResult) -> list[dict[str, Any]]:
 
 
 def report(result: SimulationResult) -> str:
-    """The page, as HTML."""
+    """Build the report page as HTML."""
     figures = summary(result)
     title = f"A swarm that {figures['workload']}s {figures['model']} on {figures['scenario']}"
     sections = [
@@ -81,15 +82,16 @@ def report(result: SimulationResult) -> str:
         *_plots(result),
         "<h2>Latencies in seconds</h2>",
         _latencies(figures["latencies"]),
-        "<h2>Who held what at the end</h2>",
+        "<h2>Units of each peer at the end</h2>",
         _holders(result),
-        "<h2>The network, and who of it works together</h2>",
+        "<h2>The network and its traffic</h2>",
         *_network(result),
-        "<h2>Where the bytes went</h2>",
+        "<h2>Traffic of the links</h2>",
         _bytes(result, figures["links"]),
-        "<h2>In all</h2>",
+        "<h2>Totals</h2>",
         table(("", ""), [(name, f"{value:,.6g}") for name, value in figures["totals"].items()], numbers=[1]),
-        f"<p>A model: only decisions are those of nodes. Settings: <code>{escape(repr(result.settings))}</code></p>",
+        "<p>A simulation: peers and links are modelled, decisions are made by the code of nodes. "
+        f"Settings: <code>{escape(repr(result.settings))}</code></p>",
     ]
     return page(title, sections)
 
@@ -97,11 +99,11 @@ def report(result: SimulationResult) -> str:
 def _facts(figures: dict[str, Any], what: str) -> list[tuple[str, str]]:
     facts = [
         ("Peers", f"{figures['peers']:,}"),
-        ("Time simulated", f"{figures['seconds'] / 60:.1f} min"),
-        ("Peers that leave in an hour", f"{figures['churn_per_hour']:.0%}"),
+        ("Simulated time", f"{figures['seconds'] / 60:.1f} min"),
+        ("Peers that leave per hour", f"{figures['churn_per_hour']:.0%}"),
         (f"{what.capitalize()} per second", f"{figures[f'{what}_per_s']:,.1f}"),
         ("Bytes over links", f"{figures['bytes'] / 1e9:,.2f} GB"),
-        ("Share of their time that peers compute", f"{figures['utilisation']:.1%}"),
+        ("Share of time that peers compute", f"{figures['utilisation']:.1%}"),
     ]
     for name in ("first token, s", "between tokens, s", "step, s"):
         if name in figures["latencies"]:
@@ -138,13 +140,17 @@ def _holders(result: SimulationResult) -> str:
 
 
 def _network(result: SimulationResult) -> list[str]:
-    """A map and a matrix of those that were there at the end, with the bytes that went, and who holds what."""
+    """Draw a map and a matrix of the peers alive at the end, with the bytes sent, and a legend of their units."""
     machines = _machines(result).shown()
-    carried = "bytes that went"
+    carried = "bytes sent"
     held = [
         (name, counted(machines.roles.count(role), "peer")) for role, name in enumerate(machines.role_names[:MAX_ROLES])
     ]
-    return [network_map(machines, carried), network_matrix(machines, carried), legend("What they hold", held)]
+    return [
+        network_map(machines, carried),
+        network_matrix(machines, carried),
+        legend("Units that the peers hold", held),
+    ]
 
 
 def _machines(result: SimulationResult) -> Machines:

@@ -1,1 +1,1 @@
-"""Simulated serving: sessions, token by token or as a whole."""
+"""Simulated serving: sessions, followed token by token or as a whole."""

@@ -1,4 +1,4 @@
-"""A model of the worker of a peer: one pass at a time, in the order of the nodes' scheduler (`plan/serving/scheduler.py`)."""
+"""Simulated worker of a peer: one pass at a time, in the order of the nodes' scheduler (`plan/serving/scheduler.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarmnode.simulate.environment.peers import Peer
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """`tokens` positions of a session through `span`, to go on to `stages_after` more; `done` when they are through."""
+    """Job of a worker: `tokens` positions of `session` through `span`. `stages_after` hops follow; `done` is called at the end."""
 
     session: int
     span: Span
@@ -27,7 +27,7 @@ class SimulatedJob:
 
 
 class SimulatedExecutor:
-    """Of one life of a peer: `stop` when it is gone, and nothing that waits is ever done."""
+    """Worker of a peer during one of its lives."""
 
     def __init__(self, clock: VirtualClock, peer: Peer, model: Model) -> None:
         self._clock = clock
@@ -42,14 +42,14 @@ class SimulatedExecutor:
         return f"<SimulatedExecutor {self._peer.peer}: {self._scheduler!r}>"
 
     def submit(self, job: SimulatedJob) -> None:
-        """Hand over a job."""
+        """Queue `job`; its `done` is called when all its positions have passed, unless the worker is stopped before."""
         self._waiting.setdefault(job.session, deque()).append(job)
         self._scheduler.add(job.session, job.tokens, stages_after=job.stages_after)
         if not self._busy:
             self._next()
 
     def stop(self) -> None:
-        """Drop everything."""
+        """Drop all jobs; their `done` is never called."""
         self._stopped = True
 
     def _next(self) -> None:
@@ -67,7 +67,7 @@ class SimulatedExecutor:
             return
         self._scheduler.ran(len(counts) * max(counts.values()), took_s)
         for session, count in counts.items():
-            self._advance(session, count)  # what is handed over meanwhile is computed together
+            self._advance(session, count)  # jobs submitted meanwhile are computed together
         self._busy = False
         self._next()
 
@@ -85,7 +85,7 @@ class SimulatedExecutor:
             self._waiting.pop(session, None)
 
     def _pass_s(self, counts: dict[int, int]) -> float:
-        """Those over the same units go together: steps of one position each, or chunks."""
+        """Return the seconds of a pass with `counts` positions by session. Sessions over the same units are computed together."""
         device, together = self._peer.device, dict[Span, list[int]]()
         for session, count in counts.items():
             together.setdefault(self._waiting[session][0].span, []).append(count)

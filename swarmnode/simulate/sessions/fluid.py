@@ -1,7 +1,8 @@
-"""A session of a large swarm, followed as a whole: tokens flow at a rate that the load of its peers allows.
+"""Session of a large swarm, followed as a whole: tokens flow at a rate that depends on the load of its peers.
 
-The rate is worked out anew every few seconds. A turn of the ring takes what each hop computes, in a batch with those of its
-sessions that are there at the same time, and the links' delays; no less than a busy hop needs for all its sessions together.
+The rate is computed anew every few seconds. A turn of the ring takes the links' delays plus the passes of all hops,
+each in a batch with simultaneous sessions of that hop. It takes at least the time that the busiest hop needs for all its sessions
+together.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from swarmnode.simulate.environment.model import WEIGHT_BYTES
 from swarmnode.simulate.sessions.session import FRAME_BYTES, ID_BYTES, Session, SimulatedHop
 
-BREATH_S = 5.0  # between two looks at the rate
+BREATH_S = 5.0  # between two computations of the rate
 
 
 class FluidSession(Session):
-    """See `Session`. `produced` counts whole tokens; the rest of a token is carried over."""
+    """Session that is followed as a whole. `produced` counts whole tokens; the fraction of a token is carried over."""
 
     _rest = 0.0
 
@@ -35,7 +36,7 @@ class FluidSession(Session):
         self._clock.after(self._prompt_s(fresh, self.positions), self._guard(self._breathe))
 
     def _breathe(self) -> None:
-        """Let tokens flow for a while at the rate of now."""
+        """Let tokens flow for at most `BREATH_S` seconds at the current rate, then finish or compute the rate anew."""
         turn_s = self._turn_s()
         left_s = (self.new_tokens - self.produced - self._rest) * turn_s
         flow_s = min(BREATH_S, max(0.0, left_s))
@@ -65,7 +66,7 @@ class FluidSession(Session):
             hop.peer.busy_s += tokens * hop.peer.device.decode_s(hop.layers, round(batch)) / batch
 
     def _turn_s(self, *, alone: bool = False) -> float:
-        """Seconds of a token once round the ring."""
+        """Return the seconds of one token around the ring; `alone`: without the load of other sessions."""
         path_s = sum(
             self._links.delay_s(here.peer.index, there.peer.index)
             for here, there in zip(self.hops, [*self.hops[1:], self.hops[0]], strict=True)
@@ -79,17 +80,18 @@ class FluidSession(Session):
         for hop in self.hops:
             batch = self._batch(hop, once_s)
             pass_s = hop.peer.device.decode_s(hop.layers, round(batch))
-            turn_s += pass_s * (1 + min(1.0, batch - 1) / 2)  # half of a pass that is under way for others
+            turn_s += pass_s * (1 + min(1.0, batch - 1) / 2)  # waits for half of another session's pass
             busiest_s = max(busiest_s, hop.peer.device.decode_s(hop.layers, hop.peer.sessions))
         return max(turn_s, busiest_s)
 
     def _batch(self, hop: SimulatedHop, turn_s: float) -> float:
-        """How many of a peer's sessions are there at a time, this one among them."""
+        """Return the average number of sessions in a batch of `hop`, this session included; at least 1."""
         share = min(1.0, hop.peer.device.decode_s(hop.layers, 1) / turn_s)
         return 1 + (hop.peer.sessions - 1) * share if hop.peer.sessions > 1 else 1.0
 
     def _prompt_s(self, hops: list[SimulatedHop], tokens: int) -> float:
-        """Positions through these hops, in chunks, so that all hops but the slowest hide behind it."""
+        """Return the seconds of `tokens` positions through `hops`, in chunks, so that after the first chunk only the slowest
+        hop counts. Adds the hops' busy time."""
         chunk = min(tokens, self._world.settings.client.prompt_chunk_tokens)
         sender, slowest_s, total_s = self.place, 0.0, 0.0
         for hop in hops:

@@ -1,4 +1,4 @@
-"""Simulated serving: sessions that come, find routes, generate, and go on elsewhere when a peer is lost."""
+"""Simulated serving: sessions that arrive, find routes, generate, and move to other peers when one is lost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from swarmnode.simulate.sessions.fluid import FluidSession
 from swarmnode.simulate.sessions.session import RingSession, Session, SimulatedHop
 from swarmnode.simulate.settings import EXACT_PEERS, ServeSettings
 
-RETRY_S = 2.0  # what a peer that is full tells its clients; see ServerConfig
-MAX_DEFAULT_ARRIVALS_PER_S = 2.0  # in a large swarm, where half its load would be a thousand sessions a second
-DEFAULT_LOAD = 0.5  # of what the placement can do, counted without what batching adds
+RETRY_S = 2.0  # delay that a full peer tells its clients; see ServerConfig
+MAX_DEFAULT_ARRIVALS_PER_S = 2.0  # for a large swarm; half its load could be a thousand sessions a second
+DEFAULT_LOAD = 0.5  # share of the throughput that the placement has without batching
 
 
 class Pathfinder:
-    """Clients stand at the places of the scenario; round trips are known, as coordinates would tell them."""
+    """Route search of the simulated clients, with exact round-trip times, which live clients estimate by network coordinates."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -38,7 +38,8 @@ class Pathfinder:
         return f"<Pathfinder at revision {self._revision}, {len(self._rtt_s)} round trips>"
 
     def route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
-        """For a client whose index in the links is `place`. Raises NoRoute."""
+        """Find a route for `client`, whose index in the links is `place`, without the peers in `avoid` and with the hops in
+        `keep`. Raises NoRoute if there is none."""
         return self._world.measures.timed("route", lambda: self._route(client, place, avoid, keep))
 
     def _route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
@@ -52,7 +53,7 @@ class Pathfinder:
         return find_route(seen, client=client, avoid=avoid, keep=keep, config=world.settings.routing)
 
     def _kept(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
-        """Round trips between all pairs, worked out anew when somebody came or went."""
+        """Return the round-trip times between all pairs, computed anew when the directory's revision has changed."""
         if self._revision != self._world.directory.revision:
             self._revision = self._world.directory.revision
             self._rtt_s = self._between(indexes)
@@ -68,7 +69,7 @@ class Pathfinder:
 
 
 class Serving:
-    """The workload of a swarm that serves. Clients stand at the scenario's places, drawn evenly."""
+    """Workload of a swarm that serves. Clients stand at places of the scenario, drawn uniformly."""
 
     def __init__(self, world: World, settings: ServeSettings, chance: random.Random) -> None:
         self.world = world
@@ -78,7 +79,7 @@ class Serving:
         self._chance = chance
         self._pathfinder = Pathfinder(world)
         self._workers: dict[PeerId, SimulatedExecutor] = {}
-        self._sessions: dict[PeerId, dict[Session, None]] = defaultdict(dict)  # in the order in which they came
+        self._sessions: dict[PeerId, dict[Session, None]] = defaultdict(dict)  # by arrival
         self._numbers = 0
         self._kind: type[Session] = RingSession if len(world.peers) <= EXACT_PEERS else FluidSession
 
@@ -86,7 +87,8 @@ class Serving:
         return f"<Serving {self._numbers} sessions so far on {len(self._workers)} peers>"
 
     def begin(self) -> None:
-        """Let sessions come."""
+        """Begin the sessions of `clients` clients, or else random arrivals. Raises UsageError if the peers cannot serve the
+        model."""
         for _ in range(self.settings.clients):
             self._begin_session()
         if self.settings.clients:
@@ -95,31 +97,31 @@ class Serving:
             half = DEFAULT_LOAD * self.world.throughput() / self.settings.new_tokens
             self.arrivals_per_s = half if self._kind is RingSession else min(half, MAX_DEFAULT_ARRIVALS_PER_S)
         if not self.arrivals_per_s:
-            raise UsageError("the devices together cannot hold the model: nothing can be served")
+            raise UsageError("the devices together cannot hold the model: use more or larger devices")
         self.clock.after(self._chance.expovariate(self.arrivals_per_s), self._arrive)
 
     @property
     def has_learnt(self) -> bool:
-        """Weights are all there is."""
+        """False: weights do not change while a swarm serves."""
         return False
 
     def gauges(self) -> dict[str, float]:
-        """What a curve shows of this moment."""
+        """Return the number of running sessions for the curves."""
         running = {session for sessions in self._sessions.values() for session in sessions}
         return {"sessions running": len(running)}
 
     # -- peers
 
     def ready(self, peer: Peer) -> None:
-        """See `Workload`."""
+        """Give `peer` a worker, so that it can serve sessions."""
         self._workers[peer.peer] = SimulatedExecutor(self.clock, peer, self.world.model)
 
     def leaving(self, peer: Peer) -> None:
-        """Its sessions move away; while they do it still answers."""
+        """Move the sessions of `peer` to other peers now; the peer still answers meanwhile."""
         self._move_all(peer, 0.0)
 
     def lost(self, peer: Peer) -> None:
-        """See `Workload`."""
+        """Stop the worker of `peer`, count the lost work, and move its sessions `detect_s` seconds later."""
         worker = self._workers.pop(peer.peer, None)
         if worker is not None:
             worker.stop()
@@ -153,7 +155,7 @@ class Serving:
         self._open(session, session.epoch, set())
 
     def _open(self, session: Session, epoch: int, avoid: Collection[PeerId]) -> None:
-        """Find a route with room at every hop, and go; try again later where there is none."""
+        """Find a route with room at every hop and start the session on it; if there is none try again later."""
         if session.epoch != epoch:
             return
         keep = [hop.spec() for hop in session.hops if hop.lives and hop.name not in avoid] if session.produced else []
@@ -175,7 +177,8 @@ class Serving:
         session.go(hops)
 
     def _hops(self, session: Session, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> list[SimulatedHop]:
-        """Raises NoRoute. A peer of the picture that is gone already is avoided, as a client's first attempt tells it."""
+        """Return the hops of a route, without peers that are in the directory but already gone, as a client finds out at its
+        first attempt. Raises NoRoute if there is none."""
         avoid = set(avoid)
         while True:
             route = self._pathfinder.route(session.client, session.place, avoid, keep)
@@ -205,7 +208,7 @@ class Serving:
             self.clock.after(RETRY_S, lambda: self._open(session, epoch, ()))
 
     def finish(self, session: Session) -> None:
-        """The last token has come."""
+        """End `session` after its last token; a fixed number of clients begins the next session at once."""
         self._release(session)
         session.stop()
         self.world.measures.count("sessions done", 1)

@@ -1,4 +1,4 @@
-"""Simulated session: what it asked for, how far it is, and the hops of its route; on small swarms followed token by token."""
+"""Simulated session: its lengths, its progress and the hops of its route; in small swarms it is followed token by token."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.sessions.executor import SimulatedExecutor, SimulatedJob
 
 ID_BYTES = 8
-FRAME_BYTES = 64  # of a message, besides its tensor
+FRAME_BYTES = 64  # bytes of a message besides its tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHop:
-    """A peer's part in a route, in one of its lives."""
+    """Hop of a route: a span on a peer during one of its lives."""
 
     peer: Peer
-    name: PeerId  # in this life
+    name: PeerId  # id of the peer in this life
     worker: SimulatedExecutor
     span: Span
     life: int
-    layers: float  # of work for one token
+    layers: float  # work of one token, in layers
 
     @property
     def lives(self) -> bool:
-        """Whether it still answers."""
+        """Whether the peer is still in the same life, so that it answers and has its caches."""
         return self.peer.life == self.life
 
     def spec(self) -> HopSpec:
-        """As the planners name it."""
+        """Return the hop in the form that route search uses."""
         return HopSpec(self.name, self.span.start, self.span.end)
 
 
 class SessionOwner(Protocol):
-    """What a session needs of the workload that it belongs to (`serving.py`)."""
+    """Interface of the workload that a session belongs to (`serving.py`)."""
 
     world: World
     clock: VirtualClock
 
     def finish(self, session: Session) -> None:
-        """All its tokens have come."""
+        """End `session`, whose last token has been generated."""
 
 
 class Session(ABC):
-    """`place`: of the client in the links. `produced` tokens of `new_tokens` have come."""
+    """Session of one client. `place` is the client's index in the links; `produced` of `new_tokens` tokens have been generated."""
 
     def __init__(self, owner: SessionOwner, number: int, place: int, prompt_tokens: int, new_tokens: int) -> None:
         self.number = number
@@ -74,21 +74,21 @@ class Session(ABC):
 
     @property
     def client(self) -> PeerId:
-        """A name for the planners."""
+        """Client id for route search."""
         return f"client {self.number}"
 
     @property
     def positions(self) -> int:
-        """That the hops have in their caches."""
+        """Number of positions in the caches of the hops; 0 before the first token."""
         return self.prompt_tokens + self.produced - 1 if self.produced else 0
 
     @property
     def tokens(self) -> int:
-        """Positions for which caches are reserved."""
+        """Number of positions reserved in the caches."""
         return self.prompt_tokens + self.new_tokens
 
     def go(self, hops: Sequence[SimulatedHop]) -> None:
-        """Begin, or go on, along these hops; those that it had and that still live keep their caches."""
+        """Begin or resume along `hops`. Hops of the former route that still live keep their caches."""
         kept = {hop for hop in self.hops if hop.lives}
         self.hops = list(hops)
         self.epoch += 1
@@ -99,7 +99,7 @@ class Session(ABC):
             self._begin()
 
     def stop(self) -> None:
-        """Nothing of what is under way counts any more."""
+        """Cancel all pending actions of the session."""
         self.epoch += 1
 
     @abstractmethod
@@ -108,16 +108,16 @@ class Session(ABC):
 
     @abstractmethod
     def _resume(self, kept: set[SimulatedHop]) -> None:
-        """Fill the caches of the hops that are not among those `kept`, and go on."""
+        """Fill the caches of the hops that are not in `kept`, and continue."""
 
     def _guard(self, action: Callable[[], None]) -> Callable[[], None]:
-        """The action, unless the session goes another way by then."""
+        """Return a function that calls `action` unless the session was stopped or took another route meanwhile."""
         epoch = self.epoch
         return lambda: action() if self.epoch == epoch else None
 
 
 class RingSession(Session):
-    """See `Session`."""
+    """Session that is followed token by token around the ring of its hops."""
 
     _token_at_s = 0.0
 
@@ -128,14 +128,14 @@ class RingSession(Session):
             self._send(self.place, 0, tokens, ID_BYTES, last=start + tokens == self.prompt_tokens)
 
     def _send(self, sender: int, index: int, tokens: int, token_bytes: int, *, last: bool) -> None:
-        """Bring positions to a hop, and compute them there."""
+        """Send `tokens` positions to hop `index`, which computes them on arrival."""
         hop, size_bytes = self.hops[index], FRAME_BYTES + tokens * token_bytes
         arrives_s = self._links.send(self._clock.now_s, sender, hop.peer.index, size_bytes)
         self._clock.at(arrives_s, self._guard(lambda: self._compute(index, tokens, last)))
 
     def _compute(self, index: int, tokens: int, last: bool) -> None:
         hop = self.hops[index]
-        if hop.lives:  # what comes to a dead peer is lost; the client will hear of it
+        if hop.lives:  # a message to a dead peer is lost; the client will notice
             done = self._guard(lambda: self._pass_on(index, tokens, last))
             hop.worker.submit(SimulatedJob(self.number, hop.span, tokens, done, len(self.hops) - 1 - index))
 
@@ -147,7 +147,7 @@ class RingSession(Session):
             self._emit()
 
     def _emit(self) -> None:
-        """The last hop has drawn a token: the client gets it, and the first hop its next input."""
+        """Send the token that the last hop has sampled to the client, and to the first hop as its next input."""
         end, now_s = self.hops[-1].peer.index, self._clock.now_s
         self.produced += 1
         arrives_s = self._links.send(now_s, end, self.place, FRAME_BYTES + ID_BYTES)
@@ -172,7 +172,7 @@ class RingSession(Session):
         self._replay(0, kept)
 
     def _replay(self, index: int, kept: set[SimulatedHop]) -> None:
-        """Fill the caches of new hops, one after another along the route, then let the ring turn again."""
+        """Fill the caches of the hops from `index` on that are not in `kept`, one after another, then continue to generate."""
         while index < len(self.hops) and self.hops[index] in kept:
             index += 1
         if index == len(self.hops):

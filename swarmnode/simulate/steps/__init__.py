@@ -1,1 +1,1 @@
-"""Simulated training: microbatches, and the end of a step."""
+"""Simulated training: microbatches, the all-reduce at the end of a step, and the rule for choosing units."""

@@ -1,8 +1,8 @@
-"""Simulated all-reduce: the end of a step, at which replicas agree on gradients, in groups as nodes make them
-(`plan/training/groups.py`).
+"""Simulated all-reduce of the gradients at the end of a step, in the same groups as on nodes (`plan/training/groups.py`).
 
-Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all; over clusters,
-one of each does so for all there (`training/averaging/attempt.py`).
+Every contributor owns a share of the group's vector: it receives the values of that share from all contributors and sends the
+sums to all members. Between clusters, one gatherer of each cluster sends and receives for its cluster
+(`training/averaging/attempt.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from swarmnode.simulate.environment.model import Model
 from swarmnode.swarm.records.run import Averaging
 
 Came = Callable[[int, float], None]
-"""Called with who has got something, and when"""
+"""Function called with the receiver of a message and its arrival time in seconds."""
 
 
 def reduction_ends_s(
     now_s: float, groups: Sequence[Group], indexes: Mapping[PeerId, int], links: Links, model: Model, how: Averaging
 ) -> float:
-    """When the last member of the last group has everything. `indexes`: of the members in the links."""
+    """Return the time at which the last member of the last group has all sums; `now_s` if no group has anything to exchange.
+    `indexes` gives the members' indexes in `links`."""
     exchanges = [
         _Exchange(group, indexes, _bytes_by_member(group, model, how))
         for group in groups
@@ -44,7 +45,7 @@ def reduction_ends_s(
 
 
 def averaging_network(group: Group, indexes: Mapping[PeerId, int], links: Links) -> AveragingNetwork:
-    """Between a group's members, as they have measured it."""
+    """Return the network between the members of `group`: bandwidth and delay of each pair in the worse direction, and uplinks."""
     members = [indexes[member.peer] for member in group.members]
     delay_NN, path_bps_NN = links.between(members)
     slower_NN = np.minimum(path_bps_NN, path_bps_NN.T)
@@ -53,12 +54,12 @@ def averaging_network(group: Group, indexes: Mapping[PeerId, int], links: Links)
 
 
 def vector_bytes(group: Group, model: Model, how: Averaging) -> float:
-    """Of what a group averages, as it travels."""
+    """Return the bytes of the vector that `group` averages, as sent."""
     return averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), model.matrix_width, how)
 
 
 def _bytes_by_member(group: Group, model: Model, how: Averaging) -> dict[PeerId, float]:
-    """Of the whole vector as each contributor sends it."""
+    """Return the bytes of the whole vector in the encoding of each contributor; members without a count are left out."""
     usual_bytes = vector_bytes(group, model, how)
     return {
         member.peer: vector_bytes(group, model, replace(how, codec=member.form.codec, keep=member.form.keep))
@@ -70,7 +71,7 @@ def _bytes_by_member(group: Group, model: Model, how: Averaging) -> dict[PeerId,
 
 
 class _Sends:
-    """What several groups have to send, in the order in which it is there: who waits in one group does not hold up another one."""
+    """Queue of the messages of all groups, ordered by the time at which they are ready, so that no group holds up another."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -81,11 +82,11 @@ class _Sends:
         return f"<_Sends, {len(self._waiting)} wait>"
 
     def add(self, at_s: float, sender: int, sizes_bytes: Mapping[int, float], came: Came) -> None:
-        """Messages to these are handed over together."""
+        """Queue messages from `sender`, ready at `at_s`, that are sent together; `came` is called for each arrival."""
         heapq.heappush(self._waiting, (at_s, next(self._numbers), sender, sizes_bytes, came))
 
     def run(self) -> None:
-        """Until nothing waits any more; what came may bring about more."""
+        """Send until the queue is empty; arrivals may add more messages."""
         while self._waiting:
             at_s, _, sender, sizes_bytes, came = heapq.heappop(self._waiting)
             for receiver, came_s in self._links.send_together(at_s, sender, sizes_bytes).items():
@@ -93,7 +94,7 @@ class _Sends:
 
 
 class _Exchange:
-    """One group: those who have counted something contribute, all members are to have the sum."""
+    """All-reduce of one group: members with a count contribute, all members receive the sum."""
 
     def __init__(self, group: Group, indexes: Mapping[PeerId, int], sizes_bytes: Mapping[PeerId, float]) -> None:
         self._cluster_of = {indexes[member.peer]: member.cluster for member in group.members}
@@ -108,18 +109,18 @@ class _Exchange:
             for column, owner in enumerate(self._contributors)
             if gathered_NN[row, column]
         }
-        self._gathers = {  # the share of the vector, by who gathers it
+        self._gathers = {  # share of the vector that each contributor gathers
             gatherer: sum(share for (one, _), share in self._gathered.items() if one == gatherer)
             for gatherer in self._contributors
         }
-        self._given_s = defaultdict[int, list[float]](list)  # when the values of each came to who gathers them
-        self._summed_s = defaultdict[int, list[float]](list)  # and the sums of each cluster to the owner
+        self._given_s = defaultdict[int, list[float]](list)  # by gatherer: arrival times of the contributors' values
+        self._summed_s = defaultdict[int, list[float]](list)  # by owner: arrival times of the clusters' sums
 
     def __repr__(self) -> str:
         return f"<_Exchange of {len(self._cluster_of)} members, {len(self._contributors)} contribute>"
 
     def begin(self, now_s: float, sends: _Sends) -> None:
-        """All have their values of each share."""
+        """Let every contributor send its values to the gatherers of its cluster at `now_s`."""
         self._sends, self.ends_s = sends, now_s
         for giver in self._contributors:
             near = [one for one in self._contributors if self._are_near(giver, one)]
@@ -127,7 +128,7 @@ class _Exchange:
             sends.add(now_s, giver, sizes_bytes, self._given)
 
     def _given(self, gatherer: int, came_s: float) -> None:
-        """Who has the values of all in its cluster hands their sums to the owners."""
+        """Note an arrival at `gatherer`; with the values of its whole cluster it sends the sums to the owners."""
         given_s = self._given_s[gatherer]
         given_s.append(came_s)
         if len(given_s) == sum(self._are_near(gatherer, one) for one in self._contributors):
@@ -139,7 +140,7 @@ class _Exchange:
             self._sends.add(max(given_s), gatherer, sizes_bytes, self._summed)
 
     def _summed(self, owner: int, came_s: float) -> None:
-        """Who has the sums of all clusters hands them back, from where all there get them as they come."""
+        """Note an arrival at `owner`; with the sums of all clusters it sends them back to the gatherers, which pass them on."""
         summed_s = self._summed_s[owner]
         summed_s.append(came_s)
         sizes_bytes = {

@@ -1,5 +1,4 @@
-"""Simulated microbatch: its way through peers that may be lost, over links as they really are, and the encoder of what hops hand
-on."""
+"""Simulated microbatch: its passage through peers that may be lost, over the simulated links, and the encoder of its messages."""
 
 from __future__ import annotations
 
@@ -25,16 +24,17 @@ from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 
 AUTO = "auto"
-LARGEST_RATIO = 100.0  # of top-k
+LARGEST_RATIO = 100.0  # largest compression ratio of top-k
 FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)
 
 Direction = tuple[int, int, Way]
-"""(sender, receiver, which way through the model)"""
+"""(sender, receiver, forward or backward): one direction of a link, with peers by index."""
 
 
 class Encoder:
-    """`mode`: auto, the name of a codec for all links, or a rule of top-k (`plan/compression.py`). `beat_s`: as the coordinator
-    tells it. Values are float32, as stages compute."""
+    """Choice of the codec for each direction of a link. `mode` is auto, the name of a codec for all links, or a rule of top-k
+    (`plan/compression.py`). `beat_s` is the coordinator's seconds between two microbatches. Values are float32, as on stages.
+    Raises UsageError if `mode` is unknown."""
 
     def __init__(self, links: Links, mode: str) -> None:
         if mode not in (AUTO, *SPARSE_RULES, *FIXED):
@@ -43,14 +43,14 @@ class Encoder:
         self._links = links
         self._mode = mode
         self._controllers: dict[Direction, Controller] = {}
-        self._slowest_s = 0.0  # of all links so far, uncompressed
-        self._last_bytes: dict[tuple[int, int], int] = {}  # of what went from one peer to another
+        self._slowest_s = 0.0  # longest transfer of all links seen, uncompressed
+        self._last_bytes: dict[tuple[int, int], int] = {}  # size of the last message between two peers
 
     def __repr__(self) -> str:
         return f"<Encoder {self._mode}, {len(self._controllers)} directions, beat {self.beat_s:.3g} s>"
 
     def size_bytes(self, link: Direction, shape: tuple[int, ...]) -> int:
-        """Of values of this shape, encoded for a direction of a link."""
+        """Return the bytes of values of `shape`, encoded for the direction `link`."""
         plain = TensorInfo(Codec.NONE, DType.FLOAT32, shape)
         if self._mode == AUTO:
             size_bytes = encoded_bytes([plain], self._choose(link, plain))
@@ -62,7 +62,8 @@ class Encoder:
         return size_bytes
 
     def expected_bytes(self, peers: Sequence[int], shape: tuple[int, ...]) -> Floats:
-        """[N, N]: what values of this shape would weigh from each of these peers to each other: as the last ones there."""
+        """Return [N, N] bytes of values between `peers`: the size of the last message from row to column. If there was none,
+        the size of `shape` with the fixed codec, or uncompressed."""
         fixed = Codec.NONE if self._mode not in FIXED else Codec[self._mode.upper()]
         size_NN = np.full((len(peers), len(peers)), encoded_bytes([TensorInfo(fixed, DType.FLOAT32, shape)], fixed))
         places = {peer: number for number, peer in enumerate(peers)}
@@ -72,7 +73,7 @@ class Encoder:
         return size_NN.astype(float)
 
     def choices(self) -> dict[Direction, Codec]:
-        """What each direction travels as now."""
+        """Return the current codec of each direction; empty unless `mode` is auto."""
         return {link: controller.choice.codec for link, controller in self._controllers.items()}
 
     def _choose(self, link: Direction, info: TensorInfo) -> Codec:
@@ -83,7 +84,8 @@ class Encoder:
         return self._controllers[link].look(look).codec
 
     def _topk_bytes(self, link: Direction, info: TensorInfo) -> int:
-        """Against the slowest link of all so far."""
+        """Return the bytes of `info` by the top-k rule of the mode, which may depend on the slowest link seen; a ratio of 1
+        leaves it uncompressed."""
         link_s = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
         self._slowest_s = max(self._slowest_s, link_s)
         ratio = topk_ratio(self._mode, link_s, self._slowest_s, LARGEST_RATIO)
@@ -95,7 +97,7 @@ class Encoder:
 
 @dataclass(eq=False)
 class SimulatedStage:
-    """A peer that trains, in one of its lives."""
+    """Stage of training: a peer during one of its lives."""
 
     peer: Peer
     name: PeerId
@@ -105,12 +107,12 @@ class SimulatedStage:
 
     @property
     def lives(self) -> bool:
-        """Whether it still answers."""
+        """Whether the peer is still in the same life, so that it answers."""
         return self.peer.life == self.life
 
 
 class MicrobatchOwner(Protocol):
-    """What a microbatch needs of the training that it belongs to (`training.py`)."""
+    """Interface of the training that a microbatch belongs to (`training.py`)."""
 
     world: World
     clock: VirtualClock
@@ -118,11 +120,11 @@ class MicrobatchOwner(Protocol):
     encoder: Encoder
 
     def done(self, attempt: SimulatedMicrobatch) -> None:
-        """Its gradient is back, and counted by every hop."""
+        """Take in `attempt`, whose backward pass has reached the first hop."""
 
 
 class SimulatedMicrobatch(Passage):
-    """One attempt at microbatch `number` along `route`."""
+    """Attempt at microbatch `number` along `route`."""
 
     def __init__(self, training: MicrobatchOwner, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
         super().__init__([stage.bench for stage, _ in route])
@@ -134,23 +136,23 @@ class SimulatedMicrobatch(Passage):
         return f"<SimulatedMicrobatch of microbatch {self.number}: {len(self.counted)} of {len(self.route)} hops have counted it>"
 
     def start(self, place: int) -> None:
-        """Its samples go from the trainer, who stands at `place` of the links, to the first hop."""
+        """Send the samples from the trainer, whose index in the links is `place`, to the first hop."""
         settings, model = self._training.settings, self._training.world.model
         self._travel(place, 0, model.input_bytes(settings.microbatch, settings.sequence), Way.FORWARD)
 
     def passes(self, name: PeerId) -> bool:
-        """Whether a peer is on its route."""
+        """Return whether the peer `name` is on the route."""
         return any(stage.name == name for stage, _ in self.route)
 
     def takes_s(self, way: Way, hop: int) -> float:
-        """Return what the device of a hop takes for a pass."""
+        """Return the seconds that the device of hop `hop` takes for a pass in direction `way`."""
         stage, span = self.route[hop]
         device = stage.peer.device
         computes_s = device.prompt_s if way is Way.FORWARD else device.backward_s
         return computes_s(stage.layers(span), self._training.settings.tokens)
 
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
-        """Send it over the simulated links, encoded as these need it."""
+        """Send the values or gradients from hop `sender` to hop `receiver`, encoded for that link."""
         settings, model = self._training.settings, self._training.world.model
         here, there = (self.route[hop][0].peer.index for hop in (sender, receiver))
         unit = self.route[max(sender, receiver)][1].start
@@ -158,7 +160,7 @@ class SimulatedMicrobatch(Passage):
         self._travel(here, receiver, self._training.encoder.size_bytes((here, there, way), shape), way)
 
     def done(self) -> None:
-        """Tell the training."""
+        """Report the end of the microbatch to the training."""
         self._training.done(self)
 
     def _travel(self, sender: int, hop: int, size_bytes: float, way: Way) -> None:

@@ -1,9 +1,9 @@
-"""A model of training, microbatch by microbatch, and of its coordinator (`training/coordinator/coordinator.py`).
+"""Simulated training, microbatch by microbatch, and its coordinator (`training/coordinator/coordinator.py`).
 
-Microbatches are wired through the replicas that will be done first, a ledger knows which units have counted which of them,
-those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins. What follows from
-what, and who coordinates when the coordinator is lost, is decided by the table of nodes (`plan/training/coordination.py`).
-Passes are those of the model of a step (`plan/training/step_model.py`), on peers that may be lost and links that compress.
+Microbatches are wired through the replicas that will finish first. A ledger records which units have counted which microbatches.
+Microbatches of a lost peer are sent again. When all are counted the replicas average and the next step begins. The order of
+actions, also after the loss of the coordinator, follows the state table of nodes (`plan/training/coordination.py`). Passes
+follow the model of a step (`plan/training/step_model.py`), on peers that may be lost and links that compress.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_end
 from swarmnode.simulate.steps.microbatch import Encoder, SimulatedMicrobatch, SimulatedStage
 from swarmnode.simulate.steps.training_rule import beat_s, share_out, simulated_rule
 
-MAX_PEERS = 500  # every microbatch's route is chosen among all of them
+MAX_PEERS = 500  # limit, because every microbatch's route is chosen among all peers
 MISSING_RETRY_S = 1.0
 
 
 class Training:
-    """The workload of a swarm that trains. `pipelines`: peers by index, stage after stage, to which microbatches are fixed
-    by their speed; else they are wired freely. The trainer stands at the first place of the scenario."""
+    """Workload of a swarm that trains. `pipelines` lists peers by index, stage after stage; each microbatch is fixed to one of
+    them by speed. Without pipelines microbatches are wired freely. The trainer stands at the first place of the scenario.
+    Raises UsageError if the world has more than `MAX_PEERS` peers or the settings are invalid."""
 
     def __init__(self, world: World, settings: TrainSettings, pipelines: Sequence[Sequence[int]] = ()) -> None:
         if len(world.peers) > MAX_PEERS:
@@ -49,43 +50,43 @@ class Training:
         world.follow(PlacementRule(rule.choose, rule.reconsider), SETTLING)
         self._run = settings.run
         self._pipelines = pipelines
-        self._pipeline_of: Sequence[int] = ()  # each of the step's microbatches
+        self._pipeline_of: Sequence[int] = ()  # by microbatch of the step
         self._stages: dict[PeerId, SimulatedStage] = {}
         self._workers: dict[PeerId, Replica] = {}
         self._transfers = Transfers()
         self._clusters = AveragingClusters()
         self._expected = ExpectedStep()
         self._forecast_of: tuple[PeerId, ...] = ()
-        self._forecast_s = 0.0  # with these stages
+        self._forecast_s = 0.0  # forecast for these stages
         self._coming: list[Peer] = []
         self._flights: dict[int, SimulatedMicrobatch] = {}
         self._ledger = StepLedger(0, world.model.units, settings.microbatches)
-        self._machine = Coordination(Phase.STEPPING)  # that of whoever coordinates, or is about to
+        self._machine = Coordination(Phase.STEPPING)  # state of the coordinator, or of the next one
         self._coordinator: PeerId | None = None
-        self._turn = 0  # of candidates and roll calls; one that is not in force any more is void
-        self._attempt = 0  # of the all-reduce, likewise
+        self._turn = 0  # number of the candidacy or roll call; delayed actions of an older number are void
+        self._attempt = 0  # number of the all-reduce, likewise
         self._reducing_since_s = 0.0
-        self._uncovered = False  # units had nobody, so that steps on the disks count
+        self._uncovered = False  # some units had no holder, so training resumes from the last checkpoint
         self._step_began_s = 0.0
         self._last_step_s = 0.0
-        self._seen: dict[int, int] = {}  # unit -> microbatches that somebody has counted in this step
+        self._seen: dict[int, int] = {}  # unit -> bit mask of the microbatches counted in this step
 
     def __repr__(self) -> str:
         return f"<Training step {self.step}, {len(self._stages)} stages, {self._ledger!r}>"
 
     @property
     def has_learnt(self) -> bool:
-        """Since the first step."""
+        """Whether a step has been completed."""
         return self.step > 0
 
     def begin(self) -> None:
-        """The first step; the eldest coordinates."""
+        """Begin the first step, with the peer that joined first as coordinator."""
         self._begin_step()
         self._coordinator = self._eldest()
         self._advance()
 
     def gauges(self) -> dict[str, float]:
-        """What a curve shows of this moment."""
+        """Return the stages, microbatches under way and the duration of the last step for the curves."""
         return {
             "stages": len(self._stages),
             "microbatches under way": len(self._flights),
@@ -95,14 +96,14 @@ class Training:
     # -- peers
 
     def ready(self, peer: Peer) -> None:
-        """It takes part from the next step on, or at once where its units were missing."""
+        """Let `peer` take part from the next step or roll call on; at once if training has no coordinator."""
         self._coming.append(peer)
         if self._machine.phase is Phase.VACANT:
             self._admit()
             self._happen(Event.OUR_TURN)
 
     def leaving(self, peer: Peer) -> None:
-        """It goes to other units and says so: what it has counted in this step is computed again by others."""
+        """Remove `peer`, which moves to other units and says so; other peers repeat the work that it counted in this step."""
         self._coming = [other for other in self._coming if other is not peer]
         stage = self._stages.get(peer.peer)
         if stage is not None:
@@ -110,7 +111,7 @@ class Training:
             self._notice(stage.name)
 
     def lost(self, peer: Peer) -> None:
-        """Its bench falls silent; the coordinator hears of it a little later."""
+        """Stop `peer`, which vanished; the coordinator notices `detect_s` seconds later."""
         self._coming = [other for other in self._coming if other is not peer]
         stage = self._stages.get(peer.peer)
         if stage is not None:
@@ -118,7 +119,7 @@ class Training:
             self.clock.after(self.world.settings.detect_s, lambda: self._notice(stage.name))
 
     def _notice(self, name: PeerId) -> None:
-        """Call back what went through a lost peer; what it had counted is missing again."""
+        """Call back the microbatches that pass the lost peer `name`; its counted work is missing again."""
         del self._stages[name], self._workers[name]
         for flight in [flight for flight in self._flights.values() if flight.passes(name)]:
             self._call_back(flight)
@@ -128,7 +129,7 @@ class Training:
         self._ledger.lose(name)
         self._attempt += 1
         if self._machine.phase is Phase.REDUCING:
-            self.world.links.drop_waiting(self.clock.now_s)  # nothing else is under way then
+            self.world.links.drop_waiting(self.clock.now_s)  # only the all-reduce is under way in this phase
             self._happen(Event.DISAGREED)
         if name == self._coordinator:
             self._elect()
@@ -141,14 +142,15 @@ class Training:
         for index in flight.counted:
             self._count(flight, index)
 
-    # -- who coordinates, and how far it is (`plan/training/coordination.py`)
+    # -- coordinator and phase (`plan/training/coordination.py`)
 
     def _eldest(self) -> PeerId | None:
         eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name), default=None)
         return None if eldest is None else eldest.name
 
     def _elect(self) -> None:
-        """The coordinator is lost: the table goes on as that of the next eldest."""
+        """Replace the lost coordinator by the peer that joined first among the remaining stages; without stages wait for a
+        newcomer."""
         self.world.measures.count("coordinators lost", 1)
         self._coordinator = None
         self._machine = Coordination(Phase.FOLLOWING)
@@ -158,7 +160,7 @@ class Training:
             self._happen(Event.OUR_TURN)
 
     def _advance(self) -> None:
-        """Do what follows from what is known now."""
+        """Handle all events that are due, and lease microbatches while a step runs."""
         while (event := self._machine.due(self._has_come)) is not None:
             self._happen(event)
         if self._machine.phase is Phase.STEPPING:
@@ -182,19 +184,20 @@ class Training:
             does[action]()
 
     def _in_turn(self, seconds: float, does: Callable[[], None]) -> None:
-        """After some seconds, unless somebody else has taken over by then, or called roll again."""
+        """Call `does` after `seconds`, unless another turn (candidacy or roll call) has begun by then."""
         turn = self._turn = self._turn + 1
         self.clock.after(seconds, lambda: does() if self._turn == turn else None)
 
     def _call_roll(self) -> None:
-        """What is under way is void; the stages answer within a round trip."""
+        """Make the peer that joined first the coordinator, call back all microbatches, and look at the stages a round trip
+        later."""
         self._coordinator = self._eldest()
         for flight in list(self._flights.values()):
             self._call_back(flight)
         self._in_turn(self._told_s(), self._look)
 
     def _look(self) -> None:
-        """Whether the stages hold all units; who comes meanwhile counts."""
+        """Continue if the stages, newcomers included, hold all units; else look again after `MISSING_RETRY_S`."""
         self._admit()
         if self._missing_units():
             self._uncovered = True
@@ -205,7 +208,7 @@ class Training:
         self._advance()
 
     def _gather(self) -> None:
-        """They go on with what they have counted; or, where units had nobody, from the last step that all have kept."""
+        """Resume the step with the work already counted; if units had no holder, resume from the last checkpoint."""
         if self._uncovered:
             kept = self.step // self.settings.checkpoint_steps * self.settings.checkpoint_steps
             self.world.measures.count("steps lost", self.step - kept)
@@ -232,7 +235,7 @@ class Training:
         self._expect()
 
     def _expect(self) -> None:
-        """As the coordinator does; anew where other stages take part."""
+        """Forecast the step's duration as the coordinator does, anew if the stages have changed."""
         stages = tuple(self._workers)
         if stages != self._forecast_of:
             self._forecast_of, self._forecast_s = stages, self._forecast() if stages else 0.0
@@ -260,7 +263,7 @@ class Training:
         self._know_links()
 
     def _know_links(self) -> None:
-        """As stages have measured them and use them now."""
+        """Update the transfer times between the stages, from the links and the current size of messages."""
         indexes = [stage.peer.index for stage in self._stages.values()]
         delay_NN, bandwidth_NN = self.world.links.between(indexes)
         values = (self.settings.microbatch, self.settings.sequence, self.world.model.hidden)
@@ -273,7 +276,7 @@ class Training:
         return len(held) < self.world.model.units
 
     def _dispatch(self) -> None:
-        """Lease every microbatch that is missing and free, as long as stages have room
+        """Lease every microbatch that is neither counted nor leased, while stages have room
         (`training/coordinator/dispatcher.py`)."""
         missing = [number for number in self._ledger.missing() if number not in self._flights]
         for given, number in enumerate(missing):
@@ -289,7 +292,8 @@ class Training:
             flight.start(len(self.world.peers))
 
     def _fixed(self, number: int) -> list[PeerId | None]:
-        """Whom a microbatch must pass: who has counted it, and the stages of its pipeline while they live."""
+        """Return for each unit the peer that microbatch `number` must pass: the peer that has counted it, else its pipeline's
+        live stage, else None."""
         fixed = self._ledger.counters(number)
         if self._pipelines:
             for index in self._pipelines[self._pipeline_of[number]]:
@@ -304,7 +308,7 @@ class Training:
         book([(stage.name, span) for stage, span in flight.route], self._workers, self._transfers, sign)
 
     def _count(self, flight: SimulatedMicrobatch, index: int) -> None:
-        """A hop has counted a microbatch; what was counted before is work done again."""
+        """Record that hop `index` has counted `flight`, and measure the units that had been counted before as replayed."""
         stage, span = flight.route[index]
         self._ledger.count(stage.name, span, flight.number)
         again = 0
@@ -316,14 +320,14 @@ class Training:
             self.world.measures.count("replayed, unit microbatches", again)
 
     def done(self, flight: SimulatedMicrobatch) -> None:
-        """Its gradient has come back to the first hop."""
+        """Count `flight`, whose gradient is back at the first hop, at all its hops."""
         del self._flights[flight.number]
         self._book(flight, -1)
         for index in range(len(flight.route)):
             self._count(flight, index)
         self._advance()
 
-    # -- its end
+    # -- end of a step
 
     def _reduce(self) -> None:
         self._attempt += 1
@@ -361,7 +365,7 @@ class Training:
         self._advance()
 
     def _told_s(self) -> float:
-        """All tell the coordinator, and it tells all: a round trip to the farthest."""
+        """Return the seconds of a round trip between the coordinator and its farthest stage; 0 if the coordinator is lost."""
         if self._coordinator not in self._stages:
             return 0.0
         centre = self._stages[self._coordinator].peer.index

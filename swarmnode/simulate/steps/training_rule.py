@@ -1,4 +1,4 @@
-"""The rule by which simulated peers that train choose their units, and the pipelines of a plan."""
+"""Rule for the choice of units by simulated peers that train, and shares of the pipelines of a plan."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from swarmnode.simulate.steps.microbatch import Encoder
 
 
 def beat_s(pipeline: Sequence[PeerId], workers: Mapping[PeerId, Replica]) -> float:
-    """Seconds between two microbatches that leave it: those of its slowest stage, others taking the place of lost ones; endless
-    where all are lost."""
+    """Return the seconds between two microbatches that leave `pipeline`: those of its slowest stage. Lost peers are skipped;
+    the result is infinite if all are lost."""
     return max(
         (workers[peer].span.units * workers[peer].unit_s for peer in pipeline if peer in workers), default=math.inf
     )
 
 
 def share_out(microbatches: int, beats_s: Sequence[float]) -> list[int]:
-    """The pipeline of each microbatch: the one that would be done with it first, all beginning at once."""
+    """Return the pipeline number of each microbatch: the pipeline that would finish it first, if all begin at once."""
     given = [0] * len(beats_s)
     shared = []
     for _ in range(microbatches):
@@ -41,7 +41,7 @@ def share_out(microbatches: int, beats_s: Sequence[float]) -> list[int]:
 def simulated_rule(
     world: World, settings: TrainSettings, encoder: Encoder, has_begun: Callable[[], bool]
 ) -> TrainingRule:
-    """Of one world and one run."""
+    """Build the placement rule of `world` for the run in `settings`. `has_begun` tells whether a step has been trained."""
     model = world.model
     values = (settings.microbatch, settings.sequence, model.hidden)
     gradient_bytes = (
@@ -51,7 +51,7 @@ def simulated_rule(
         settings.microbatches,
         float(encoder.expected_bytes([0], values)[0, 0]),
         np.array(list(gradient_bytes)) / settings.averaging.every,
-        np.ones(model.units),  # units are alike to those who announce units/s
+        np.ones(model.units),  # peers announce units/s, so all units count alike
         STATE_BYTES * np.array(model.parameters, dtype=float),
         may_cluster(settings.averaging),
     )
@@ -68,7 +68,7 @@ def simulated_rule(
 
 
 def _network(world: World, tokens: int, seen: Sequence[PeerView]) -> TrainingNetwork:
-    """How fast peers compute, and the links between them."""
+    """Return the speeds of the `seen` peers in layers/s, and the links between them."""
     peers = [world.met[peer.peer] for peer in seen]
     there_and_back_s = [peer.device.prompt_s(1, tokens) + peer.device.backward_s(1, tokens) for peer in peers]
     return TrainingNetwork(1 / np.array(there_and_back_s), *world.links.between([peer.index for peer in peers]))

@@ -31,7 +31,7 @@ def test_the_page_tells_the_figures():
 def test_training_has_its_own_plots():
     settings = Settings("train", hours=0.05, train=TrainSettings(4, sequence=64))
     page = report(run(scenario([80.0]), model(6, parameters=1000), settings))
-    assert "tokens trained" in page and "Seconds that the last training step took" in page
+    assert "tokens trained" in page and "Duration of the last training step in seconds" in page
 
 
 def test_the_summary_is_plain_json():
