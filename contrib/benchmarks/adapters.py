@@ -1,4 +1,4 @@
-"""What an adapter costs a decode step on one span that holds a whole model.
+"""Cost of an adapter for a decode step on one span that holds a whole model, against the same model without adapters.
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/adapters.py
 
@@ -59,7 +59,8 @@ def decode(runner: StageRunner, adapters: Sequence[str], prompt_BT: Tensor, new_
 
 
 def measure(rounds: int, new_tokens: int) -> dict[str, float]:
-    """One warm-up round of each, then the medians of the others; before any adapter is loaded, and with all of them."""
+    """Return tokens/s of the model without hooks and of every way of using adapters, and each way's ratio to the former.
+    The medians leave out one warm-up round."""
     prompt_BT = torch.randint(2, 32000, (1, PROMPT_LENGTH), generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as path:
         _, hooked = build(path)

@@ -1,4 +1,4 @@
-"""Audits on a small Llama: what honest replicas differ by, false alarms, and how soon who computes falsely is out. Prints JSON.
+"""Audits on a small Llama: deviations of honest replicas, false alarms, and steps until a liar is found. Prints JSON.
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/audits.py [--comparisons 1000000] [--trials 100] [--table] [--seed 1]
 
@@ -46,7 +46,7 @@ SEGMENT = 64
 FORMATS = ("float32", "bfloat16", "float16", "bfloat16-int8", "bfloat16-nf4")
 CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
 STEP_S, PROMPT_POSITION_S = 1.0, 4 / 64  # of a card: a pass of 64 positions costs four decode steps
-MEAN_TRUST = 2 / 3  # of whom the mean share is audited
+MEAN_TRUST = 2 / 3  # trust at which a peer is audited at the mean share
 NOISE_FACTOR, ONE_STEP_IN = 5.0, 10
 MAX_STEPS = 20_000  # of a liar that is never found
 
@@ -56,7 +56,7 @@ Passes = Iterator[list[tuple[int, int, int]]]
 
 @dataclass(frozen=True)
 class Replica:
-    """What one set of peers computes with."""
+    """Model and number format that one set of peers computes with."""
 
     checkpoint: Checkpoint
     number_format: str
@@ -71,7 +71,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Work:
-    """What came of a set of sessions: hidden_STH that each hop but the last sent on, and tokens_ST."""
+    """Results of a set of sessions: per hop but the last the hidden_STH that it sent on, and tokens_ST."""
 
     hidden: list[Tensor]
     tokens_ST: Tensor
@@ -173,7 +173,7 @@ def apart(one_TH: Tensor, other_TH: Tensor, dice: random.Random) -> list[float]:
 
 
 def honest(checkpoint: Checkpoint, comparisons: int, seed: int) -> dict[str, Any]:
-    """So many compared positions, over all formats and codecs in turn."""
+    """Compare the work of honest pairs until `comparisons` positions are compared, over all formats and codecs in turn."""
     began_s, dice, calibration = time.perf_counter(), random.Random(seed), Calibration()
     done = alarms = segments = 0
     worst = 0.0
@@ -231,7 +231,7 @@ def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
 
 
 def perturbed(hidden_TH: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """One step in ten off by `size` of its length."""
+    """Return the states with noise of `size` of a state's length on a random tenth of the positions."""
     hidden_TH = hidden_TH.float()
     noise_TH = torch.randn(hidden_TH.shape, generator=generator)
     noise_TH *= size * hidden_TH.norm(dim=-1, keepdim=True) / noise_TH.norm(dim=-1, keepdim=True)
@@ -240,13 +240,14 @@ def perturbed(hidden_TH: Tensor, size: float, generator: torch.Generator) -> Ten
 
 
 def is_false(deviations: list[float], number_format: str) -> bool:
-    """As a client judges the first hop that has seen nobody before."""
+    """Return whether a client without earlier measurements judges these deviations of the first hop as false."""
     tolerance = Calibration().tolerance(number_format, Codec.NONE, units=HOPS[0][1], deviations=deviations)
     return judge_states(deviations, tolerance).false
 
 
 def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: str, seed: int) -> int:
-    """How many steps a peer has served that perturbs them, when it is found for the first time."""
+    """Return the number of steps that a perturbing peer has served when an audit first finds it; at least `MAX_STEPS` if
+    none does."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     budget, steps = AuditBudget(), 0
     cost = cost_of(PROMPT, POSITIONS - PROMPT, decode_s=STEP_S, prefill_s=PROMPT_POSITION_S)
@@ -281,7 +282,7 @@ def perturbers(checkpoint: Checkpoint, trials: int, seed: int) -> dict[str, Any]
 
 
 def gross_liars(checkpoint: Checkpoint, other: Checkpoint, seed: int) -> dict[str, Any]:
-    """In how many audited segments each of these is found, of the segments of all sessions in turn: the most that it took."""
+    """Return per kind of gross lie the result of `most_segments` over all sessions."""
     bf16 = Replica(checkpoint, "bfloat16")
     liars = {
         "nf4 for bf16": Replica(checkpoint, "bfloat16-nf4"),
@@ -300,7 +301,7 @@ def gross_liars(checkpoint: Checkpoint, other: Checkpoint, seed: int) -> dict[st
 
 @torch.inference_mode()
 def skipped(checkpoint: Checkpoint, seed: int) -> tuple[Tensor, Tensor]:
-    """What the first hop sends on when it leaves out its last layer, and what it should."""
+    """Return the states that the first hop sends on without its last layer, and those with it."""
     generator = torch.Generator().manual_seed(seed)
     ids_ST = torch.randint(0, VOCABULARY, (SESSIONS, POSITIONS), generator=generator)
     sent = []
@@ -328,7 +329,7 @@ def most_segments(sent_STH: Tensor, honest_STH: Tensor, seed: int) -> int | None
 
 @torch.inference_mode()
 def steps_of_a_pass(checkpoint: Checkpoint) -> float:
-    """What a pass over 64 positions costs on this machine, in decode steps of one session."""
+    """Return the time of a pass over 64 positions on this machine, in decode steps of one session."""
     runner = StageRunner(load_span(checkpoint, *HOPS[0]), RunnerConfig(cache_bytes=1 << 28))
     times: dict[int, list[float]] = {1: [], SEGMENT: []}
     for number in range(30):

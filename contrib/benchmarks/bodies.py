@@ -1,9 +1,9 @@
-"""What bodies of 8 MiB that are made to be slow cost the event loop of a gateway: the CPU time of its longest callback, for each.
+"""Cost of request bodies of 8 MiB that are made to be slow: the CPU time of the longest callback in a gateway's event loop.
 
     python contrib/benchmarks/bodies.py
 
 A small random Llama on one node. Lists and texts of every request are filled with each kind of value, right and wrong. Prints JSON:
-for each path the slowest bodies, with the longest callback and the longest time in which the loop stood still (which on a busy
+for each path the slowest bodies, with the longest callback and the longest standstill of the loop (which on a busy
 machine includes waiting for a core).
 """
 
@@ -47,7 +47,7 @@ VALUES = {
     "messages": '{"role":"user","content":"a"}',
     "calls": '{"type":"function","function":{"name":"f"}}',
 }
-COUNTS = (14_990, 149_980, 4096, 256)  # just what is let through
+COUNTS = (14_990, 149_980, 4096, 256)  # just within the gateway's limits
 HI = [{"role": "user", "content": "hi"}]
 PLACES: dict[str, list[str]] = {  # of a list, in bodies that are well otherwise; % is where it goes
     "/v1/completions": [

@@ -1,10 +1,10 @@
-"""What compression between stages gains on slow links, and what it costs in loss. Prints JSON.
+"""Gain of compression between stages on slow links, and its cost in loss. Prints JSON.
 
     python contrib/benchmarks/compression.py [--rates 8 50 500] [--steps 5] [--loss-steps 300]
 
 Three stages of a byte-level GPT-2, real processes on loopback whose uplinks are paced (Mbit/s). `step_s` is the median of the steps
 after the controllers have settled; `speedup` is against `--compress none` at the same rate in the same run. Then, unpaced,
-the loss after so many steps of a narrower model whose boundaries travel in one codec throughout: mean of the last 20 steps,
+the loss after `--loss-steps` steps of a narrower model whose boundaries travel in one codec throughout: mean of the last 20 steps,
 relative to none.
 """
 

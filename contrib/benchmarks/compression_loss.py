@@ -1,4 +1,4 @@
-"""What compressing hidden states and their gradients costs in training loss. Prints JSON; 4 minutes on one core.
+"""Cost in training loss of compressing hidden states and their gradients. Prints JSON; 4 minutes on one core.
 
     python contrib/benchmarks/compression_loss.py [--steps 300] [--batch 16] [--seeds 1]
 
@@ -37,7 +37,7 @@ LAST_STEPS = 20
 
 @dataclass
 class Boundary:
-    """How values travel, and how many bytes they were."""
+    """Boundary between two segments: its codecs, and the bytes that crossed."""
 
     forward: Codec = Codec.NONE
     backward: Codec = Codec.NONE

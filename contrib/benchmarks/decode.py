@@ -75,7 +75,7 @@ def run_sessions(runner: StageRunner, prompts: Sequence[Tensor], new_tokens: int
 
 
 def measure(rounds: int, new_tokens: int) -> dict[str, float | int | bool]:
-    """One warm-up round, then the medians of the others."""
+    """Return the medians over `rounds` rounds, after one warm-up round."""
     generator = torch.Generator().manual_seed(1)
     prompt_BT = torch.randint(2, 32000, (1, PROMPT_LENGTH), generator=generator)
     batch = [torch.randint(2, 32000, (1, length), generator=generator) for length in BATCH_PROMPT_LENGTHS]

@@ -1,4 +1,4 @@
-"""How well estimates of time agree with measurement: shares of forward and backward time per group of units, as JSON.
+"""Estimates of time against measurement: shares of forward and backward time per group of units, as JSON.
 
 Usage: python -m contrib.benchmarks.estimate [gpt2] [resnet] [unet]
 """

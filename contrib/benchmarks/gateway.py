@@ -1,11 +1,11 @@
-"""What the gateway costs: the same texts asked of it over HTTP and of the swarm by `generate`, in turns, in the same run.
+"""Cost of the gateway: the same texts asked of it over HTTP and of the swarm by `generate`, in turns, in the same run.
 
     python contrib/benchmarks/gateway.py
 
 A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread. Prints
 JSON: for each number of streams the tokens per second of both, and as medians over the rounds their ratio, and how much later a
 first token comes.
-Each round asks both, the other one first each time, and each after a rest, in which what the one before has left is cleared up.
+Each round asks both, the other one first each time. A rest before each clears up after the one before.
 No prompt begins as another did: the gateway keeps the caches of what it was asked, and `generate` does not.
 """
 
@@ -51,8 +51,8 @@ async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> floa
 
 
 async def by_http(connection: Connection, path: str, prompt: str, new_tokens: int) -> float:
-    """Seconds to the first text, on a connection that is there already, as clients keep theirs. Read as it comes and not parsed:
-    what a client in Python does with it costs several times what the gateway does, on the same cores."""
+    """Return the seconds to the first text on an open connection, as clients keep theirs. The stream is read without
+    parsing: parsing in a Python client costs several times what the gateway does, on the same cores."""
     reader, writer = connection
     body = json.dumps({"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}).encode()
     head = (
@@ -123,6 +123,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=8, help="one leaves a first token little to differ by")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="layers of the model; with 1 the first tokens differ little"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     main(parser.parse_args())
