@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(folder: Path, hidden: int) -> Any:
-    """A random GPT-2 on bytes; the model."""
+    """Save a random GPT-2 on bytes, and return the model."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
@@ -78,7 +78,7 @@ def crossed_bytes(model: Any, way: dict[str, Any]) -> float:
 
 
 def train(model: Path, units: int, folder: Path, steps: int, way: dict[str, Any]) -> float:
-    """The mean loss of the last 20 steps."""
+    """Train one swarm in this way and return the mean loss of the last 20 steps. Raises SystemExit if the trainer fails."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         local = stack.enter_context(LocalSwarm(folder))

@@ -65,7 +65,7 @@ class Bench:
 
     def train(self, name: str, min_holders: int, *, kill_after: int | None = None) -> dict[str, typing.Any]:
         """Train one whole run. After the step `kill_after`, one node is killed for good as soon as its state is kept
-        elsewhere."""
+        elsewhere. Raises SystemExit if the trainer fails, or no step follows the kill in time."""
         options, folder = self._options, self._folder / name
         folder.mkdir()
         units = options.layers + 2

@@ -42,7 +42,7 @@ def make_checkpoint(folder: Path, hidden: int, layers: int, sequence: int) -> Pa
 
 
 def train(model: Path, folder: Path, node: list[str], settings: list[str], spans: tuple[str, ...] = SPANS) -> Any:
-    """The steps of one swarm, and the codecs that its nodes chose."""
+    """Train one swarm and return its steps and the codecs that its nodes chose. Raises SystemExit if the trainer fails."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         local = stack.enter_context(LocalSwarm(folder))

@@ -1,4 +1,4 @@
-"""What a Link costs over the bare p2pd stream below it, between two processes, in one run. Prints JSON.
+"""Cost of a Link over the bare p2pd stream below it, between two processes, in one run. Prints JSON.
 
     python contrib/benchmarks/link.py [--mib 256] [--round-trips 2000] [--runs 5]
 

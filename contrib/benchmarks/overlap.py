@@ -2,9 +2,9 @@
 
     python contrib/benchmarks/overlap.py [--hops 3] [--host-ms 0.8]
 
-    waiting   the next pass is launched when the results of the last are encoded and sent, with all that has come meanwhile
-    at once   as soon as anything waits, while the card computes: results come down on a stream of their own
-    in time   as late as the card does not stand still for it
+    waiting   the next pass is launched when the results of the last are encoded and sent, with all that has come meanwhile.
+    at once   as soon as anything waits, while the card computes: results come down on a stream of their own.
+    in time   as late as possible without leaving the card idle.
 
 A calculation in virtual time, of events; nothing is computed. A pass takes 8 ms of the card and 0.1 ms for each session, and
 `--host-ms` of the host, half of it before the card can begin.

@@ -62,7 +62,7 @@ def outcome(rule: Rule, units: int, joiners: list[Joiner], chance: random.Random
 
 
 def outcomes_of(units: int, joiners: list[Joiner], seed: int) -> dict[str, dict[str, float]]:
-    """Of all rules. SWARM's stages are of one size for all; it gets the best of three sizes."""
+    """Return the outcomes by rule. SWARM gets the best of three stage sizes, which are the same for all peers."""
     capacities = sorted(joiner.capacity_units for joiner in joiners)
     sizes = {capacities[0], capacities[len(capacities) // 4], capacities[len(capacities) // 2]}
     stages = [outcome(swarm(units, size), units, joiners, random.Random(seed)) for size in sorted(sizes)]

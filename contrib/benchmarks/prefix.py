@@ -1,5 +1,5 @@
-"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, of ten turns, and of some
-prompts that begin alike and come at once, of one owner and of as many, who share nothing.
+"""Time to the first token of a prompt that begins as an earlier one did, against the earlier one. Also of ten turns, and of
+simultaneous prompts that begin alike, from one owner, and from an owner each (owners share nothing).
 
     python contrib/benchmarks/prefix.py
 
@@ -34,7 +34,7 @@ LAYERS, NEW_TOKENS, TURN_TOKENS = 8, 8, 16
 async def first_token_s(
     client: SwarmClient, prompt: list[int], owner: str = "benchmark"
 ) -> tuple[float, list[int], int]:
-    """Seconds to the first token, what was generated, and how many of the prompt's tokens were there."""
+    """Return the seconds to the first token, the generated ids, and the number of prompt tokens that were cached."""
     stream = await client.stream(prompt, kept_for=owner, max_new_tokens=NEW_TOKENS)
     async for _ in stream:
         pass

@@ -1,7 +1,9 @@
-"""What swarmnode does at the sizes that people run: `python contrib/benchmarks/real_sizes.py [PART …] [--small]`. Prints JSON.
+"""Training and serving at the sizes that people run, against one process. Prints JSON.
 
-    training        GPT-2 of 184 M parameters: 2 replicas of 1 stage, and 2 stages, against one process; losses against `--local`
-    killed          the same with one of two replicas killed -9 in the middle of averaging
+    python contrib/benchmarks/real_sizes.py [PART …] [--small]
+
+    training        GPT-2 of 184 M parameters: 2 replicas of 1 stage, and 2 stages, against one process; losses against `--local`.
+    killed          the same with one of two replicas killed -9 in the middle of averaging.
     training_large  Llama of 1.1 B parameters in 2 stages with SGD
     serving         Llama of 1.1 B in bf16 over 2 nodes by invite: start, one stream, a prompt, eight sessions, against local
     sessions        64 sessions at once over 2 nodes: the times between tokens
@@ -46,7 +48,7 @@ READY_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models, and of the work that is done with them."""
+    """Sizes of the models, and of the work that is done with them."""
 
     gpt2: dict[str, int]
     llama: dict[str, int]
@@ -143,7 +145,7 @@ def peak_memory(pids: Callable[[], list[int]]) -> Iterator[dict[str, float]]:
 
 
 def settings(sizes: Sizes, batch: int, microbatch: int, steps: int, *extra: str) -> list[str]:
-    """Of a run on the source of the standard library's typing module, as bytes."""
+    """Return the arguments of a run on the source of the standard library's typing module, as bytes."""
     return [
         "--data", typing.__file__, "--steps", str(steps), "--batch", str(batch), "--microbatch", str(microbatch),
         "--sequence", str(sizes.sequence), "--checkpoint-steps", "1000", *extra,
@@ -151,7 +153,7 @@ def settings(sizes: Sizes, batch: int, microbatch: int, steps: int, *extra: str)
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
-    """What a trainer wrote of each step."""
+    """Return the trainer's log, a row for each step."""
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -179,7 +181,7 @@ def training(sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 
 def killed(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """One of two replicas is killed while they average: when 85 % of the time of the step before is over."""
+    """Kill one of two replicas while they average: after 85 % of the seconds of the step before."""
     make_gpt2(folder / "model", sizes.gpt2)
     units = sizes.gpt2["n_layer"] + 2
     bench = Bench(folder, folder / "model", settings(sizes, sizes.batch, 4, 6))
@@ -225,7 +227,7 @@ async def joined(swarm: LocalSwarm, nodes: int) -> SwarmClient:
     client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
     while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < nodes:
         await client.changed()
-    gc.freeze()  # to look through all that made the models takes a third of a second, in the middle of what is timed
+    gc.freeze()  # else a collection over all objects of model making takes a third of a second of the timed part
     return client
 
 
@@ -277,7 +279,7 @@ async def together(client: SwarmClient, prompts: list[list[int]], new: int) -> t
 
 
 def serving(sizes: Sizes, folder: Path, repeats: int = 3) -> dict[str, Any]:
-    """One stream, a prompt and eight sessions, each beside transformers in one process."""
+    """Measure one stream, a prompt and eight sessions, each beside transformers in one process."""
     make_llama(folder / "model", sizes.llama, dtype="bfloat16")
     units = sizes.llama["num_hidden_layers"] + 2
     lengths = {"prompt": sizes.prompt, "new": sizes.new, "prefill": sizes.prefill}

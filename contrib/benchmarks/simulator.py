@@ -2,7 +2,7 @@
 
     python contrib/benchmarks/simulator.py [--seconds 20] [--runs 3]
 
-Real nodes on loopback are throttled (`run --throttle`), so that two cores can carry them; so many clients generate one text after
+Real nodes on loopback are throttled (`run --throttle`), so that two cores can carry them; several clients generate one text after
 another. The same spans, speeds and clients are simulated. Prints JSON: measured and predicted tokens/s and their ratio.
 """
 
@@ -101,7 +101,8 @@ async def measured_tokens_per_s(shape: Shape, model: Path, folder: Path, seconds
 
 
 async def clients(client: SwarmClient, count: int, seconds: float) -> float:
-    """So many at once, each one text after another for so long (one at least): tokens/s of all."""
+    """Let `count` clients generate one text after another for `seconds` (one text at least). Returns their tokens/s
+    together."""
     began_s = time.perf_counter()
 
     async def one(number: int) -> int:

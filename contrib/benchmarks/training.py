@@ -43,7 +43,7 @@ def tokens_per_s(log: Path) -> float:
 
 
 class Bench:
-    """One model, one set of settings, several swarms."""
+    """Training runs of one model with one set of settings, alone and in several swarms."""
 
     def __init__(self, folder: Path, model: Path, settings: list[str]) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Bench:
         return folder
 
     def alone(self) -> Path:
-        """One process, one thread; its log of steps."""
+        """Train in one process with one thread, and return its log of steps."""
         folder = self._new()
         local = LocalSwarm(folder)
         local.create(self._model, "--mode", "train")
@@ -67,7 +67,8 @@ class Bench:
         return folder / "log"
 
     def swarm(self, spans: list[str], *, meanwhile: Meanwhile = lambda _nodes, _trainer: None) -> Path:
-        """A node for each span, and a trainer; its log of steps. `meanwhile` is called once it has begun."""
+        """Train with a node for each span, and return the trainer's log. `meanwhile` is called once the trainer has started.
+        Raises SystemExit if the trainer fails."""
         folder = self._new()
         with contextlib.ExitStack() as stack:
             local = stack.enter_context(LocalSwarm(folder))
@@ -98,7 +99,7 @@ def shapes_of(units: int) -> dict[str, list[str]]:
 
 
 def settings_of(options: argparse.Namespace) -> list[str]:
-    """For `swarmnode train`."""
+    """Return the arguments of `swarmnode train`."""
     return [
         "--data", typing.__file__, "--steps", str(options.steps), "--batch", str(options.batch),
         "--microbatch", str(options.microbatch), "--sequence", str(SEQUENCE), "--checkpoint-steps", "1000",

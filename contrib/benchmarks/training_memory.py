@@ -90,7 +90,7 @@ def train_stage(
 
 
 def measure(checkpoint: Path, tiny: Path, start: int, end: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One stage, in this process."""
+    """Measure one stage in this process."""
     import torch
 
     from swarmnode.training.worker.memory import give_back_large_tensors
@@ -100,7 +100,7 @@ def measure(checkpoint: Path, tiny: Path, start: int, end: int, options: argpars
         give_back_large_tensors()
     settings = {"microbatch": options.microbatch, "in_flight": options.in_flight, "recompute": options.recompute}
     train_stage(tiny, 0, 3, **settings)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     before_mb = memory_mb("VmRSS")
     learner, step_s = train_stage(checkpoint, start, end, **settings)
     peak_mb = memory_mb("VmHWM") - before_mb

@@ -21,7 +21,8 @@ ALL_REDUCES = 4  # of activations, in each layer of a tensor-parallel model: two
 
 @dataclass(frozen=True)
 class Step:
-    """Of a model of equal layers: seconds of one on one device (there and back), and bytes; microbatches over all pipelines."""
+    """Step of a model of equal layers: seconds of one layer on one device (there and back), bytes, and microbatches over
+    all pipelines."""
 
     layers: int
     layer_s: float
@@ -32,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many devices share a layer, how many stages follow one another, and how many pipelines average."""
+    """Numbers of devices that share a layer, of successive stages, and of pipelines that average."""
 
     tensor: int
     stages: int
@@ -54,7 +55,7 @@ def best_step_s(network: Scenario, ranks: Sequence[int], step: Step) -> tuple[fl
 
 
 def seconds(network: Scenario, ranks: Sequence[int], step: Step, shape: Shape) -> float:
-    """Of one step in this shape."""
+    """Return the seconds of one step in this shape."""
     layout: Grid = np.array(ranks).reshape(shape.stages, shape.pipelines, shape.tensor)
     layers = step.layers / shape.stages
     stages_s = []
