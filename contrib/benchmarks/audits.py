@@ -95,7 +95,8 @@ def save_model(folder: Path, seed: int) -> Checkpoint:
 
 
 def as_served(dice: random.Random) -> Passes:
-    """Prompts alone, then steps in passes of ever other sessions."""
+    """Yield the passes of serving: whole prompts one by one, then steps of random sets of sessions, now and then of several
+    positions."""
     held = [0] * SESSIONS
     for session in range(SESSIONS):
         yield [(session, 0, PROMPT)]
@@ -118,7 +119,7 @@ def as_audited() -> Passes:
 
 @torch.inference_mode()
 def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resumed: Sequence[int] = ()) -> Work:
-    """All sessions through all hops. Those that are `resumed` lose their caches half-way, and replay what came before."""
+    """Run all sessions through all hops. The sessions in `resumed` lose their caches half-way, and replay all before."""
     runners = replica.runners()
     lost = set(resumed)
 
@@ -157,7 +158,7 @@ def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resu
 
 
 def pair(replica: Replica, codec: Codec, seed: int, other: Replica | None = None) -> tuple[Work, Work]:
-    """The same texts as `replica` serves them, and as an audit computes them on `other` (default: on its like)."""
+    """Compute the same texts as `replica` serves them, and as an audit computes them on `other` (default: on `replica`)."""
     generator = torch.Generator().manual_seed(seed)
     ids_ST = torch.randint(0, VOCABULARY, (SESSIONS, POSITIONS), generator=generator)
     served = compute(replica, ids_ST, as_served(random.Random(seed)), codec, range(0, SESSIONS, 4))
@@ -213,7 +214,8 @@ def honest(checkpoint: Checkpoint, comparisons: int, seed: int) -> dict[str, Any
 
 
 def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
-    """Median, the 99.99th percentile and the share of other tokens, of each format and codec, behind the second hop."""
+    """Measure deviations behind the second hop for each format and codec: median, 99.99th percentile and the share of other
+    tokens."""
     rows = {}
     for number_format in ("float32", "bfloat16", "float16"):
         for codec in CODECS:
@@ -264,7 +266,7 @@ def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: s
 
 
 def perturbers(checkpoint: Checkpoint, trials: int, seed: int) -> dict[str, Any]:
-    """Peers that perturb one step in ten by five times the honest noise of their number format."""
+    """Measure the steps until audits find peers that perturb a tenth of the positions by five times the honest noise."""
     results = {}
     for number_format in ("float32", "bfloat16"):
         served, again = (work.hidden[0] for work in pair(Replica(checkpoint, number_format), Codec.NONE, seed))
@@ -315,7 +317,7 @@ def skipped(checkpoint: Checkpoint, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def most_segments(sent_STH: Tensor, honest_STH: Tensor, seed: int) -> int | None:
-    """The longest run of segments, one found false included; None where the last ones all passed."""
+    """Return the longest run of segments up to one found false; None if the segments after the last such one all passed."""
     dice = random.Random(seed)
     most, since = 0, 0
     for session in range(SESSIONS):

@@ -91,7 +91,7 @@ TEXTS = {
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """(path, what it is, body) of all."""
+    """Yield the path, the description and the bytes of every body."""
     for path, places in PLACES.items():
         for place in places:
             fillings = {
@@ -109,7 +109,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 
 
 class Longest:
-    """CPU seconds of the longest callback of the loop since it was read last, by its own thread's clock."""
+    """CPU seconds of the loop's longest callback since the last reading, by its own thread's clock."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -132,7 +132,7 @@ class Longest:
 
 
 async def measure(local: LocalSwarm, only: str) -> dict[str, Any]:
-    """All of them, one after another."""
+    """Send the bodies one after another, and return the slowest ones by path."""
     longest, still_s = Longest(), 0.0
 
     async def beat() -> None:
@@ -177,7 +177,7 @@ async def measure(local: LocalSwarm, only: str) -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Found, serve, measure, end."""
+    """Serve a random model, measure, and print the results."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         save_speaking_llama(model)

@@ -122,7 +122,7 @@ class Chaos:
         return node
 
     async def run(self, seconds: float) -> None:
-        """Strike until the time is over."""
+        """Strike a random node that has a replica at every interval until `seconds` are over, then wait until all are back."""
         for kind in itertools.cycle(FAULTS):
             await asyncio.sleep(FAULT_EVERY_S)
             if self.now_s >= seconds:
@@ -191,7 +191,7 @@ def _has_told(node: NodeProcess, event: str) -> bool:
 
 
 async def measure(folder: Path, seconds: float, seed: int, *, pauses: bool) -> dict[str, Any]:
-    """The whole of it."""
+    """Run the swarm, its clients and the faults for `seconds`, and return the report."""
     await asyncio.to_thread(write_untaught, folder / "model", 4)
     with LocalSwarm(folder / "swarm") as swarm:
         swarm.folder.mkdir()

@@ -110,7 +110,7 @@ def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
 
 
 def outlook_of(case: Case, world: World, run: TrainSettings) -> StepOutlook:
-    """On such steps."""
+    """Return the forecast of live nodes for steps of `run`."""
     width_bytes = 2 if run.compress == "fp16" else 4
     gradient_bytes_U = GRADIENT_BYTES * np.array(case.model.parameters, dtype=float)
     load = TrainingLoad(
@@ -131,7 +131,8 @@ def outlook_of(case: Case, world: World, run: TrainSettings) -> StepOutlook:
 def simulated(
     case: Case, run: TrainSettings, rule: TrainSettings | None = None, spans: Sequence[Span] | None = None
 ) -> Any:
-    """A step's seconds, and who held what: by the rule for such steps, or as laid by hand."""
+    """Simulate training and return the mean seconds of a step (infinity if none ends) and the spans of all peers. Spans are
+    chosen by the rule for steps of `rule`, or are `spans`."""
     settings = Settings("train", hours=LONGEST_S / 3600, train=run)
     simulation = Simulation(case.scenario, case.model, settings, spans=spans)
     training = Training(simulation.world, run)
@@ -148,7 +149,7 @@ def simulated(
 
 
 def arrangements(case: Case, capacity_units: int) -> Iterator[list[Span]]:
-    """All that are sensible, as above."""
+    """Yield all sensible arrangements by hand (see `best` in the module's text)."""
     members = [[i for i, region in enumerate(case.scenario.regions) if region == f"place {p}"] for p in range(3)]
     clusters, extra = (
         [one[:SIZE] for one in members[:2]],
@@ -180,12 +181,13 @@ def _holders(sizes: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...
 
 
 def worth_s(step_s: float, spans: Sequence[Span]) -> float:
-    """A step, longer where units have one holder, as peers weigh it."""
+    """Return the seconds of a step, lengthened as peers weigh units with too few holders."""
     return step_s * fragility(float((held_units(spans, UNITS).sum(axis=0) < HOLDERS).mean()))
 
 
 def best_by_hand(case: Case, run: TrainSettings, capacity_units: int) -> dict[str, Any]:
-    """The least step, with two holders for each unit, and with one."""
+    """Return the best arrangement as peers weigh it (`best`), the one with the shortest step (`bare`), and their number
+    (`tried`)."""
     tried = [(simulated(case, run, spans=spans)[0], spans) for spans in arrangements(case, capacity_units)]
     firm = min(tried, key=lambda one: worth_s(*one))
     bare = min(tried, key=lambda one: one[0])

@@ -63,7 +63,8 @@ class Kademlia:
         self._ids = sorted(self._random.getrandbits(ID_BITS) for _ in range(peers))
 
     def look_up(self, key: int, stop_at: int) -> int:
-        """Calls of a look-up from a random peer that ends with `stop_at` of the key's keepers asked."""
+        """Return the number of calls of a look-up from a random peer that stops once `stop_at` of the key's keepers are
+        asked."""
         keepers = set(self._nearest(self._ids, key, REPLICAS))
         known = set(self._nearest(self._table(self._random.choice(self._ids)), key, BUCKET_PEERS))
         asked: set[int] = set()
@@ -220,7 +221,7 @@ class Watcher:
 
 
 def unix_time() -> float:
-    """The virtual clock's."""
+    """Return the time of the virtual clock."""
     return EPOCH_S + asyncio.get_running_loop().time()
 
 

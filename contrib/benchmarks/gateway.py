@@ -42,7 +42,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> float:
-    """Seconds to the first text; half a character is none."""
+    """Return the seconds to the first text of `generate`. A token that completes no character does not count."""
     began_s, first_s = time.perf_counter(), 0.0
     async for token in await client.stream(prompt, max_new_tokens=new_tokens):
         if token.text:
@@ -70,12 +70,12 @@ async def by_http(connection: Connection, path: str, prompt: str, new_tokens: in
 
 
 def paired(measured: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    """The gateway's of each round, and `generate`'s."""
+    """Return the figures of the gateway and of `generate`, without the warm-up round."""
     return measured["gateway"][1:], measured["generate"][1:]
 
 
 async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
+    """Measure all numbers of streams over HTTP and by `generate`."""
     told: dict[str, Any] = {"rounds": options.rounds, "new_tokens": options.new_tokens}
     prompts = map(PROMPT.format, itertools.count())
     client, address = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client"), urlsplit(url)
@@ -107,7 +107,7 @@ async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> d
 
 
 def main(options: argparse.Namespace) -> None:
-    """Found, serve, measure, end."""
+    """Serve a random model, measure, and print the results."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         save_speaking_llama(model, layers=options.layers, **SIZES)

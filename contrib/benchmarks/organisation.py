@@ -221,7 +221,7 @@ def step_s(
 
 
 def after_losses(scenario: Scenario, share: float, seed: int) -> dict[str, Any]:
-    """A step when some have gone, and as it is planned anew for the others."""
+    """Return a step after a share of the devices has vanished, beside steps of new plans for the others."""
     order = np.random.default_rng(seed).permutation(scenario.devices)
     gone, left = np.split(order, [round(share * scenario.devices)])
     trace = [Change(LOST_S, int(device), up=False) for device in gone]
@@ -231,14 +231,15 @@ def after_losses(scenario: Scenario, share: float, seed: int) -> dict[str, Any]:
 
 
 def compared(scenario: Scenario) -> dict[str, Any]:
-    """Planned, wired, live."""
+    """Return steps as planned, as wired live, and as chosen live."""
     results = as_planned(scenario)
     results["live"] = step_s(scenario)
     return with_ratios(results)
 
 
 def as_planned(scenario: Scenario) -> dict[str, dict[str, float]]:
-    """Steps of the plan, and of the fastest one whatever it risks, where that is another."""
+    """Return steps of the plan with its own and with live wiring, and of the fastest plan with one holder if that has other
+    spans."""
     plan, fastest = planned(scenario), planned(scenario, holders=1)
     results = {"planned": step_s(scenario, plan.spans, plan.pipelines), "wired": step_s(scenario, plan.spans)}
     if plan.step_s:

@@ -224,7 +224,7 @@ def taken(browser: Chromium, method: str) -> list[dict[str, Any]]:
 
 
 async def measure(program: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
+    """Serve the page of a changing swarm, watch it in a browser, and return the figures."""
     feed.SWARM_PERIOD_S = 1 / options.updates_per_s
     crowd = Crowd(folder, options.machines, options.sessions)
     gateway = Gateway({"crowd": crowd})  # type: ignore[dict-item]

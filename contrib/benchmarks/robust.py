@@ -79,7 +79,7 @@ LIES: dict[str, Lie] = {
 
 
 def random_like(vector_N: Tensor, seed: int) -> Tensor:
-    """A direction of unit length."""
+    """Return a random direction of unit length."""
     drawn_N = torch.randn(len(vector_N), generator=torch.Generator().manual_seed(seed))
     return drawn_N / drawn_N.norm()
 
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def make_checkpoint(folder: Path, layers: int, seed: int) -> Checkpoint:
-    """A random GPT-2 on bytes."""
+    """Save a random GPT-2 on bytes in `folder`."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -259,7 +259,7 @@ def train(
 
 
 def relative_to(losses: list[float], outcomes: list[Outcome]) -> list[float]:
-    """Seed for seed."""
+    """Return the ratio of each outcome's loss to the loss of the same seed."""
     return [outcome.loss / loss for outcome, loss in zip(outcomes, losses, strict=True)]
 
 

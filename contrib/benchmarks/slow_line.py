@@ -86,7 +86,7 @@ def hand_over(source: int, target: int, delay_s: float, bits_per_s: float) -> No
 
 
 def relay(one_pid: int, other_pid: int, delay_s: float, bits_per_s: float) -> None:
-    """The line itself, for ever."""
+    """Relay packets between two namespaces, for ever."""
     one, other = open_device(one_pid), open_device(other_pid)
     print("up", flush=True)
     threading.Thread(target=hand_over, args=(one, other, delay_s, bits_per_s), daemon=True).start()

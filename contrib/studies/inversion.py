@@ -12,7 +12,7 @@ for each codec, on the states as they arrive (of top-k a twentieth of the elemen
     mlp       a small MLP, learnt from the first half.
     gradient  the same MLP, but of the gradient that comes back in training, for the label: the token after the position.
 
-The share of tokens that they name is printed. It is a lower bound: attackers that weigh whole sentences, or train for longer, get more.
+The share of tokens that they name is printed. A lower bound: attackers that weigh whole sentences, or train for longer, get more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ATTACKS = "nearest,linear,mlp,gradient"
 
 
 def corpus() -> tuple[Tensor, Tensor]:
-    """The bytes of the standard library's sources, halved by files: what the inverter learns from, what it is tried on."""
+    """Return the bytes of the standard library's sources, halved by files: text to learn from, and text to try attacks on."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if path.stat().st_size)
     return _bytes(files[::2]), _bytes(files[1::2])
