@@ -35,7 +35,7 @@ WAYS = {  # which adapter each session goes through
 
 
 def adapter(model: nn.Module) -> dict[str, Lora]:
-    """Random matrices for every linear layer of the blocks."""
+    """Return random LoRA matrices for every linear layer of the blocks."""
     sizes = {name: features_of(module) for name, module in model.named_modules() if name.endswith("_proj")}
     return {
         name: Lora(torch.randn(RANK, size[0]) / size[0], torch.randn(size[1], RANK) / RANK)
@@ -45,7 +45,7 @@ def adapter(model: nn.Module) -> dict[str, Lora]:
 
 
 def decode(runner: StageRunner, adapters: Sequence[str], prompt_BT: Tensor, new_tokens: int) -> float:
-    """Tokens per second of all sessions together, prompts left out."""
+    """Return tokens/s of all sessions together, prompts left out."""
     for session, name in enumerate(adapters):
         runner.open(session, rows=1, max_length=prompt_BT.shape[1] + new_tokens, adapter=name)
     runner.run([StepInput(session, prompt_BT) for session in range(len(adapters))])

@@ -86,7 +86,7 @@ class Replica:
         return list(self.model.parameters())
 
     def learn(self, ids_BT: Tensor) -> tuple[float, Tensor]:
-        """The loss of a batch, and gradient_N."""
+        """Return the loss of a batch, and its gradient_N."""
         self.optimizer.zero_grad()
         loss = self.model(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
@@ -103,11 +103,11 @@ class Replica:
         self.optimizer.step()
 
     def values(self) -> Tensor:
-        """values_N, a copy."""
+        """Return a copy of all parameters, values_N."""
         return torch.cat([value.detach().view(-1) for value in self.parameters])
 
     def load(self, values_N: Tensor) -> None:
-        """Go on from these parameters."""
+        """Go on from the parameters `values_N`."""
         pieces = torch.split(values_N, [value.numel() for value in self.parameters])
         with torch.no_grad():
             for value, piece in zip(self.parameters, pieces, strict=True):
@@ -146,7 +146,7 @@ class Replicas:
         return statistics.mean(loss for loss, _ in learnt)
 
     def _average(self) -> None:
-        """The mean of how far they came is one step of the outer optimiser."""
+        """Average the replicas' ways since the last averaging, and take a step of the outer optimizer with the mean."""
         means = self._agree([outer.way(one.values()) for outer, one in zip(self._outer, self.members, strict=True)])
         for one, outer, mean_N in zip(self.members, self._outer, means, strict=True):
             one.load(outer.update(mean_N))

@@ -132,7 +132,8 @@ class Longest:
 
 
 async def measure(local: LocalSwarm, only: str) -> dict[str, Any]:
-    """Send the bodies one after another, and return the slowest ones by path."""
+    """Send the bodies one after another. Returns the longest callbacks and standstills, and the three slowest bodies by
+    path."""
     longest, still_s = Longest(), 0.0
 
     async def beat() -> None:

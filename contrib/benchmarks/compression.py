@@ -27,7 +27,7 @@ SETTLED_AFTER = 2  # steps
 
 
 def make_checkpoint(folder: Path, hidden: int, layers: int, sequence: int) -> Path:
-    """A random GPT-2 on bytes."""
+    """Save a random GPT-2 on bytes, and return its folder."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
@@ -68,7 +68,7 @@ def train(model: Path, folder: Path, node: list[str], settings: list[str], spans
 
 
 def measure_speed(folder: Path, rates: list[float], steps: int) -> dict[str, Any]:
-    """Step times by rate and mode."""
+    """Return step seconds by rate and mode."""
     model = make_checkpoint(folder / "wide", 256, 3, 128)
     settings = [
         "--data", typing.__file__, "--steps", str(steps), "--batch", "48", "--microbatch", "8", "--sequence", "128",
@@ -90,7 +90,7 @@ def measure_speed(folder: Path, rates: list[float], steps: int) -> dict[str, Any
 
 
 def measure_loss(folder: Path, steps: int) -> dict[str, Any]:
-    """The mean loss of the last 20 steps by codec."""
+    """Return the mean loss of the last 20 steps by codec, plain and relative to none."""
     model = make_checkpoint(folder / "narrow", 96, 3, 64)
     settings = [
         "--data", typing.__file__, "--steps", str(steps), "--batch", "8", "--microbatch", "4", "--sequence", "64",

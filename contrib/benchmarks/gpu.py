@@ -114,7 +114,7 @@ class Bench:
         self.checkpoint = Checkpoint(folder)
 
     def span(self, dtype: torch.dtype, quantize: str = "none") -> ModelSpan:
-        """The layers, without embedding and head."""
+        """Load the layers, without embedding and head."""
         last = self.shape.layers + 1
         return load_span(self.checkpoint, 1, last, device=self.device, dtype=dtype, quantize=quantize, check=False)
 
@@ -122,7 +122,7 @@ class Bench:
         return torch.randn(rows, count, span.hidden_size, device=self.device).to(span.dtype)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The shortest of the runs that fit into the seconds for a figure."""
+        """Return the seconds of the fastest of the runs that fit into `figure_s`, after a warm-up run."""
         best_s, until_s = float("inf"), time.perf_counter() + self.figure_s
         work()
         while best_s == float("inf") or time.perf_counter() < until_s:
@@ -184,7 +184,7 @@ def decode_steps(bench: Bench) -> Any:
 
 
 def _one_step(runner: StageRunner, x: torch.Tensor, sessions: int) -> Callable[[], None]:
-    """A position of every session, which is taken back."""
+    """Return a function that computes a position of every session and truncates it again."""
 
     def step() -> None:
         runner.run([StepInput(session, x) for session in range(sessions)])
@@ -356,7 +356,7 @@ def text(bench: Bench) -> Any:
 
 
 def _generate(span: ModelSpan, names: list[str], count: int, told: list[int] | None = None) -> dict[str, list[int]]:
-    """Greedy texts of sessions with prompts of unlike lengths; `told` is replayed first, as one chunk."""
+    """Return greedy texts of sessions with prompts of unlike lengths. `told` is replayed first, as one chunk."""
     runner = StageRunner(span, RunnerConfig(1 << 30))
     ids = {name: [ord(name) % 90, *range(3 * index + 2)] for index, name in enumerate(names)}
     texts: dict[str, list[int]] = {name: list(told or []) for name in names}

@@ -71,7 +71,7 @@ class Use:
 
 
 def beside(small: Use, real: Use) -> dict[str, Any]:
-    """The figures of a node, by those of one with a model of nearly nothing."""
+    """Return the figures of a node with a real model. Its base is measured on a node with a tiny one."""
     base_mb = small.resident_mb - small.promised_mb
     return {
         "base_mb": round(base_mb, 1),
@@ -106,7 +106,7 @@ def serve(folder: Path, shape: Sizes, *extra: str) -> Use:
 
 
 def whole(model: Path) -> str:
-    """The span of a model."""
+    """Return the span of all units of a model."""
     config = json.loads((model / "config.json").read_text())
     return f"0:{config.get('num_hidden_layers', config.get('n_layer')) + 2}"
 
@@ -128,7 +128,7 @@ def train(folder: Path, shape: Sizes, *extra: str) -> Use:
 def compare(
     make: Callable[[Path, Sizes], None], use: Callable[[Path, Sizes], Use], sizes: Sizes, folder: Path
 ) -> dict[str, Any]:
-    """A model of `sizes` beside one of the small ones."""
+    """Use a model of `SMALL` sizes and one of `sizes`, and return the figures of the latter."""
     uses = []
     for name, shape in (("small", SMALL), ("real", sizes)):
         (folder / name).mkdir()
@@ -138,19 +138,19 @@ def compare(
 
 
 def of_layers(sizes: Sizes, layers: int | None) -> Sizes:
-    """The same with fewer layers of the large model."""
+    """Return `sizes` with `layers` layers of the large model; unchanged if `layers` is None."""
     if layers is None:
         return sizes
     return Sizes(**{**vars(sizes), "llama": {**sizes.llama, "num_hidden_layers": layers}})
 
 
 def gpt2(folder: Path, shape: Sizes) -> None:
-    """Checkpoint of the model with 184 M parameters."""
+    """Save a random GPT-2 (184 M parameters at full size) with room for 256 positions at least."""
     make_gpt2(folder, {**shape.gpt2, "n_positions": max(shape.gpt2["n_positions"], 256)})
 
 
 def llama(dtype: str) -> Callable[[Path, Sizes], None]:
-    """Makes the checkpoint of the model with 1.1 B parameters."""
+    """Return a function that saves a random Llama (1.1 B parameters at full size) in `dtype`."""
     return lambda folder, shape: make_llama(folder, shape.llama, dtype=dtype)
 
 

@@ -43,7 +43,7 @@ class Ring:
         return f"<Ring of {len(self.waiting)} hops, {self.policy}: {self.tokens} tokens>"
 
     def run(self) -> tuple[float, float]:
-        """Tokens/s, and sessions in a pass."""
+        """Run the events, and return tokens/s and the mean number of sessions in a pass."""
         while self._events[0][0] < RUN_S:
             now_s, _, happen = heapq.heappop(self._events)
             happen(now_s)
@@ -60,7 +60,7 @@ class Ring:
         self._at(when_s, arrive)
 
     def _launch(self, hop: int, now_s: float) -> None:
-        """The next pass, or later, when the host is free and the policy wants it."""
+        """Launch the next pass of `hop`, now or when the host is free and the policy wants it."""
         most = 1 if self.policy == WAITING else 2
         if not self.waiting[hop] or self.in_flight[hop] == most:
             return

@@ -94,7 +94,7 @@ async def joined(local: LocalSwarm, nodes: int) -> SwarmClient:
 
 
 async def single_stream(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
-    """Decode speed of one session and the time of a long prompt, each beside local."""
+    """Measure decode speed of one session and the time of a long prompt, each beside one local process."""
     prompt, long = list(range(5, 5 + PROMPT_TOKENS)), list(range(5, 5 + PREFILL_TOKENS))
     await client.generate(prompt, max_new_tokens=8)
     decode, prefill, speeds = [], [], []
@@ -114,7 +114,7 @@ async def single_stream(client: SwarmClient, local: LocalProcess, repeats: int) 
 
 
 async def concurrent(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
-    """All tokens of several sessions at once, per second of wall clock, against one local stream."""
+    """Measure tokens/s of several sessions at once by wall clock, against one local stream."""
     ratios = []
     for _ in range(repeats):
         alone = await asyncio.to_thread(local.measure)

@@ -26,7 +26,7 @@ Meanwhile = Callable[[list[NodeProcess], NodeProcess], None]
 
 
 def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
-    """A random GPT-2 on bytes."""
+    """Save a random GPT-2 on bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -38,7 +38,7 @@ def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
 
 
 def tokens_per_s(log: Path) -> float:
-    """The median step's, the first one left out."""
+    """Return the median tokens/s of the steps after the first."""
     return statistics.median(json.loads(line)["tokens_per_s"] for line in log.read_text().splitlines()[1:])
 
 

@@ -57,7 +57,7 @@ CONSUMER, DATACENTER = Fleet("RTX 3080", 50, 320.0, 699.0), Fleet("H100 PCIe", 4
 
 
 def trained_per_s(scenario: Scenario, stages: int, minutes: float) -> float:
-    """Tokens/s of steps that were finished: pipelines of equally many units a stage."""
+    """Simulate pipelines of `stages` even stages, and return tokens/s of the steps after the first."""
     replicas = scenario.devices // stages
     spans = cut([1.0] * stages, TRAINED.units)
     pipelines = [list(range(pipeline * stages, (pipeline + 1) * stages)) for pipeline in range(replicas)]

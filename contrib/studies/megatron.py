@@ -41,7 +41,7 @@ class Shape:
 
 
 def shapes(devices: int, layers: int) -> Iterator[Shape]:
-    """All that use every device and cut the layers evenly."""
+    """Yield all shapes that use every device and cut the layers evenly."""
     for tensor in (1, 2, 4, 8):
         for stages in range(1, devices // tensor + 1):
             if devices % (tensor * stages) == 0 and layers % stages == 0:
@@ -49,7 +49,7 @@ def shapes(devices: int, layers: int) -> Iterator[Shape]:
 
 
 def best_step_s(network: Scenario, ranks: Sequence[int], step: Step) -> tuple[float, Shape]:
-    """Seconds of the fastest shape."""
+    """Return the seconds of a step in the fastest shape, and the shape."""
     fitting = shapes(len(ranks), step.layers)
     return min(((seconds(network, ranks, step, shape), shape) for shape in fitting), key=lambda found: found[0])
 
@@ -79,7 +79,7 @@ def seconds(network: Scenario, ranks: Sequence[int], step: Step, shape: Shape) -
 
 
 def ring_s(network: Scenario, members: Grid, size_bytes: float) -> float:
-    """An all-reduce around a ring, as slow as its slowest link."""
+    """Return the seconds of an all-reduce around a ring, as slow as its slowest link; 0 for a single member."""
     count = len(members)
     if count == 1:
         return 0.0

@@ -47,7 +47,7 @@ class Boundary:
         self.zeros: list[float] = []
 
     def cross(self, values: Tensor, way: str) -> Tensor:
-        """The values as they arrive."""
+        """Return the values as they arrive after top-k, and note their share of zeros."""
         self.zeros.append(float((values == 0).float().mean()))
         if self._ratio <= 1:
             return values
@@ -71,7 +71,7 @@ class Crossing(torch.autograd.Function):
 
 
 def cut(model: nn.Module, parts: list[nn.Module], boundaries: list[Boundary]) -> list[Any]:
-    """Put a boundary behind each of these parts of a model; what takes them away."""
+    """Put a boundary behind each of these parts of a model, and return the hooks to remove."""
 
     def hook(boundary: Boundary) -> Any:
         def behind(_part: object, _inputs: object, output: Any) -> Any:
@@ -126,7 +126,7 @@ class Digits:
 
 
 class Text:
-    """A GPT-2 of 4 layers, 64 wide, on bytes."""
+    """GPT-2 of 4 layers, 64 wide, on bytes."""
 
     rate = 2e-3
 
@@ -154,7 +154,7 @@ class Text:
 
 
 def train(subject: Any, drawn: Iterator[Any], rate: float) -> list[float]:
-    """The losses."""
+    """Train on the drawn batches, and return the loss of each step."""
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=rate)
     losses = []
     for batch in drawn:
