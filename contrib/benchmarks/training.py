@@ -85,7 +85,7 @@ class Bench:
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
-    """The model and the run, of this and of like benchmarks."""
+    """Parse the sizes of the model and of the run, for this and similar benchmarks."""
     parser = argparse.ArgumentParser(description=description)
     for name, default in (("steps", 6), ("batch", 32), ("microbatch", 4), ("hidden", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -93,7 +93,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
 
 
 def shapes_of(units: int) -> dict[str, list[str]]:
-    """The spans of the nodes, by name of the swarm."""
+    """Return the spans of the nodes, by name of the swarm."""
     half = units // 2
     return {"2 stages": [f"0:{half}", f"{half}:{units}"], "2 replicas": [f"0:{units}"] * 2}
 
@@ -108,7 +108,7 @@ def settings_of(options: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def bench_of(options: argparse.Namespace) -> Iterator[Bench]:
-    """A bench with such a model, whose files are gone afterwards."""
+    """Yield a bench with a random model. Its files are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
         folder = Path(name)
         make_checkpoint(folder / "model", options.layers, options.hidden)

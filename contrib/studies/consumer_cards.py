@@ -72,7 +72,7 @@ def trained_per_s(scenario: Scenario, stages: int, minutes: float) -> float:
 
 
 def served_per_s(scenario: Scenario, clients: int, minutes: float) -> float:
-    """Tokens/s that clients get of the second half of the time, when their sessions do not begin together any more."""
+    """Return the tokens/s of all clients in the second half of the time, when their sessions no longer begin together."""
     settings = Settings(hours=minutes / 60, sample_s=30 * minutes, serve=ServeSettings(clients=clients))
     return Simulation(scenario, SERVED, settings).run().measures.curves["tokens"][-1]
 

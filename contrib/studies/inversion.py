@@ -86,14 +86,14 @@ def train_model(tokens: Tensor, steps: int, seed: int) -> LlamaForCausalLM:
 
 
 def hidden_states(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
-    """hidden_BTH after each of BOUNDARIES, as a peer gets them."""
+    """Return hidden_BTH at each of BOUNDARIES, as a peer gets them."""
     with torch.no_grad():
         states = _states(model, ids_BT)
         return [arrived(states[boundary], codec) for boundary in BOUNDARIES]
 
 
 def gradients(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
-    """gradient_BTH of the loss at each of BOUNDARIES, as it comes back; the last position has none."""
+    """Return gradient_BTH of the loss at each of BOUNDARIES, as it comes back; the last position has none."""
     with torch.enable_grad():
         model.get_input_embeddings().requires_grad_(True)
         states = _states(model, ids_BT)
@@ -104,7 +104,7 @@ def gradients(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Ten
 
 
 def _states(model: LlamaForCausalLM, ids_BT: Tensor) -> list[Tensor]:
-    """hidden_BTH before the first block and after each one, before the final norm."""
+    """Return hidden_BTH before the first block and after each one, before the final norm."""
     states: list[Tensor] = []
     hooks = [block.register_forward_hook(lambda _block, _in, out: states.append(out)) for block in model.model.layers]
     first = model.model.layers[0].register_forward_pre_hook(lambda _block, inputs: states.append(inputs[0]))
