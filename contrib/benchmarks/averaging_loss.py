@@ -115,7 +115,7 @@ class Replica:
 
 
 class Replicas:
-    """Two that average as a run asks."""
+    """Pair of replicas that average as a run asks."""
 
     def __init__(self, averaging: Averaging, seed: int) -> None:
         self.members = [Replica.make(seed) for _ in range(REPLICAS)]

@@ -47,7 +47,7 @@ class Log:
 
 
 def kept(home: Path) -> dict[Path, int]:
-    """Backups at a peer by path, and their bytes."""
+    """Return the backups at a peer by path, with their bytes."""
     found = {}
     for path in home.glob("backups/*/*/*/step-*/*.safetensors"):
         with contextlib.suppress(FileNotFoundError):

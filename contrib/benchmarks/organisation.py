@@ -202,7 +202,8 @@ def step_s(
     trace: Sequence[Change] | None = None,
     since_s: float = 0.0,
 ) -> dict[str, float]:
-    """Mean seconds of a step, and of it averaging; with a `trace`, of the latest steps that began after `since_s`."""
+    """Return mean seconds of a step and of its averaging; infinity without steps. With a `trace`, only the latest steps after
+    `since_s` count."""
     for seconds in LOOKS_S if not trace else (AFTER_S,):
         settings = Settings("train", hours=(since_s + seconds) / 3600, sample_s=seconds, train=TRAIN)
         result = Simulation(scenario, MODEL, settings, spans=spans, pipelines=pipelines, trace=trace).run()
@@ -282,7 +283,7 @@ def main() -> None:
 def variants(
     network: Scenario, cards: Sequence[str], memories_gb: Sequence[int], seed: int
 ) -> Iterator[tuple[str, Scenario]]:
-    """The network with the cards that are asked for, and what to call these."""
+    """Yield a label and the network: once with `cards`, or, without cards, for each memory size of `memories_gb`."""
     if cards:
         yield ", ".join(cards), with_cards(network, cards, seed)
     else:
