@@ -1,4 +1,4 @@
-"""What an adapter costs a decode step on one span that holds a whole model.
+"""Cost of an adapter for a decode step on one span that holds a whole model, against the same model without adapters.
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/adapters.py
 
@@ -35,7 +35,7 @@ WAYS = {  # which adapter each session goes through
 
 
 def adapter(model: nn.Module) -> dict[str, Lora]:
-    """Random matrices for every linear layer of the blocks."""
+    """Return random LoRA matrices for every linear layer of the blocks."""
     sizes = {name: features_of(module) for name, module in model.named_modules() if name.endswith("_proj")}
     return {
         name: Lora(torch.randn(RANK, size[0]) / size[0], torch.randn(size[1], RANK) / RANK)
@@ -45,7 +45,7 @@ def adapter(model: nn.Module) -> dict[str, Lora]:
 
 
 def decode(runner: StageRunner, adapters: Sequence[str], prompt_BT: Tensor, new_tokens: int) -> float:
-    """Tokens per second of all sessions together, prompts left out."""
+    """Return tokens/s of all sessions together, prompts left out."""
     for session, name in enumerate(adapters):
         runner.open(session, rows=1, max_length=prompt_BT.shape[1] + new_tokens, adapter=name)
     runner.run([StepInput(session, prompt_BT) for session in range(len(adapters))])
@@ -59,7 +59,8 @@ def decode(runner: StageRunner, adapters: Sequence[str], prompt_BT: Tensor, new_
 
 
 def measure(rounds: int, new_tokens: int) -> dict[str, float]:
-    """One warm-up round of each, then the medians of the others; before any adapter is loaded, and with all of them."""
+    """Return tokens/s of the model without hooks and of every way of using adapters, and each way's ratio to the former.
+    The medians leave out one warm-up round."""
     prompt_BT = torch.randint(2, 32000, (1, PROMPT_LENGTH), generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as path:
         _, hooked = build(path)

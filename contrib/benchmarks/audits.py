@@ -1,4 +1,4 @@
-"""Audits on a small Llama: what honest replicas differ by, false alarms, and how soon who computes falsely is out. Prints JSON.
+"""Audits on a small Llama: deviations of honest replicas, false alarms, and steps until a liar is found. Prints JSON.
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/audits.py [--comparisons 1000000] [--trials 100] [--table] [--seed 1]
 
@@ -46,7 +46,7 @@ SEGMENT = 64
 FORMATS = ("float32", "bfloat16", "float16", "bfloat16-int8", "bfloat16-nf4")
 CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
 STEP_S, PROMPT_POSITION_S = 1.0, 4 / 64  # of a card: a pass of 64 positions costs four decode steps
-MEAN_TRUST = 2 / 3  # of whom the mean share is audited
+MEAN_TRUST = 2 / 3  # trust at which a peer is audited at the mean share
 NOISE_FACTOR, ONE_STEP_IN = 20.0, 10
 MAX_STEPS = 20_000  # of a liar that is never found
 
@@ -56,7 +56,7 @@ Passes = Iterator[list[tuple[int, int, int]]]
 
 @dataclass(frozen=True)
 class Replica:
-    """What one set of peers computes with."""
+    """Model and number format that one set of peers computes with."""
 
     checkpoint: Checkpoint
     number_format: str
@@ -71,7 +71,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Work:
-    """What came of a set of sessions: hidden_STH that each hop but the last sent on, and tokens_ST."""
+    """Results of a set of sessions: per hop but the last the hidden_STH that it sent on, and tokens_ST."""
 
     hidden: list[Tensor]
     tokens_ST: Tensor
@@ -95,7 +95,8 @@ def save_model(folder: Path, seed: int) -> Checkpoint:
 
 
 def as_served(dice: random.Random) -> Passes:
-    """Prompts alone, then steps in passes of ever other sessions."""
+    """Yield the passes of serving: whole prompts one by one, then steps of random sets of sessions, now and then of several
+    positions."""
     held = [0] * SESSIONS
     for session in range(SESSIONS):
         yield [(session, 0, PROMPT)]
@@ -118,7 +119,7 @@ def as_audited() -> Passes:
 
 @torch.inference_mode()
 def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resumed: Sequence[int] = ()) -> Work:
-    """All sessions through all hops. Those that are `resumed` lose their caches half-way, and replay what came before."""
+    """Run all sessions through all hops. The sessions in `resumed` lose their caches half-way, and replay all before."""
     runners = replica.runners()
     lost = set(resumed)
 
@@ -157,7 +158,7 @@ def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resu
 
 
 def pair(replica: Replica, codec: Codec, seed: int, other: Replica | None = None) -> tuple[Work, Work]:
-    """The same texts as `replica` serves them, and as an audit computes them on `other` (default: on its like)."""
+    """Compute the same texts as `replica` serves them, and as an audit computes them on `other` (default: on `replica`)."""
     generator = torch.Generator().manual_seed(seed)
     ids_ST = torch.randint(0, VOCABULARY, (SESSIONS, POSITIONS), generator=generator)
     served = compute(replica, ids_ST, as_served(random.Random(seed)), codec, range(0, SESSIONS, 4))
@@ -173,7 +174,7 @@ def apart(one_TH: Tensor, other_TH: Tensor, dice: random.Random) -> list[float]:
 
 
 def honest(checkpoint: Checkpoint, comparisons: int, seed: int) -> dict[str, Any]:
-    """So many compared positions, over all formats and codecs in turn."""
+    """Compare the work of honest pairs until `comparisons` positions are compared, over all formats and codecs in turn."""
     began_s, dice, calibration = time.perf_counter(), random.Random(seed), Calibration()
     done = alarms = segments = 0
     worst = 0.0
@@ -213,7 +214,8 @@ def honest(checkpoint: Checkpoint, comparisons: int, seed: int) -> dict[str, Any
 
 
 def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
-    """Median, the 99.99th percentile and the share of other tokens, of each format and codec, behind the second hop."""
+    """Measure deviations behind the second hop for each format and codec: median, 99.99th percentile and the share of other
+    tokens."""
     rows = {}
     for number_format in ("float32", "bfloat16", "float16"):
         for codec in CODECS:
@@ -231,7 +233,7 @@ def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
 
 
 def perturbed(hidden_TH: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """One step in ten off by `size` of its length."""
+    """Return the states with noise of `size` of a state's length on a random tenth of the positions."""
     hidden_TH = hidden_TH.float()
     noise_TH = torch.randn(hidden_TH.shape, generator=generator)
     noise_TH *= size * hidden_TH.norm(dim=-1, keepdim=True) / noise_TH.norm(dim=-1, keepdim=True)
@@ -240,13 +242,14 @@ def perturbed(hidden_TH: Tensor, size: float, generator: torch.Generator) -> Ten
 
 
 def is_false(deviations: list[float], number_format: str) -> bool:
-    """As a client judges the first hop that has seen nobody before."""
+    """Return whether a client without earlier measurements judges these deviations of the first hop as false."""
     tolerance = Calibration().tolerance(number_format, Codec.NONE, units=HOPS[0][1], deviations=deviations)
     return judge_states(deviations, tolerance).false
 
 
 def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: str, seed: int) -> int:
-    """How many steps a peer has served that perturbs them, when it is found for the first time."""
+    """Return the number of steps that a perturbing peer has served when an audit first finds it; at least `MAX_STEPS` if
+    none does."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     budget, steps = AuditBudget(), 0
     cost = cost_of(PROMPT, POSITIONS - PROMPT, decode_s=STEP_S, prefill_s=PROMPT_POSITION_S)
@@ -263,7 +266,7 @@ def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: s
 
 
 def perturbers(checkpoint: Checkpoint, trials: int, seed: int) -> dict[str, Any]:
-    """Peers that perturb one step in ten by twenty times the honest noise of their number format."""
+    """Measure the steps until audits find peers that perturb a tenth of the positions by twenty times the honest noise."""
     results = {}
     for number_format in ("float32", "bfloat16"):
         served, again = (work.hidden[0] for work in pair(Replica(checkpoint, number_format), Codec.NONE, seed))
@@ -281,7 +284,7 @@ def perturbers(checkpoint: Checkpoint, trials: int, seed: int) -> dict[str, Any]
 
 
 def gross_liars(checkpoint: Checkpoint, other: Checkpoint, seed: int) -> dict[str, Any]:
-    """In how many audited segments each of these is found, of the segments of all sessions in turn: the most that it took."""
+    """Return per kind of gross lie the result of `most_segments` over all sessions."""
     bf16 = Replica(checkpoint, "bfloat16")
     liars = {
         "nf4 for bf16": Replica(checkpoint, "bfloat16-nf4"),
@@ -300,7 +303,7 @@ def gross_liars(checkpoint: Checkpoint, other: Checkpoint, seed: int) -> dict[st
 
 @torch.inference_mode()
 def skipped(checkpoint: Checkpoint, seed: int) -> tuple[Tensor, Tensor]:
-    """What the first hop sends on when it leaves out its last layer, and what it should."""
+    """Return the states that the first hop sends on without its last layer, and those with it."""
     generator = torch.Generator().manual_seed(seed)
     ids_ST = torch.randint(0, VOCABULARY, (SESSIONS, POSITIONS), generator=generator)
     sent = []
@@ -314,7 +317,7 @@ def skipped(checkpoint: Checkpoint, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def most_segments(sent_STH: Tensor, honest_STH: Tensor, seed: int) -> int | None:
-    """The longest run of segments, one found false included; None where the last ones all passed."""
+    """Return the longest run of segments up to one found false; None if the segments after the last such one all passed."""
     dice = random.Random(seed)
     most, since = 0, 0
     for session in range(SESSIONS):
@@ -328,7 +331,7 @@ def most_segments(sent_STH: Tensor, honest_STH: Tensor, seed: int) -> int | None
 
 @torch.inference_mode()
 def steps_of_a_pass(checkpoint: Checkpoint) -> float:
-    """What a pass over 64 positions costs on this machine, in decode steps of one session."""
+    """Return the time of a pass over 64 positions on this machine, in decode steps of one session."""
     runner = StageRunner(load_span(checkpoint, *HOPS[0]), RunnerConfig(cache_bytes=1 << 28))
     times: dict[int, list[float]] = {1: [], SEGMENT: []}
     for number in range(30):

@@ -1,10 +1,10 @@
-"""What replicas send to average, and what it costs in loss. Prints JSON.
+"""Bytes that replicas send to average, and their cost in loss. Prints JSON.
 
     python contrib/benchmarks/averaging.py [--steps 400] [--hidden 96]
 
 Two replicas of a small byte-level GPT-2, real processes on loopback, trained on the standard library in every way that a run may
 ask for. `loss` is the mean of the last 20 steps; `bytes_per_step` is what crosses between the two for this model's tensors,
-by the exchange itself, after the warm-up of 100 steps in which DiLoCo averages every step too.
+by the exchange itself, after the warm-up of 100 steps (DiLoCo averages every step until then).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(folder: Path, hidden: int) -> Any:
-    """A random GPT-2 on bytes; the model."""
+    """Save a random GPT-2 on bytes, and return the model."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
@@ -61,7 +61,7 @@ def make_checkpoint(folder: Path, hidden: int) -> Any:
 
 
 def crossed_bytes(model: Any, way: dict[str, Any]) -> float:
-    """Of one step, between two replicas."""
+    """Return the bytes that cross between two replicas per step, for tensors of the model's shapes averaged in this way."""
     import torch
 
     from swarmnode.codec.tensors import Codec
@@ -78,7 +78,7 @@ def crossed_bytes(model: Any, way: dict[str, Any]) -> float:
 
 
 def train(model: Path, units: int, folder: Path, steps: int, way: dict[str, Any]) -> float:
-    """The mean loss of the last 20 steps."""
+    """Train one swarm in this way and return the mean loss of the last 20 steps. Raises SystemExit if the trainer fails."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         local = stack.enter_context(LocalSwarm(folder))

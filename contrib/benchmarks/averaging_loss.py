@@ -1,4 +1,4 @@
-"""What replicas send to average, against the loss after equal tokens: every codec and factor in one process. Prints JSON.
+"""Bytes that replicas send to average, against the loss after equal tokens: every codec and factor in one process. Prints JSON.
 
     python contrib/benchmarks/averaging_loss.py [--steps 300] [--every 25] [--ways none int8 …] [--seed 0]
 
@@ -40,12 +40,12 @@ REPLICAS = 2
 
 
 def sparseloco(every: int, keep: float) -> Averaging:
-    """As `--average-codec topk2` means it."""
+    """Return the averaging that `--average-codec topk2` selects."""
     return Averaging(every=every, codec=Codec.TOPK2, keep=keep, outer_momentum=0.0)
 
 
 def ways(every: int) -> dict[str, Averaging]:
-    """By name."""
+    """Return the ways of averaging by name."""
     return {
         "none": Averaging(),
         "fp16": Averaging(codec=Codec.FP16),
@@ -82,18 +82,18 @@ class Replica:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """In their order."""
+        """Return the model's parameters in their order."""
         return list(self.model.parameters())
 
     def learn(self, ids_BT: Tensor) -> tuple[float, Tensor]:
-        """The loss of a batch, and gradient_N."""
+        """Return the loss of a batch, and its gradient_N."""
         self.optimizer.zero_grad()
         loss = self.model(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
         return loss.item(), torch.cat([value.grad.view(-1) for value in self.parameters])
 
     def update(self, gradient_N: Tensor, step: int) -> None:
-        """One step of AdamW."""
+        """Take one step of AdamW with this gradient, clipped to `LARGEST_NORM`."""
         pieces = torch.split(gradient_N, [value.numel() for value in self.parameters])
         for value, piece in zip(self.parameters, pieces, strict=True):
             value.grad = piece.view_as(value).clone()
@@ -103,11 +103,11 @@ class Replica:
         self.optimizer.step()
 
     def values(self) -> Tensor:
-        """values_N, a copy."""
+        """Return a copy of all parameters, values_N."""
         return torch.cat([value.detach().view(-1) for value in self.parameters])
 
     def load(self, values_N: Tensor) -> None:
-        """Go on from these parameters."""
+        """Go on from the parameters `values_N`."""
         pieces = torch.split(values_N, [value.numel() for value in self.parameters])
         with torch.no_grad():
             for value, piece in zip(self.parameters, pieces, strict=True):
@@ -115,7 +115,7 @@ class Replica:
 
 
 class Replicas:
-    """Two that average as a run asks."""
+    """Pair of replicas that average as a run asks."""
 
     def __init__(self, averaging: Averaging, seed: int) -> None:
         self.members = [Replica.make(seed) for _ in range(REPLICAS)]
@@ -127,7 +127,7 @@ class Replicas:
         self._has_agreed = False
 
     def step(self, number: int, ids_BT: Tensor) -> float:
-        """One step; the mean loss."""
+        """Train one step and return the mean loss of the replicas."""
         learnt = [one.learn(ids) for one, ids in zip(self.members, ids_BT.chunk(REPLICAS), strict=True)]
         apart = self._averaging.every > 1 and number >= WARMUP_STEPS
         gradients = [gradient_N for _, gradient_N in learnt]
@@ -146,7 +146,7 @@ class Replicas:
         return statistics.mean(loss for loss, _ in learnt)
 
     def _average(self) -> None:
-        """The mean of how far they came is one step of the outer optimiser."""
+        """Average the replicas' ways since the last averaging, and take a step of the outer optimizer with the mean."""
         means = self._agree([outer.way(one.values()) for outer, one in zip(self._outer, self.members, strict=True)])
         for one, outer, mean_N in zip(self.members, self._outer, means, strict=True):
             one.load(outer.update(mean_N))

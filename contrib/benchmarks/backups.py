@@ -1,11 +1,11 @@
-"""What it costs to keep the states of units that one node holds on other peers' disks, and what it is good for. Prints JSON.
+"""Cost and use of backing up the states of units with a single holder on other peers' disks. Prints JSON.
 
     python contrib/benchmarks/backups.py [--steps 40] [--hidden 256] [--layers 4] [--checkpoint-steps 5] [--upload 20Mbit]
 
-Two nodes hold a half of the model each and lend an uplink of so many bits per second; the bootstrap peer keeps their states.
+Two nodes hold a half of the model each and lend an uplink of `--upload`; the bootstrap peer keeps their states.
 Median seconds of a step without and with backups, the bytes that they took, and then: the holder of one half is killed with -9, its
 home is removed, and a newcomer is started without being told anything; seconds until the next step, and how far the losses are from
-those of the run that nobody was killed in.
+those of the run without a kill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GOES_ON_S = 300.0  # at most, after the holder is lost
 
 
 class Log:
-    """The lines that a trainer has written so far, by step."""
+    """The lines in a trainer's log, by step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class Log:
 
 
 def kept(home: Path) -> dict[Path, int]:
-    """Backups at a peer by path, and their bytes."""
+    """Return the backups at a peer by path, with their bytes."""
     found = {}
     for path in home.glob("backups/*/*/*/step-*/*.safetensors"):
         with contextlib.suppress(FileNotFoundError):
@@ -56,7 +56,7 @@ def kept(home: Path) -> dict[Path, int]:
 
 
 class Bench:
-    """One model and one set of settings."""
+    """Training runs of one model with one set of settings."""
 
     def __init__(self, folder: Path, model: Path, options: argparse.Namespace) -> None:
         self._folder = folder
@@ -64,7 +64,8 @@ class Bench:
         self._options = options
 
     def train(self, name: str, min_holders: int, *, kill_after: int | None = None) -> dict[str, typing.Any]:
-        """A whole run. `kill_after`: the step after which one of its nodes is lost for good, once its state is kept elsewhere."""
+        """Train one whole run. After the step `kill_after`, one node is killed for good as soon as its state is kept
+        elsewhere. Raises SystemExit if the trainer fails, or no step follows the kill in time."""
         options, folder = self._options, self._folder / name
         folder.mkdir()
         units = options.layers + 2

@@ -1,4 +1,4 @@
-"""One process with the whole model and transformers' `generate`: what serving is compared with, measured in the same run."""
+"""Baseline of serving: one process with the whole model and transformers' `generate`, measured in the same run."""
 
 from __future__ import annotations
 

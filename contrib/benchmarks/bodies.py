@@ -1,9 +1,9 @@
-"""What bodies of 8 MiB that are made to be slow cost the event loop of a gateway: the CPU time of its longest callback, for each.
+"""Cost of request bodies of 8 MiB that are made to be slow: the CPU time of the longest callback in a gateway's event loop.
 
     python contrib/benchmarks/bodies.py
 
 A small random Llama on one node. Lists and texts of every request are filled with each kind of value, right and wrong. Prints JSON:
-for each path the slowest bodies, with the longest callback and the longest time in which the loop stood still (which on a busy
+for each path the slowest bodies, with the longest callback and the longest standstill of the loop (which on a busy
 machine includes waiting for a core).
 """
 
@@ -47,7 +47,7 @@ VALUES = {
     "messages": '{"role":"user","content":"a"}',
     "calls": '{"type":"function","function":{"name":"f"}}',
 }
-COUNTS = (14_990, 149_980, 4096, 256)  # just what is let through
+COUNTS = (14_990, 149_980, 4096, 256)  # just within the gateway's limits
 HI = [{"role": "user", "content": "hi"}]
 PLACES: dict[str, list[str]] = {  # of a list, in bodies that are well otherwise; % is where it goes
     "/v1/completions": [
@@ -91,7 +91,7 @@ TEXTS = {
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """(path, what it is, body) of all."""
+    """Yield the path, the description and the bytes of every body."""
     for path, places in PLACES.items():
         for place in places:
             fillings = {
@@ -109,7 +109,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 
 
 class Longest:
-    """CPU seconds of the longest callback of the loop since it was read last, by its own thread's clock."""
+    """CPU seconds of the loop's longest callback since the last reading, by its own thread's clock."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -132,7 +132,8 @@ class Longest:
 
 
 async def measure(local: LocalSwarm, only: str) -> dict[str, Any]:
-    """All of them, one after another."""
+    """Send the bodies one after another. Returns the longest callbacks and standstills, and the three slowest bodies by
+    path."""
     longest, still_s = Longest(), 0.0
 
     async def beat() -> None:
@@ -177,7 +178,7 @@ async def measure(local: LocalSwarm, only: str) -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Found, serve, measure, end."""
+    """Serve a random model, measure, and print the results."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         save_speaking_llama(model)

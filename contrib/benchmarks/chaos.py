@@ -1,12 +1,12 @@
-"""How long users wait while nodes come and go: `chaos.py [--seconds 180] [--seed 1] [--pauses]`. Prints JSON.
+"""Waits of users while nodes come and go: `chaos.py [--seconds 180] [--seed 1] [--pauses]`. Prints JSON.
 
 Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause. Every six
-seconds a node is killed -9, stopped for five seconds or told to leave (SIGTERM), in turn, and who has gone is started again.
-Struck is whoever has a serving replica beside it: a stage without anybody is a question of how many nodes there are.
+seconds a node is killed -9, stopped for five seconds or asked to leave (SIGTERM), in turn. Nodes that have gone are started again.
+Only nodes with a serving replica beside them are struck: whether a stage is left empty depends on the number of nodes.
 The longest wait for a token, first ones included, should be at most 3 s, and no text another or missing.
 
-With --pauses, meant for --seconds 300: two stages with two replicas each; every ten seconds a node is told to pause, or to go
-on. Tokens but the first of each text should come at most twice as far apart in 99 of 100 cases as before the first pause.
+With --pauses, meant for --seconds 300: two stages with two replicas each; every ten seconds a node pauses, or
+goes on. Tokens but the first of each text should come at most twice as far apart in 99 of 100 cases as before the first pause.
 The same in virtual time, for any seed: tests/serving/test_chaos.py.
 """
 
@@ -54,7 +54,8 @@ SHOWN = 5  # of the longest waits
 
 @dataclass(frozen=True)
 class Wait:
-    """For one token: how long, until when (both in seconds, from the start), and which fault came last before its end."""
+    """Wait for one token: its length and its end (both in seconds, the end from the start), and the last fault before its
+    end."""
 
     seconds: float
     ended_s: float
@@ -64,7 +65,7 @@ class Wait:
 
 @dataclass
 class Report:
-    """What users saw."""
+    """Faults of a run, and the texts and waits that users saw."""
 
     faults: list[str] = field(default_factory=list)
     texts: int = 0
@@ -94,12 +95,12 @@ class Report:
 
 
 def p99_s(seconds: list[float]) -> float | None:
-    """None where there are too few."""
+    """Return the 99th percentile; None if there are fewer than `LEAST_GAPS` values."""
     return round(statistics.quantiles(seconds, n=100)[98], 4) if len(seconds) >= LEAST_GAPS else None
 
 
 class Chaos:
-    """Faults on a swarm of real processes, one every so often."""
+    """Faults on a swarm of real processes, at fixed intervals."""
 
     def __init__(self, swarm: LocalSwarm, dice: random.Random) -> None:
         self.swarm = swarm
@@ -115,13 +116,13 @@ class Chaos:
         return time.monotonic() - self.began_s
 
     def start(self, span: str) -> NodeProcess:
-        """One more node; does not wait."""
+        """Start another node without waiting for it."""
         node = self.swarm.node(f"n{next(self._names)}", "--span", span)
         self._nodes[node] = span
         return node
 
     async def run(self, seconds: float) -> None:
-        """Strike until the time is over."""
+        """Strike a random node that has a replica at every interval until `seconds` are over, then wait until all are back."""
         for kind in itertools.cycle(FAULTS):
             await asyncio.sleep(FAULT_EVERY_S)
             if self.now_s >= seconds:
@@ -132,7 +133,7 @@ class Chaos:
         await asyncio.gather(*self._mending)
 
     async def pause_in_turn(self, seconds: float) -> None:
-        """One node after the other pauses and goes on again, until the time is over."""
+        """Pause and resume the nodes in turn until `seconds` are over."""
         keeps = itertools.cycle(("disk", "memory"))
         for node, keep in zip(itertools.cycle(self._nodes), keeps, strict=False):
             await asyncio.sleep(PAUSE_EVERY_S)
@@ -168,7 +169,7 @@ class Chaos:
         await asyncio.to_thread(self.start(span).wait_for, "ready")
 
     async def generate(self, client: SwarmClient, prompt: list[int], truth: list[int], seconds: float) -> None:
-        """One text after the other, each compared."""
+        """Generate one text after the other and compare each with `truth`, until `seconds` are over."""
         while self.now_s < seconds:
             waited_from_s = self.now_s
             try:
@@ -190,7 +191,7 @@ def _has_told(node: NodeProcess, event: str) -> bool:
 
 
 async def measure(folder: Path, seconds: float, seed: int, *, pauses: bool) -> dict[str, Any]:
-    """The whole of it."""
+    """Run the swarm, its clients and the faults for `seconds`, and return the report."""
     await asyncio.to_thread(write_untaught, folder / "model", 4)
     with LocalSwarm(folder / "swarm") as swarm:
         swarm.folder.mkdir()

@@ -6,7 +6,7 @@ can be laid by hand. Prints JSON.
 
 Places are chosen by the rule and from the announcements of live nodes (`training/organisation.py`), the step is simulated.
 `known`: the rule knows the run; `usual`: it takes a usual step for it, as nodes do before a trainer comes. The ninth stands in
-the first cluster (`near`), or behind slow links to everybody (`far`). There it may have been measured by nobody and tell nothing
+the first cluster (`near`), or behind slow links to all peers (`far`). There it may be unmeasured and claim nothing
 (`stranger`), claim round trips of 0 to all (`liar`), or of half the slow link's (`half`). Devices come in as many orders as there
 are seeds.
 
@@ -60,7 +60,7 @@ LONGEST_S = 7200.0
 
 @dataclass(frozen=True)
 class Case:
-    """A network, a model, and what peers are told: `unmeasured`, of whom nobody tells round trips, and what it claims itself."""
+    """A network, a model, and the device `unmeasured` without announced round trips, or with those that it claims itself."""
 
     scenario: Scenario
     model: Model
@@ -68,7 +68,7 @@ class Case:
     claimed_rtt_s: float | None = None
 
     def told(self, world: World, seen: Sequence[PeerView], tokens: int) -> View:
-        """As announcements give it: round trips and bandwidths that were measured, and speeds in training."""
+        """Return the view that announcements give: measured round trips and bandwidths, and speeds in training."""
         index_of = {world.met[peer.peer].peer: world.met[peer.peer].index for peer in seen}
         rtt_s, path_bps = dict[tuple[PeerId, PeerId], float](), dict[tuple[PeerId, PeerId], float]()
         for pair in itertools.permutations(index_of, 2):
@@ -94,7 +94,7 @@ def model_of(hidden: int) -> Model:
 
 
 def case_of(ninth: str, mbps: float, hidden: int, gb: int, seed: int) -> Case:
-    """Of these nine, or eight, in another order for each seed."""
+    """Return the case of two clusters with this ninth peer; `seed` shuffles the devices."""
     sizes = [SIZE, SIZE] if ninth == "none" else [SIZE + 1, SIZE] if ninth == "near" else [SIZE, SIZE, 1]
     flat = places("two clusters", sizes, DELAYS_S, (INSIDE_BPS, 1e6 * mbps), np.full(sum(sizes), 6e13))
     scenario = prepared(flat, gb, seed)
@@ -104,13 +104,13 @@ def case_of(ninth: str, mbps: float, hidden: int, gb: int, seed: int) -> Case:
 
 
 def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
-    """That of live nodes, for steps as in this run."""
+    """Return the rule of live nodes, for steps of this run."""
     steps = outlook_of(case, world, run)
     return TrainingRule(steps, lambda peer: world.met[peer.peer].capacity_units, lambda: False)
 
 
 def outlook_of(case: Case, world: World, run: TrainSettings) -> StepOutlook:
-    """On such steps."""
+    """Return the forecast of live nodes for steps of `run`."""
     width_bytes = 2 if run.compress == "fp16" else 4
     gradient_bytes_U = GRADIENT_BYTES * np.array(case.model.parameters, dtype=float)
     load = TrainingLoad(
@@ -131,7 +131,8 @@ def outlook_of(case: Case, world: World, run: TrainSettings) -> StepOutlook:
 def simulated(
     case: Case, run: TrainSettings, rule: TrainSettings | None = None, spans: Sequence[Span] | None = None
 ) -> Any:
-    """A step's seconds, and who held what: by the rule for such steps, or as laid by hand."""
+    """Simulate training and return the mean seconds of a step (infinity if none ends) and the spans of all peers. Spans are
+    chosen by the rule for steps of `rule`, or are `spans`."""
     settings = Settings("train", hours=LONGEST_S / 3600, train=run)
     simulation = Simulation(case.scenario, case.model, settings, spans=spans)
     training = Training(simulation.world, run)
@@ -148,7 +149,7 @@ def simulated(
 
 
 def arrangements(case: Case, capacity_units: int) -> Iterator[list[Span]]:
-    """All that are sensible, as above."""
+    """Yield all sensible arrangements by hand (see `best` in the module's text)."""
     members = [[i for i, region in enumerate(case.scenario.regions) if region == f"place {p}"] for p in range(3)]
     clusters, extra = (
         [one[:SIZE] for one in members[:2]],
@@ -180,12 +181,13 @@ def _holders(sizes: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...
 
 
 def worth_s(step_s: float, spans: Sequence[Span]) -> float:
-    """A step, longer where units have one holder, as peers weigh it."""
+    """Return the seconds of a step, lengthened as peers weigh units with too few holders."""
     return step_s * fragility(float((held_units(spans, UNITS).sum(axis=0) < HOLDERS).mean()))
 
 
 def best_by_hand(case: Case, run: TrainSettings, capacity_units: int) -> dict[str, Any]:
-    """The least step, with two holders for each unit, and with one."""
+    """Return the best arrangement as peers weigh it (`best`), the one with the shortest step (`bare`), and their number
+    (`tried`)."""
     tried = [(simulated(case, run, spans=spans)[0], spans) for spans in arrangements(case, capacity_units)]
     firm = min(tried, key=lambda one: worth_s(*one))
     bare = min(tried, key=lambda one: one[0])
@@ -196,7 +198,7 @@ def best_by_hand(case: Case, run: TrainSettings, capacity_units: int) -> dict[st
 
 
 def told(case: Case, spans: Sequence[Span]) -> list[str]:
-    """What each place holds."""
+    """Return for each place the spans that its devices hold, as text."""
     held = sorted(zip(case.scenario.regions, spans, strict=True), key=lambda one: (str(one[0]), one[1]))
     groups = itertools.groupby(held, key=lambda one: one[0])
     return [f"{name}: " + " ".join(f"{span.start}-{span.end}" for _, span in group) for name, group in groups]
@@ -209,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="orders of the devices")
     parser.add_argument("--gb", type=int, default=16, help="memory of a card")
     parser.add_argument(
-        "--mbps", type=float, nargs="+", default=[500.0, 100.0], help="of the slow link, for each two peers"
+        "--mbps", type=float, nargs="+", default=[500.0, 100.0], help="bandwidth of the slow link, for each two peers"
     )
     arguments = parser.parse_args()
     for name, ninth, mbps in itertools.product(arguments.runs, arguments.ninth, arguments.mbps):
@@ -218,7 +220,7 @@ def main() -> None:
 
 
 def compared(name: str, ninth: str, mbps: float, gb: int, seeds: int) -> dict[str, Any]:
-    """By hand, and as they organise themselves, in every order."""
+    """Return the best arrangements by hand, and the steps of peers that organise themselves, over all seeds."""
     hidden, run = RUNS[name]
     case = case_of(ninth, mbps, hidden, gb, 0)
     capacity_units = case.model.capacity_units(gb * 10**9, trains=True, cache_tokens=0)

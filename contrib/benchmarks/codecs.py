@@ -31,7 +31,8 @@ SMALL_CALLS = 500
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing to measure: `encode` a tensor to an encoded form, `decode` that to a tensor, `size` of it in bytes."""
+    """Codec under measurement: `encode` a tensor, `decode` the encoded form to a tensor, `size` of the encoded form in
+    bytes."""
 
     encode: Callable[[Tensor], object]
     decode: Callable[[object], Tensor]
@@ -54,7 +55,7 @@ def memcpy() -> Subject:
 
 
 def bitsandbytes_blockwise() -> Subject | None:
-    """bitsandbytes' dynamic 8-bit format in blocks of 256; None where it is not installed."""
+    """Return bitsandbytes' dynamic 8-bit format in blocks of 256; None if bitsandbytes is not installed."""
     try:
         from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
     except ImportError:
@@ -114,7 +115,7 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1 << 22, help="of the large float32 tensor")
+    parser.add_argument("--elements", type=int, default=1 << 22, help="elements of the large float32 tensor")
     parser.add_argument("--row", type=int, default=512, help="elements of the hidden state of one decode step")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""What compression between stages gains on slow links, and what it costs in loss. Prints JSON.
+"""Gain of compression between stages on slow links, and its cost in loss. Prints JSON.
 
     python contrib/benchmarks/compression.py [--rates 8 50 500] [--steps 5] [--loss-steps 300]
 
 Three stages of a byte-level GPT-2, real processes on loopback whose uplinks are paced (Mbit/s). `step_s` is the median of the steps
 after the controllers have settled; `speedup` is against `--compress none` at the same rate in the same run. Then, unpaced,
-the loss after so many steps of a narrower model whose boundaries travel in one codec throughout: mean of the last 20 steps,
+the loss after `--loss-steps` steps of a narrower model whose boundaries travel in one codec throughout: mean of the last 20 steps,
 relative to none.
 """
 
@@ -27,7 +27,7 @@ SETTLED_AFTER = 2  # steps
 
 
 def make_checkpoint(folder: Path, hidden: int, layers: int, sequence: int) -> Path:
-    """A random GPT-2 on bytes."""
+    """Save a random GPT-2 on bytes, and return its folder."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
@@ -42,7 +42,7 @@ def make_checkpoint(folder: Path, hidden: int, layers: int, sequence: int) -> Pa
 
 
 def train(model: Path, folder: Path, node: list[str], settings: list[str], spans: tuple[str, ...] = SPANS) -> Any:
-    """The steps of one swarm, and the codecs that its nodes chose."""
+    """Train one swarm and return its steps and the codecs that its nodes chose. Raises SystemExit if the trainer fails."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         local = stack.enter_context(LocalSwarm(folder))
@@ -68,7 +68,7 @@ def train(model: Path, folder: Path, node: list[str], settings: list[str], spans
 
 
 def measure_speed(folder: Path, rates: list[float], steps: int) -> dict[str, Any]:
-    """Step times by rate and mode."""
+    """Return step seconds by rate and mode."""
     model = make_checkpoint(folder / "wide", 256, 3, 128)
     settings = [
         "--data", typing.__file__, "--steps", str(steps), "--batch", "48", "--microbatch", "8", "--sequence", "128",
@@ -90,7 +90,7 @@ def measure_speed(folder: Path, rates: list[float], steps: int) -> dict[str, Any
 
 
 def measure_loss(folder: Path, steps: int) -> dict[str, Any]:
-    """The mean loss of the last 20 steps by codec."""
+    """Return the mean loss of the last 20 steps by codec, plain and relative to none."""
     model = make_checkpoint(folder / "narrow", 96, 3, 64)
     settings = [
         "--data", typing.__file__, "--steps", str(steps), "--batch", "8", "--microbatch", "4", "--sequence", "64",

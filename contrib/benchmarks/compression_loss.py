@@ -1,4 +1,4 @@
-"""What compressing hidden states and their gradients costs in training loss. Prints JSON; 4 minutes on one core.
+"""Cost in training loss of compressing hidden states and their gradients. Prints JSON; 4 minutes on one core.
 
     python contrib/benchmarks/compression_loss.py [--steps 300] [--batch 16] [--seeds 1]
 
@@ -37,7 +37,7 @@ LAST_STEPS = 20
 
 @dataclass
 class Boundary:
-    """How values travel, and how many bytes they were."""
+    """Boundary between two segments: its codecs, and the bytes that crossed."""
 
     forward: Codec = Codec.NONE
     backward: Codec = Codec.NONE
@@ -63,7 +63,7 @@ PAIRS = {
 
 
 def make_checkpoint(folder: Path, seed: int) -> Checkpoint:
-    """A random GPT-2 on bytes. Its head is its own: with a tied one the first and the last segment would share it."""
+    """Save a random GPT-2 on bytes. Its head is untied: with a tied one the first and the last segment would share it."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -78,7 +78,7 @@ def make_checkpoint(folder: Path, seed: int) -> Checkpoint:
 
 
 def run_microbatch(segments: list[SpanSegment], ids_BT: Tensor, seed: int, boundary: Boundary) -> float:
-    """Forward through all segments and back; the gradients stay in the parameters. The loss."""
+    """Run forward through all segments and back, and return the loss. The gradients stay in the parameters."""
     values: tuple[Tensor, ...] = (ids_BT,)
     entered: list[Tensor] = []
     left: list[Tensor] = []
@@ -100,7 +100,7 @@ def run_microbatch(segments: list[SpanSegment], ids_BT: Tensor, seed: int, bound
 def train(
     checkpoint: Checkpoint, boundary: Boundary, corpus_N: Tensor, options: argparse.Namespace, seed: int
 ) -> float:
-    """The mean loss of the last steps."""
+    """Train with this boundary, and return the mean loss of the last steps."""
     segments = [load_segment(checkpoint, *span) for span in SPANS]
     parameters = [
         parameter for segment in segments for block in segment.parameters().values() for parameter in block.values()

@@ -1,4 +1,4 @@
-"""Many nodes of a tiny model on one machine, started all together: when everybody is seen, and what idling costs. Prints JSON.
+"""Many nodes of a tiny model, started together on one machine: seconds until a client sees all, and cost of idling. Prints JSON.
 
     python contrib/benchmarks/crowd.py [--nodes 24] [--idle 60]
 
@@ -40,7 +40,7 @@ def make_model(folder: Path) -> None:
 
 
 def cpu_s(members: Sequence[NodeProcess]) -> dict[str, list[float]]:
-    """CPU seconds of each member's Python and p2pd so far."""
+    """Return the CPU seconds that each member's Python and p2pd have used since they started."""
     spent: dict[str, list[float]] = {"python": [], "p2pd": []}
     for member in members:
         process = psutil.Process(member.pid)

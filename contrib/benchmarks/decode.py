@@ -29,7 +29,7 @@ BATCH_PROMPT_LENGTHS = (16, 24, 32, 40, 48, 56, 64, 128)
 
 
 def build(path: str) -> tuple[LlamaForCausalLM, StageRunner]:
-    """The model twice: as transformers has it, and loaded from its checkpoint as a span."""
+    """Return the model twice: as transformers has it, and loaded from its checkpoint as a span."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=512,
@@ -50,14 +50,14 @@ def build(path: str) -> tuple[LlamaForCausalLM, StageRunner]:
 
 
 def run_generate(model: LlamaForCausalLM, prompt_BT: Tensor, new_tokens: int) -> tuple[float, Tensor]:
-    """(seconds, ids) by transformers."""
+    """Generate with transformers. Returns the seconds and the new ids."""
     begin_s = time.perf_counter()
     ids_BT = model.generate(prompt_BT, max_new_tokens=new_tokens, do_sample=False)
     return time.perf_counter() - begin_s, ids_BT[:, prompt_BT.shape[1] :]
 
 
 def run_sessions(runner: StageRunner, prompts: Sequence[Tensor], new_tokens: int) -> tuple[float, list[Tensor]]:
-    """(seconds, ids per session), all sessions decoded together."""
+    """Decode all sessions together. Returns the seconds and the ids per session."""
     begin_s = time.perf_counter()
     for session, prompt_BT in enumerate(prompts):
         runner.open(session, rows=1, max_length=prompt_BT.shape[1] + new_tokens)
@@ -75,7 +75,7 @@ def run_sessions(runner: StageRunner, prompts: Sequence[Tensor], new_tokens: int
 
 
 def measure(rounds: int, new_tokens: int) -> dict[str, float | int | bool]:
-    """One warm-up round, then the medians of the others."""
+    """Return the medians over `rounds` rounds, after one warm-up round."""
     generator = torch.Generator().manual_seed(1)
     prompt_BT = torch.randint(2, 32000, (1, PROMPT_LENGTH), generator=generator)
     batch = [torch.randint(2, 32000, (1, length), generator=generator) for length in BATCH_PROMPT_LENGTHS]

@@ -1,10 +1,10 @@
-"""What the directory costs a peer of a large swarm, and what it knows for that. Prints JSON.
+"""Cost of the directory for a peer of a large swarm, and the knowledge that it buys. Prints JSON.
 
     python contrib/benchmarks/directory.py [--peers 10000] [--units 40] [--watchers 40] [--minutes 10]
 
 The peers' records lie at the places where the real rules put them, as large as those of home machines are, signed; some of
 the peers, the watchers, are real directories on a virtual clock. Every operation on the table is charged with what
-Kademlia takes for it: look-ups are walked through routing tables of k peers a bucket over all peers' random ids, and a call
+Kademlia takes for it. Look-ups are walked through routing tables of k peers a bucket over all peers' random ids. A call
 costs what it was measured to take between two p2pd (bytes of TCP payload, both ways, `ss -ti`) plus TCP/IP headers.
 `caused_bytes_per_s` is what a peer's own stores and reads move. Each byte is sent by one peer and received by another, so
 on average a peer sends as much and receives as much, for itself and for others: `sent_and_received_bytes_per_s`.
@@ -63,7 +63,8 @@ class Kademlia:
         self._ids = sorted(self._random.getrandbits(ID_BITS) for _ in range(peers))
 
     def look_up(self, key: int, stop_at: int) -> int:
-        """Calls of a look-up from a random peer that ends with `stop_at` of the key's keepers asked."""
+        """Return the number of calls of a look-up from a random peer that stops once `stop_at` of the key's keepers are
+        asked."""
         keepers = set(self._nearest(self._ids, key, REPLICAS))
         known = set(self._nearest(self._table(self._random.choice(self._ids)), key, BUCKET_PEERS))
         asked: set[int] = set()
@@ -92,7 +93,7 @@ class Kademlia:
 
 
 class Population:
-    """Everybody's records, made when they are read: as old as they would be at that moment."""
+    """All peers' records, made when they are read: as old as they would be at that moment."""
 
     def __init__(self, peers: int, units: int, seed: int) -> None:
         dice = random.Random(seed)
@@ -114,7 +115,7 @@ class Population:
         self._life_s = self._period_s * DirectoryConfig().life_factor
 
     def record(self, peer: PeerId, now: float) -> Record:
-        """What the peer said last."""
+        """Return the peer's latest record at `now`."""
         offset_s = peer_digest(peer)[0] / 256 * self._period_s
         issued_at = now - (now + offset_s) % self._period_s
         announcement = announce(peer, self.spans[peer], issued_at, self._life_s)
@@ -122,7 +123,8 @@ class Population:
 
 
 def announce(peer: PeerId, span: tuple[int, int], issued_at: float, life_s: float) -> Announcement:
-    """As full as a home machine's in use; without round trips, which nobody tells in a large swarm."""
+    """Return an announcement as full as a busy home machine's; without round trips, which peers of a large swarm do not
+    announce."""
     return Announcement(
         *(VERSION, SWARM, peer, int(issued_at * 1000), issued_at, issued_at + life_s, EPOCH_S),
         **said(sections(span)),
@@ -130,7 +132,7 @@ def announce(peer: PeerId, span: tuple[int, int], issued_at: float, life_s: floa
 
 
 def sections(span: tuple[int, int]) -> tuple[Section, ...]:
-    """What such an announcement says."""
+    """Return the sections of such an announcement."""
     others = [peer_digest(str(number)) for number in range(8)]
     return (
         Introduction(
@@ -147,7 +149,7 @@ def sections(span: tuple[int, int]) -> tuple[Section, ...]:
 
 
 class Bill:
-    """What operations on the table cost, in bytes moved."""
+    """Cost of operations on the table, in bytes moved."""
 
     def __init__(self, kademlia: Kademlia, samples: int = 200) -> None:
         dice = random.Random(7)
@@ -159,19 +161,20 @@ class Bill:
         self.read_bytes = 0.0
 
     def store(self, value: bytes, *, keepers_known: bool) -> None:
-        """At all keepers, who are looked for first where they are not known."""
+        """Charge storing `value` at all keepers, with a look-up first unless `keepers_known`."""
         self.stored_bytes += 0 if keepers_known else self.full_calls * self.step_bytes
         self.stored_bytes += REPLICAS * (CALL_BYTES + ENTRY_BYTES + len(value))
 
     def read(self, values: Sequence[bytes], *, thrifty: bool) -> None:
-        """A key: until a keeper is found, or from all of them; where there is nothing, everybody near is asked."""
+        """Charge reading one key: from the first keeper if `thrifty`, else from all. A key without values costs the whole
+        look-up."""
         copies = 1 if thrifty else REPLICAS
         calls = self.first_calls if thrifty and values else self.full_calls
         self.read_bytes += calls * self.step_bytes + copies * sum(ENTRY_BYTES + len(value) for value in values)
 
 
 class ChargedDht(Dht):
-    """One watcher's table."""
+    """Table of one watcher; its operations are charged to the bill."""
 
     def __init__(self, population: Population, bill: Bill, own: dict[bytes, dict[bytes, Record]]) -> None:
         self._population = population
@@ -218,7 +221,7 @@ class Watcher:
 
 
 def unix_time() -> float:
-    """The virtual clock's."""
+    """Return the time of the virtual clock."""
     return EPOCH_S + asyncio.get_running_loop().time()
 
 
@@ -249,7 +252,7 @@ async def watch(watchers: Sequence[Watcher], seconds: float) -> dict[str, Any]:
 
 
 def knowledge(watchers: Sequence[Watcher]) -> dict[str, Any]:
-    """What the watchers know at this moment."""
+    """Return statistics of the peers and holders that the watchers know at this moment."""
     views = [watcher.directory.peers().values() for watcher in watchers]
     ages_s = [unix_time() - peer.issued_at for view in views for peer in view]
     at_home: list[int] = []

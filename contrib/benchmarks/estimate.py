@@ -1,4 +1,4 @@
-"""How well estimates of time agree with measurement: shares of forward and backward time per group of units, as JSON.
+"""Estimates of time against measurement: shares of forward and backward time per group of units, as JSON.
 
 Usage: python -m contrib.benchmarks.estimate [gpt2] [resnet] [unet]
 """
@@ -60,7 +60,7 @@ def main(names: list[str]) -> None:
 
 
 def compare(name: str, rates: Rates) -> dict[str, Any]:
-    """Predicted and measured seconds of groups of units that should take equally long."""
+    """Compare predicted and measured seconds of groups of units that should take equally long."""
     module, example = MODELS[name]()
     exported = export_module(module, example)
     graph = partition(exported.graph).graph
@@ -87,7 +87,7 @@ def compare(name: str, rates: Rates) -> dict[str, Any]:
 def measure(
     segment: GraphSegment, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], cuts: list[int]
 ) -> list[float]:
-    """The fastest of several passes, forward and backward, by group."""
+    """Return the seconds of the fastest of several passes, forward and backward, by group."""
     trials = [one_pass(segment, inputs, labels, cuts) for _ in range(TRIALS)]
     return [min(times) for times in zip(*trials, strict=True)]
 
@@ -95,7 +95,7 @@ def measure(
 def one_pass(
     segment: GraphSegment, values: tuple[Tensor, ...], labels: tuple[Tensor, ...], cuts: list[int]
 ) -> list[float]:
-    """Seconds by group."""
+    """Return the seconds of one pass, forward and backward, by group."""
     groups = []
     seconds = []
     for start, end in pairwise(cuts):

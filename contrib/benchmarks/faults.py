@@ -1,4 +1,4 @@
-"""How long a stream of tokens pauses when a node in use dies, hangs or leaves: `python contrib/benchmarks/faults.py`.
+"""Pauses in a stream of tokens when a node in use dies, hangs or leaves: `python contrib/benchmarks/faults.py`.
 
 Two stages with two replicas each, real processes on loopback, a tiny Llama. Prints one JSON object: per fault the median and
 worst pause in seconds (the longest wait for a token), and whether every text equalled the undisturbed one.
@@ -64,7 +64,8 @@ FAULTS: dict[str, tuple[Callable[[NodeProcess], None], tuple[int, ...]]] = {
 async def strike(
     swarm: LocalSwarm, fault: Callable[[NodeProcess], None], hops: tuple[int, ...]
 ) -> tuple[float, list[int]]:
-    """The longest pause of one generation with this fault in its middle, and the ids; the struck nodes are gone after."""
+    """Generate with this fault in the middle. Returns the longest pause and the ids. Afterwards the
+    struck nodes are killed, unless the fault is none."""
     client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
     try:
         while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(SPANS):
@@ -88,7 +89,7 @@ async def strike(
 
 
 def heal(swarm: LocalSwarm) -> None:
-    """Every node that is not running is started again."""
+    """Start every node again that is not running, and wait until all are ready."""
     swarm.members = [member for member in swarm.members if member.process.poll() is None]
     for name, span in SPANS.items():
         if all(member.name != name for member in swarm.members):

@@ -1,11 +1,11 @@
-"""What the gateway costs: the same texts asked of it over HTTP and of the swarm by `generate`, in turns, in the same run.
+"""Cost of the gateway: the same texts asked of it over HTTP and of the swarm by `generate`, in turns, in the same run.
 
     python contrib/benchmarks/gateway.py
 
 A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread. Prints
 JSON: for each number of streams the tokens per second of both, and as medians over the rounds their ratio, and how much later a
 first token comes.
-Each round asks both, the other one first each time, and each after a rest, in which what the one before has left is cleared up.
+Each round asks both, the other one first each time. A rest before each clears up after the one before.
 No prompt begins as another did: the gateway keeps the caches of what it was asked, and `generate` does not.
 """
 
@@ -42,7 +42,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> float:
-    """Seconds to the first text; half a character is none."""
+    """Return the seconds to the first text of `generate`. A token that completes no character does not count."""
     began_s, first_s = time.perf_counter(), 0.0
     async for token in await client.stream(prompt, max_new_tokens=new_tokens):
         if token.text:
@@ -51,8 +51,8 @@ async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> floa
 
 
 async def by_http(connection: Connection, path: str, prompt: str, new_tokens: int) -> float:
-    """Seconds to the first text, on a connection that is there already, as clients keep theirs. Read as it comes and not parsed:
-    what a client in Python does with it costs several times what the gateway does, on the same cores."""
+    """Return the seconds to the first text on an open connection, as clients keep theirs. The stream is read without
+    parsing: parsing in a Python client costs several times what the gateway does, on the same cores."""
     reader, writer = connection
     body = json.dumps({"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}).encode()
     head = (
@@ -70,12 +70,12 @@ async def by_http(connection: Connection, path: str, prompt: str, new_tokens: in
 
 
 def paired(measured: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    """The gateway's of each round, and `generate`'s."""
+    """Return the figures of the gateway and of `generate`, without the warm-up round."""
     return measured["gateway"][1:], measured["generate"][1:]
 
 
 async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
+    """Measure all numbers of streams over HTTP and by `generate`."""
     told: dict[str, Any] = {"rounds": options.rounds, "new_tokens": options.new_tokens}
     prompts = map(PROMPT.format, itertools.count())
     client, address = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client"), urlsplit(url)
@@ -107,7 +107,7 @@ async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> d
 
 
 def main(options: argparse.Namespace) -> None:
-    """Found, serve, measure, end."""
+    """Serve a random model, measure, and print the results."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         save_speaking_llama(model, layers=options.layers, **SIZES)
@@ -123,6 +123,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=8, help="one leaves a first token little to differ by")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="layers of the model; with 1 the first tokens differ little"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     main(parser.parse_args())

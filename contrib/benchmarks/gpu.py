@@ -1,17 +1,17 @@
-"""What a CUDA device does with this project's hot paths. A line of JSON on standard output for each part.
+"""Speed, memory and exactness of the hot paths on a CUDA device. A line of JSON on standard output for each part.
 
     python contrib/benchmarks/gpu.py PART… [--device cuda:0] [--seconds 5] [--tiny]
 
-    correct   tests/card on this device; a lost context in a process of its own
-    decode    layers of an 8 B shape, bfloat16 and float32: tokens/s by sessions and cached positions, share of memory's bandwidth,
-              as it comes and captured, beside transformers' own model with the cache of its `generate`
-    prefill   tokens/s of prompts, share of the device's speed at products of large matrices
-    hop       a middle hop's decode pass from payloads to payloads, by codec and sessions, and the share of it that the model takes
-    memory    peak over what the ledger counts, for weights, caches and a pass
-    codecs    GB/s there and back; whether the payload is the CPU's
-    train     tokens/s of forward and backward, and the share that is backward, with and without autocast
-    quantize  tokens/s and bytes of a span in int8 and NF4
-    text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone
+    correct   tests/card on this device; a lost context in a process of its own.
+    decode    layers of an 8 B shape, bfloat16 and float32: tokens/s by sessions and cached positions, share of memory's bandwidth.
+              As it comes and captured, beside transformers' own model with the cache of its `generate`.
+    prefill   tokens/s of prompts, share of the device's speed at products of large matrices.
+    hop       a middle hop's decode pass from payloads to payloads, by codec and sessions, and the share of it that the model takes.
+    memory    peak over what the ledger counts, for weights, caches and a pass.
+    codecs    GB/s there and back; whether the payload equals the CPU's.
+    train     tokens/s of forward and backward, and the share that is backward, with and without autocast.
+    quantize  tokens/s and bytes of a span in int8 and NF4.
+    text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone.
 
 `--tiny` takes small shapes and few of them, for a simulated device (`tests/card`) or a CPU. Nothing is downloaded.
 """
@@ -61,7 +61,8 @@ LOST = "import torch; torch.zeros(3, device='{0}')[torch.tensor([7], device='{0}
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama, and how it is used. `full` is that of 8 B, of which 8 layers fit into most cards in float32."""
+    """Sizes of a Llama, and the sessions and positions that it is measured with. `FULL` has the layers of an 8 B model, of
+    a depth that fits into most cards in float32."""
 
     layers: int
     sizes: dict[str, int]
@@ -108,12 +109,12 @@ class Bench:
         self.tiny = shape is TINY
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         torch.manual_seed(1)
-        with self.device:  # a CPU takes most of a minute to draw so many values
+        with self.device:  # a CPU takes most of a minute to draw these values
             LlamaForCausalLM(LlamaConfig(num_hidden_layers=shape.layers, **shape.sizes, **ends)).save_pretrained(folder)
         self.checkpoint = Checkpoint(folder)
 
     def span(self, dtype: torch.dtype, quantize: str = "none") -> ModelSpan:
-        """The layers, without embedding and head."""
+        """Load the layers, without embedding and head."""
         last = self.shape.layers + 1
         return load_span(self.checkpoint, 1, last, device=self.device, dtype=dtype, quantize=quantize, check=False)
 
@@ -121,7 +122,7 @@ class Bench:
         return torch.randn(rows, count, span.hidden_size, device=self.device).to(span.dtype)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The shortest of the runs that fit into the seconds for a figure."""
+        """Return the seconds of the fastest of the runs that fit into `figure_s`, after a warm-up run."""
         best_s, until_s = float("inf"), time.perf_counter() + self.figure_s
         work()
         while best_s == float("inf") or time.perf_counter() < until_s:
@@ -133,7 +134,7 @@ class Bench:
         return best_s
 
     def runner(self, span: ModelSpan, sessions: int, positions: int, *, capture: bool = False) -> StageRunner:
-        """Sessions that hold so many positions, and have room for some more."""
+        """Return a runner with `sessions` open sessions that hold `positions` positions each and have room for some more."""
         columns = positions + 600
         cache_bytes = 4 * sessions * columns * span.cache_bytes_per_token
         runner = StageRunner(span, RunnerConfig(cache_bytes, capture=capture))
@@ -183,7 +184,7 @@ def decode_steps(bench: Bench) -> Any:
 
 
 def _one_step(runner: StageRunner, x: torch.Tensor, sessions: int) -> Callable[[], None]:
-    """A position of every session, which is taken back."""
+    """Return a function that computes a position of every session and truncates it again."""
 
     def step() -> None:
         runner.run([StepInput(session, x) for session in range(sessions)])
@@ -265,7 +266,7 @@ async def _hop(bench: Bench) -> Any:
 
 
 def _job(session: int, position: int, hidden_BTH: torch.Tensor, codec: Codec) -> Job:
-    """Of one position, which is computed again and again."""
+    """Return a decode job for one position. It truncates the session to `position` first, so it can run again and again."""
     payload, then = encode(hidden_BTH.cpu(), codec), ForwardHidden(CodecSchedule(codec))
     return Job(session, position, 1, (payload,), then, lambda *_: None, 0.0, truncate=Truncate(1, position))
 
@@ -355,7 +356,7 @@ def text(bench: Bench) -> Any:
 
 
 def _generate(span: ModelSpan, names: list[str], count: int, told: list[int] | None = None) -> dict[str, list[int]]:
-    """Greedy texts of sessions with prompts of unlike lengths; `told` is replayed first, as one chunk."""
+    """Return greedy texts of sessions with prompts of unlike lengths. `told` is replayed first, as one chunk."""
     runner = StageRunner(span, RunnerConfig(1 << 30))
     ids = {name: [ord(name) % 90, *range(3 * index + 2)] for index, name in enumerate(names)}
     texts: dict[str, list[int]] = {name: list(told or []) for name in names}
@@ -382,7 +383,7 @@ PARTS: dict[str, Callable[[Bench], Any]] = {
 
 
 def measure(parts: Iterable[str], device: str, *, tiny: bool, figure_s: float = 0.1) -> Iterator[dict[str, Any]]:
-    """What each part found, and where."""
+    """Yield each part's findings, with the device and the versions that they were measured with."""
     probed = probe_device(device)
     machine = {"device": probed.name, "torch": torch.__version__, "python": platform.python_version()}
     with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
@@ -395,7 +396,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds for each figure")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     try:

@@ -1,12 +1,12 @@
-"""Where a hop's microseconds go: `python contrib/benchmarks/hop.py [--hops 3] [--tokens 200] [--runs 3]`. Prints JSON.
+"""Parts of a hop's microseconds: `python contrib/benchmarks/hop.py [--hops 3] [--tokens 200] [--runs 3]`. Prints JSON.
 
-A random Llama (as serving.py's) over so many nodes, each a process with one thread and its own p2pd, on loopback. One stream is
-decoded, and what the hops remember of it (as `swarmnode trace` shows it) is put beside what the parts of a hop take when done
-alone in this process, and beside round trips of the same bytes over a bare p2pd stream and over plain TCP. Medians, microseconds:
+A random Llama (as serving.py's) over `--hops` nodes, each a process with one thread and its own p2pd, on loopback. One stream is
+decoded. The hops' records of it (as `swarmnode trace` shows them) are put beside the time of each part done alone in this process.
+They are also put beside round trips of the same bytes over a bare p2pd stream and over plain TCP. Medians, microseconds:
 
-    queue     from a step's arrival until its pass begins          compute   the pass, with decoding and encoding
-    leave     from the end of the pass until it is written         way       from one hop's write to the next one's arrival
-    beside_computing     all of a token's time but its passes, for each hop
+    queue     from a step's arrival until its pass begins.         compute   the pass, with decoding and encoding.
+    leave     from the end of the pass until it is written.        way       from one hop's write to the next one's arrival.
+    beside_computing     all of a token's time but its passes, for each hop.
 
 `split_of_whole` is all hops' computing over that of one node that holds the whole model, taken before and after.
 """
@@ -41,7 +41,7 @@ PROMPT = list(range(5, 5 + serving.PROMPT_TOKENS))
 
 
 async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Timeline:
-    """What the hops remember of one stream."""
+    """Return the hops' records of one stream."""
     client = await serving.joined(swarm, nodes)
     try:
         await client.generate(PROMPT, max_new_tokens=16)
@@ -52,7 +52,7 @@ async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Timeline:
 
 
 def stream_over(model: Path, folder: Path, nodes: int, tokens: int) -> dict[str, Any]:
-    """One stream over so many nodes: medians over its tokens."""
+    """Measure one stream over `nodes` nodes: medians over its tokens, in microseconds."""
     with LocalSwarm(folder) as swarm:
         folder.mkdir()
         swarm.create(model)
@@ -86,7 +86,7 @@ def alone_us(work: Callable[[], object], repeats: int = 2000) -> float:
 
 
 def parts_alone() -> dict[str, float]:
-    """What is done to one position's hidden state on its way through a hop."""
+    """Return the time of each part of a hop's work on one position's hidden state, done alone."""
     import torch
 
     from swarmnode.compress.codecs import decode, encode

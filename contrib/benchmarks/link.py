@@ -1,4 +1,4 @@
-"""What a Link costs over the bare p2pd stream below it, between two processes, in one run. Prints JSON.
+"""Cost of a Link over the bare p2pd stream below it, between two processes, in one run. Prints JSON.
 
     python contrib/benchmarks/link.py [--mib 256] [--round-trips 2000] [--runs 5]
 
@@ -49,7 +49,7 @@ async def start_engine(folder: str) -> Engine:
 
 
 class Server:
-    """The other process: swallows bulk and answers its end, answers every small message."""
+    """Server process: swallows bulk and answers its end, answers every small message."""
 
     async def over_link(self, stream: Stream) -> None:
         link = await Link.accept(stream, HELLO, config=LinkConfig())
@@ -103,7 +103,7 @@ class Client:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
     async def timed(self, work: Callable[[], Awaitable[None]]) -> tuple[float, float]:
-        """(wall, CPU of all processes) in seconds."""
+        """Return the seconds of wall time and of all processes' CPU time that `work` takes."""
         cpu_s, started_s = self.cpu_s(), time.perf_counter()
         await work()
         return time.perf_counter() - started_s, self.cpu_s() - cpu_s

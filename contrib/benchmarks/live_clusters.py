@@ -5,10 +5,10 @@
 
 Nodes are processes of their own with p2pd, throttled, in two network namespaces (`slow_line.py`: root, iproute2). Each may hold all
 units. `activations`: what pipelines hand on weighs more than gradients, which is the other way round in `gradients`. `live` begins
-with nodes that know nothing of one another; a trainer comes so long after they are ready. Arrangements by hand are nodes with
-`--span`, by what each holds. `step_s` is the median of the last half of all steps, `off` how far forecasts of these were from them
-(median of the absolute), `crossed_mb` what went over the line in such a step. `--slower` makes nodes and the line as many times
-slower: for machines whose cores are too slow for four nodes at once, where each computes longer than its throttle asks.
+with nodes that know nothing of one another; a trainer comes `--ahead-s` after they are ready. Arrangements by hand are nodes with
+`--span`, by what each holds. `step_s` is the median of the last half of all steps. `off` is how far forecasts of these were from
+them (median of the absolute), `crossed_mb` what went over the line in such a step. `--slower` makes nodes and the line as many
+times slower: for machines whose cores are too slow for four nodes at once, where each computes longer than its throttle asks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Run:
         return str(3 * self.microbatch * SEQUENCE / 16 / self.unit_s)
 
     def settings(self, steps: int) -> list[str]:
-        """For `swarmnode train`."""
+        """Return the arguments of `swarmnode train` for this run."""
         options = {"steps": steps, "batch": self.batch, "microbatch": self.microbatch, "sequence": SEQUENCE}
         named = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return ["--data", typing.__file__, *named, "--compress", "none", "--checkpoint-steps", "1000"]
@@ -74,7 +74,7 @@ def by_hand(units: int) -> dict[str, dict[str, list[str]]]:
 
 
 class Bench:
-    """One model and run on one line."""
+    """Measurement of one model and run on one line."""
 
     def __init__(self, run: Run, model: Path, line: SlowLine, options: argparse.Namespace) -> None:
         self._run, self._model, self._line = run, model, line
@@ -82,7 +82,7 @@ class Bench:
         self._ahead_s: float = options.ahead_s
 
     def measure(self, spans: dict[str, list[str]] | None) -> dict[str, Any]:
-        """Steps of nodes that hold these, or that organise themselves."""
+        """Measure steps of nodes that hold `spans`, or that organise themselves if `spans` is None."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name, LocalSwarm(Path(name)) as local:
             local.create(self._model, "--mode", "train", "--listen", f"/ip4/{ADDRESSES['west']}/tcp/4001")
             local.bootstrap(inside=self._line.inside("west"))
@@ -137,7 +137,7 @@ def held_by(node: NodeProcess) -> list[str]:
 
 
 def compared(name: str, line: SlowLine, options: argparse.Namespace) -> dict[str, Any]:
-    """As they organise themselves, beside every arrangement by hand."""
+    """Measure nodes that organise themselves, beside every arrangement by hand."""
     run = replace(RUNS[name], unit_s=options.slower * RUNS[name].unit_s)
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as folder:
         make_checkpoint(model := Path(folder) / "model", run.layers, run.hidden)
@@ -151,11 +151,11 @@ def compared(name: str, line: SlowLine, options: argparse.Namespace) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--mbps", type=float, default=10.0, help="of the line, each way")
-    parser.add_argument("--delay-ms", type=float, default=20.0, help="of the line, one way")
+    parser.add_argument("--mbps", type=float, default=10.0, help="bandwidth of the line, each way")
+    parser.add_argument("--delay-ms", type=float, default=20.0, help="delay of the line, one way")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--ahead-s", type=float, default=60.0, help="in which nodes get to know their lines")
-    parser.add_argument("--slower", type=float, default=1.0, help="nodes and the line, so many times")
+    parser.add_argument("--ahead-s", type=float, default=60.0, help="seconds for nodes to measure their lines")
+    parser.add_argument("--slower", type=float, default=1.0, help="slow nodes and the line down by this factor")
     options = parser.parse_args()
     with SlowLine(delay_s=options.delay_ms / 1000, bits_per_s=1e6 * options.mbps / options.slower) as line:
         for name in options.runs:

@@ -1,9 +1,9 @@
-"""What a node is resident with at its highest, beside what its ledger says: `contrib/benchmarks/memory.py [PART …] [--small]`.
+"""Peak resident memory of a node, beside the peak of its ledger: `contrib/benchmarks/memory.py [PART …] [--small]`.
 
-    serving         GPT-2 of 184 M parameters in float32, one node, 32 sessions at once
-    serving_large   Llama of 1.1 B in bf16 (`--layers` of it), one node, 32 sessions at once
-    training        GPT-2 of 184 M parameters, one node, AdamW
-    training_large  Llama of 1.1 B (`--layers` of it), one node, SGD
+    serving         GPT-2 of 184 M parameters in float32, one node, 32 sessions at once.
+    serving_large   Llama of 1.1 B in bf16 (`--layers` of it), one node, 32 sessions at once.
+    training        GPT-2 of 184 M parameters, one node, AdamW.
+    training_large  Llama of 1.1 B (`--layers` of it), one node, SGD.
 
 Prints JSON. `base_mb` is what the process takes for itself: the highest resident memory (VmHWM) of a node that does the same with
 a model of some hundred kB, less what its ledger had promised at most. `ratio` is (VmHWM - base) / (the most that the ledger
@@ -49,7 +49,8 @@ MICROBATCHES = 4  # of one sample each: as many as are in flight at once in a sh
 
 @dataclass(frozen=True)
 class Use:
-    """What a node was resident with at its highest, and what its ledger had promised at its highest, by account now."""
+    """Peak of a node's resident memory, peak of its ledger's promises, and the promises by account at the time of the
+    reading."""
 
     resident_mb: float
     promised_mb: float
@@ -57,7 +58,7 @@ class Use:
 
     @classmethod
     def of(cls, node: NodeProcess, url: str) -> Use:
-        """Of a node that serves metrics at a URL."""
+        """Return the use of a node that serves metrics at `url`."""
         status = Path(f"/proc/{node.pid}/status").read_text()
         with urllib.request.urlopen(url) as answer:
             text = answer.read().decode()
@@ -70,7 +71,7 @@ class Use:
 
 
 def beside(small: Use, real: Use) -> dict[str, Any]:
-    """The figures of a node, by those of one with a model of nearly nothing."""
+    """Return the figures of a node with a real model. Its base is measured on a node with a tiny one."""
     base_mb = small.resident_mb - small.promised_mb
     return {
         "base_mb": round(base_mb, 1),
@@ -82,7 +83,7 @@ def beside(small: Use, real: Use) -> dict[str, Any]:
 
 
 def serve(folder: Path, shape: Sizes, *extra: str) -> Use:
-    """One node serves the checkpoint in `folder / "model"` to SESSIONS sessions at once."""
+    """Serve the checkpoint in `folder / "model"` from one node to SESSIONS sessions at once."""
     import uvloop
 
     with LocalSwarm(folder) as swarm:
@@ -105,13 +106,13 @@ def serve(folder: Path, shape: Sizes, *extra: str) -> Use:
 
 
 def whole(model: Path) -> str:
-    """The span of a model."""
+    """Return the span of all units of a model."""
     config = json.loads((model / "config.json").read_text())
     return f"0:{config.get('num_hidden_layers', config.get('n_layer')) + 2}"
 
 
 def train(folder: Path, shape: Sizes, *extra: str) -> Use:
-    """One node trains the checkpoint in `folder / "model"` for two steps."""
+    """Train the checkpoint in `folder / "model"` for two steps on one node. Raises SystemExit if the trainer fails."""
     with LocalSwarm(folder) as swarm:
         swarm.create(folder / "model", "--mode", "train")
         swarm.bootstrap()
@@ -127,7 +128,7 @@ def train(folder: Path, shape: Sizes, *extra: str) -> Use:
 def compare(
     make: Callable[[Path, Sizes], None], use: Callable[[Path, Sizes], Use], sizes: Sizes, folder: Path
 ) -> dict[str, Any]:
-    """A model of `sizes` beside one of the small ones."""
+    """Use a model of `SMALL` sizes and one of `sizes`, and return the figures of the latter."""
     uses = []
     for name, shape in (("small", SMALL), ("real", sizes)):
         (folder / name).mkdir()
@@ -137,19 +138,19 @@ def compare(
 
 
 def of_layers(sizes: Sizes, layers: int | None) -> Sizes:
-    """The same with fewer layers of the large model."""
+    """Return `sizes` with `layers` layers of the large model; unchanged if `layers` is None."""
     if layers is None:
         return sizes
     return Sizes(**{**vars(sizes), "llama": {**sizes.llama, "num_hidden_layers": layers}})
 
 
 def gpt2(folder: Path, shape: Sizes) -> None:
-    """Checkpoint of the model with 184 M parameters."""
+    """Save a random GPT-2 (184 M parameters at full size) with room for 256 positions at least."""
     make_gpt2(folder, {**shape.gpt2, "n_positions": max(shape.gpt2["n_positions"], 256)})
 
 
 def llama(dtype: str) -> Callable[[Path, Sizes], None]:
-    """Makes the checkpoint of the model with 1.1 B parameters."""
+    """Return a function that saves a random Llama (1.1 B parameters at full size) in `dtype`."""
     return lambda folder, shape: make_llama(folder, shape.llama, dtype=dtype)
 
 
@@ -184,7 +185,7 @@ PARTS: dict[str, Callable[[Sizes, Path], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", choices=[*PARTS, []], help=", ".join(PARTS))
-    parser.add_argument("--layers", type=int, help="of the large model")
+    parser.add_argument("--layers", type=int, help="number of layers of the large model")
     parser.add_argument("--small", action="store_true", help="models of some hundred kB: that it runs")
     options = parser.parse_args()
     from transformers.utils import logging

@@ -1,15 +1,15 @@
-"""What peers that organise themselves reach of a plan, in training: simulated seconds of a step. Prints JSON.
+"""Training steps of peers that organise themselves, against planned ones: simulated seconds of a step. Prints JSON.
 
     python contrib/benchmarks/organisation.py SCENARIO.json|N|NAME... [--gb 8 16 32] [--cards CARD...] [--seed 0] [--lose 0.3]
 
-GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of so
-many GB each; with --cards these in turn, with their own memory. For a number N a network is drawn; others go by
+GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of
+`--gb` each; with --cards these in turn, with their own memory. For a number N a network is drawn; others go by
 name (`MADE_UP`). Devices are numbered anew at random, so that no order of a file
 helps. `planned`: the plan's spans and pipelines, with two holders of each unit where these are worth it, as live peers weigh it;
 `wired`: its spans, microbatches wired live, which is what `simulate --plan` does; `live`: spans, too, are chosen live.
 Each beside its ratio to `planned`, `live` beside that to `wired`, and `wired` beside that to the plan's own estimate.
-`fastest`, where it is another plan: what `swarmnode plan --holders 1` says, wired live, beside what `live` is of it. With
---lose, that share of the devices vanishes after the first step: `live` is a step of those that are left, beside new plans for them.
+`fastest`, if that is another plan: what `swarmnode plan --holders 1` says, wired live, beside what `live` is of it. With
+--lose, that share of the devices vanishes after the first step: `live` is a step of the others, beside new plans for them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ EFFORT = 0.1  # of the search that plans for unequal cards
 STEPS = 2  # at least; all are alike
 LOST_S = 30.0  # simulated: when devices vanish
 AFTER_S = 1800.0  # and how long the others have to find their places again
-LOOKS_S = (30.0, 120.0, 480.0, 1920.0, 7680.0)  # simulated, until so many steps are done
+LOOKS_S = (30.0, 120.0, 480.0, 1920.0, 7680.0)  # simulated, tried in turn until `STEPS` steps are done
 GPU = "V100"
 
 
 def prepared(scenario: Scenario, gb: int, seed: int) -> Scenario:
-    """With cards of so much memory, and its devices in another order."""
+    """Return the scenario with `gb` GB on each card, `GPU` where it names no card, and its devices in random order."""
     cards = tuple(
         gpu or (GPU if flops is None else None) for gpu, flops in zip(scenario.gpus, scenario.peak_flops, strict=True)
     )
@@ -62,7 +62,7 @@ def prepared(scenario: Scenario, gb: int, seed: int) -> Scenario:
 
 
 def with_cards(scenario: Scenario, cards: Sequence[str], seed: int) -> Scenario:
-    """With these cards in turn, and its devices in another order."""
+    """Return the scenario with these cards in turn, and its devices in random order."""
     gpus = tuple(itertools.islice(itertools.cycle(cards), scenario.devices))
     unequal = dataclasses.replace(
         scenario, gpus=gpus, memory_bytes=(None,) * scenario.devices, peak_flops=(None,) * scenario.devices
@@ -95,7 +95,8 @@ def drawn(seed: int) -> Scenario:
 def places(
     name: str, sizes: Sequence[int], delay_s: Sequence[float], bandwidth_bps: Sequence[float], flops: Floats
 ) -> Scenario:
-    """Places in a row, with so many devices each; delays and bandwidths of those that are so many places apart."""
+    """Return places in a row with `sizes` devices each. `delay_s` and `bandwidth_bps` are indexed by the distance between
+    two places; the last value holds for larger distances."""
     place_N = np.repeat(np.arange(len(sizes)), sizes)
     apart_NN = abs(place_N[:, None] - place_N).clip(max=len(delay_s) - 1)
     devices, delay_NN = len(place_N), np.array(delay_s)[apart_NN] * (1 - np.eye(len(place_N)))
@@ -135,7 +136,7 @@ MADE_UP = {made.__name__: made for made in (slow_member, chain, asymmetric, few_
 
 
 def some(scenario: Scenario, order: Indexes) -> Scenario:
-    """Of these devices alone, in this order."""
+    """Return the scenario of only these devices, in this order."""
     pairs = np.ix_(order, order)
     return dataclasses.replace(
         scenario,
@@ -153,8 +154,8 @@ def some(scenario: Scenario, order: Indexes) -> Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who holds what, and peers by index, stage after stage, that make a pipeline. `step_s`: the planner's estimate, 0 where it
-    made none."""
+    """Spans of the devices by index, and pipelines as device indices, stage after stage. `step_s` is the planner's
+    estimate, 0 if it made none."""
 
     spans: Sequence[Span]
     pipelines: Sequence[Sequence[int]]
@@ -162,8 +163,8 @@ class Plan:
 
 
 def planned(scenario: Scenario, holders: int = HOLDERS) -> Plan:
-    """Of 64 equal cards DT-FM's grid of 8 stages (`contrib/studies/planned_allocation.py`), which has as many holders; else, and
-    where one holder is enough, as `swarmnode plan` does it."""
+    """Plan spans and pipelines. Equal cards that `STAGES` divides get DT-FM's grid of 8 stages
+    (`contrib/studies/planned_allocation.py`). Other cards, and all with `holders` of 1, get the plan of `swarmnode plan`."""
     equal = len({*zip(scenario.gpus, scenario.peak_flops, strict=True)}) == 1
     if holders > 1 and equal and scenario.devices % STAGES == 0:
         replicas = scenario.devices // STAGES
@@ -182,7 +183,7 @@ def planned(scenario: Scenario, holders: int = HOLDERS) -> Plan:
 
 
 def planner(scenario: Scenario) -> Planner:
-    """With the simulator's devices."""
+    """Return a planner with the simulator's devices."""
     devices = [device_of(scenario, index, MODEL) for index in range(scenario.devices)]
     rates = DeviceRates(
         tuple(1 / (device.prompt_s(1, TRAIN.tokens) + device.backward_s(1, TRAIN.tokens)) for device in devices),
@@ -201,7 +202,8 @@ def step_s(
     trace: Sequence[Change] | None = None,
     since_s: float = 0.0,
 ) -> dict[str, float]:
-    """Mean seconds of a step, and of it averaging; with a `trace`, of the latest steps that began after `since_s`."""
+    """Return mean seconds of a step and of its averaging; infinity without steps. With a `trace`, only the latest steps after
+    `since_s` count."""
     for seconds in LOOKS_S if not trace else (AFTER_S,):
         settings = Settings("train", hours=(since_s + seconds) / 3600, sample_s=seconds, train=TRAIN)
         result = Simulation(scenario, MODEL, settings, spans=spans, pipelines=pipelines, trace=trace).run()
@@ -220,7 +222,7 @@ def step_s(
 
 
 def after_losses(scenario: Scenario, share: float, seed: int) -> dict[str, Any]:
-    """A step when some have gone, and as it is planned anew for the others."""
+    """Return a step after a share of the devices has vanished, beside steps of new plans for the others."""
     order = np.random.default_rng(seed).permutation(scenario.devices)
     gone, left = np.split(order, [round(share * scenario.devices)])
     trace = [Change(LOST_S, int(device), up=False) for device in gone]
@@ -230,14 +232,15 @@ def after_losses(scenario: Scenario, share: float, seed: int) -> dict[str, Any]:
 
 
 def compared(scenario: Scenario) -> dict[str, Any]:
-    """Planned, wired, live."""
+    """Return steps as planned, as wired live, and as chosen live."""
     results = as_planned(scenario)
     results["live"] = step_s(scenario)
     return with_ratios(results)
 
 
 def as_planned(scenario: Scenario) -> dict[str, dict[str, float]]:
-    """Steps of the plan, and of the fastest one whatever it risks, where that is another."""
+    """Return steps of the plan with its own and with live wiring, and of the fastest plan with one holder if that has other
+    spans."""
     plan, fastest = planned(scenario), planned(scenario, holders=1)
     results = {"planned": step_s(scenario, plan.spans, plan.pipelines), "wired": step_s(scenario, plan.spans)}
     if plan.step_s:
@@ -249,7 +252,7 @@ def as_planned(scenario: Scenario) -> dict[str, dict[str, float]]:
 
 
 def with_ratios(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """What live steps are of planned ones, and those that are wired live, too."""
+    """Add the ratios of live and wired steps to the other kinds of steps, and return `results`."""
     for name, of in (("wired", "planned"), ("live", "planned"), ("live", "wired"), ("live", "fastest")):
         if of in results:
             results[name][f"of_{of}"] = round(results[name]["step_s"] / results[of]["step_s"], 3)
@@ -262,8 +265,10 @@ def main() -> None:
         "scenarios", nargs="+", metavar="SCENARIO.json|N|NAME", help="a file, the seed of a network, or a name"
     )
     parser.add_argument("--gb", type=int, nargs="+", default=[8, 16, 32], help="memory of each card")
-    parser.add_argument("--cards", nargs="+", metavar="CARD", help="these in turn instead, as A100 L4 T4")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the devices")
+    parser.add_argument(
+        "--cards", nargs="+", metavar="CARD", help="cards in turn instead of the scenario's, as A100 L4 T4"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of the devices")
     parser.add_argument(
         "--lose", type=float, default=0.0, help="share of the devices that vanish; instead of the others"
     )
@@ -278,7 +283,7 @@ def main() -> None:
 def variants(
     network: Scenario, cards: Sequence[str], memories_gb: Sequence[int], seed: int
 ) -> Iterator[tuple[str, Scenario]]:
-    """The network with the cards that are asked for, and what to call these."""
+    """Yield a label and the network: once with `cards`, or, without cards, for each memory size of `memories_gb`."""
     if cards:
         yield ", ".join(cards), with_cards(network, cards, seed)
     else:

@@ -2,9 +2,9 @@
 
     python contrib/benchmarks/overlap.py [--hops 3] [--host-ms 0.8]
 
-    waiting   the next pass is launched when the results of the last are encoded and sent, with all that has come meanwhile
-    at once   as soon as anything waits, while the card computes: results come down on a stream of their own
-    in time   as late as the card does not stand still for it
+    waiting   the next pass is launched when the results of the last are encoded and sent, with all that has come meanwhile.
+    at once   as soon as anything waits, while the card computes: results come down on a stream of their own.
+    in time   as late as possible without leaving the card idle.
 
 A calculation in virtual time, of events; nothing is computed. A pass takes 8 ms of the card and 0.1 ms for each session, and
 `--host-ms` of the host, half of it before the card can begin.
@@ -43,7 +43,7 @@ class Ring:
         return f"<Ring of {len(self.waiting)} hops, {self.policy}: {self.tokens} tokens>"
 
     def run(self) -> tuple[float, float]:
-        """Tokens/s, and sessions in a pass."""
+        """Run the events, and return tokens/s and the mean number of sessions in a pass."""
         while self._events[0][0] < RUN_S:
             now_s, _, happen = heapq.heappop(self._events)
             happen(now_s)
@@ -60,7 +60,7 @@ class Ring:
         self._at(when_s, arrive)
 
     def _launch(self, hop: int, now_s: float) -> None:
-        """The next pass, or later, when the host is free and the policy wants it."""
+        """Launch the next pass of `hop`, now or when the host is free and the policy wants it."""
         most = 1 if self.policy == WAITING else 2
         if not self.waiting[hop] or self.in_flight[hop] == most:
             return

@@ -1,11 +1,11 @@
-"""How smooth the page of a large swarm is: frames in real Chromium while many of its machines change.
+"""Smoothness of the page of a large swarm: frames in real Chromium while many of its machines change.
 
     python contrib/benchmarks/page.py
 
-The page and its endpoints are the real ones; the swarm behind them is announcements alone, of which some change before each
-update. Its view is opened, left alone, scrolled, and searched. Prints JSON: of frames the time from one to the next, and of the
-browser's main thread the longest task between two, with the CPU time that it took, which depends on no other work on this
-machine (a trace of `toplevel`); of the gateway how long it looks at the swarm for an update. Needs Chromium.
+The page and its endpoints are the real ones; the swarm behind them is announcements alone. Some of them change before each
+update. Its view is opened, left alone, scrolled, and searched. Prints JSON: the time from one frame to the next.
+Also the CPU time of the longest task of the browser's main thread (a trace of `toplevel`), which depends on no other work on this
+machine. For the gateway, the time that it looks at the swarm for an update. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ setInterval(() => {
 
 
 class Crowd:
-    """What a page asks of a client, of a swarm of so many machines that are made up."""
+    """Stand-in for a client of a swarm of `machines` made-up machines, with what the page asks of it."""
 
     def __init__(self, folder: Path, machines: int, sessions: int) -> None:
         self._dice = random.Random(0)
@@ -121,7 +121,8 @@ class Crowd:
         )
 
     def change(self, changed: int) -> None:
-        """Let so many machines say something new, and one of them come or go."""
+        """Change the announcements of `changed` machines, let one machine drain or come back, and advance every session by
+        a token."""
         dice = self._dice
         for peer in dice.sample(list(self._peers), changed):
             news = {"sessions": dice.randrange(20), "cache_tokens_free": dice.randrange(1 << 16)}
@@ -134,7 +135,7 @@ class Crowd:
         self.revision += 1
 
     def status(self) -> dict[str, Any]:
-        """As SwarmClient's."""
+        """Return the picture of the made-up swarm, and record the seconds that this took."""
         began_s = time.perf_counter()
         try:
             return picture_of(self.swarm, self._peers, self._standing)
@@ -142,7 +143,7 @@ class Crowd:
             self.looked_s.append(time.perf_counter() - began_s)
 
     def links(self, most: int) -> dict[str, Any]:
-        """As SwarmClient's."""
+        """Return made-up links of `most` machines, in the form of `SwarmClient.links`."""
         dice = np.random.default_rng(self.revision)
         return {
             "peers": sorted(self._peers, key=lambda peer: (self._peers[peer].span, peer))[:most],
@@ -152,16 +153,16 @@ class Crowd:
         }
 
     def as_owner(self) -> Any:
-        """As SwarmClient's, of a swarm without an owner."""
+        """Raise UsageError, as SwarmClient does in a swarm without an owner."""
         raise UsageError("this swarm has no owner")
 
     def readings(self) -> tuple[()]:
-        """As SwarmClient's."""
+        """Return no readings."""
         return ()
 
 
 def watch(program: str, folder: Path, address: str, seconds: float) -> dict[str, Any]:
-    """What a browser meets from the moment at which it opens the page."""
+    """Measure a browser from the moment at which it opens the page: frames and tasks per phase, and its complaints."""
     told: dict[str, Any] = {}
     with Chromium(program, folder) as browser:
         page = browser.open("about:blank")
@@ -185,7 +186,7 @@ def watch(program: str, folder: Path, address: str, seconds: float) -> dict[str,
 
 
 def frames(page: BrowserPage, seconds: float) -> dict[str, Any]:
-    """Of the next so many seconds, and of what has not been told yet."""
+    """Return figures of the frames since the last call, after waiting `seconds`."""
     page.evaluate(f"new Promise((resolve) => setTimeout(resolve, {1000 * seconds}))")
     intervals_ms = page.evaluate("window.framesMs.splice(0)")
     return {
@@ -198,7 +199,7 @@ def frames(page: BrowserPage, seconds: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def traced(browser: Chromium, told: dict[str, Any], name: str) -> Iterator[None]:
-    """Add the longest task of a page's main thread meanwhile, by the CPU time that it took, to what is told under `name`."""
+    """Trace a block, and set `longest_task_cpu_ms` of `told[name]` to the CPU time of the page's longest main-thread task."""
     config = {"includedCategories": ["toplevel"], "excludedCategories": ["*"]}
     browser.call("Tracing.start", {"traceConfig": config, "transferMode": "ReportEvents"})
     yield
@@ -206,7 +207,7 @@ def traced(browser: Chromium, told: dict[str, Any], name: str) -> Iterator[None]
     events: list[dict[str, Any]] = []
     is_over = False
     while not is_over:
-        browser.call("Browser.getVersion")  # what has come until its answer is in `events`
+        browser.call("Browser.getVersion")  # all events before its answer are in `browser.events`
         events += [each for event in taken(browser, "Tracing.dataCollected") for each in event["params"]["value"]]
         is_over = bool(taken(browser, "Tracing.tracingComplete"))
     named = [event for event in events if event["name"] == "thread_name"]
@@ -216,14 +217,14 @@ def traced(browser: Chromium, told: dict[str, Any], name: str) -> Iterator[None]
 
 
 def taken(browser: Chromium, method: str) -> list[dict[str, Any]]:
-    """The events of a kind, which are there no more afterwards."""
+    """Remove the browser's events of the kind `method`, and return them."""
     found = [event for event in browser.events if event.get("method") == method]
     browser.events[:] = [event for event in browser.events if event.get("method") != method]
     return found
 
 
 async def measure(program: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
+    """Serve the page of a changing swarm, watch it in a browser, and return the figures."""
     feed.SWARM_PERIOD_S = 1 / options.updates_per_s
     crowd = Crowd(folder, options.machines, options.sessions)
     gateway = Gateway({"crowd": crowd})  # type: ignore[dict-item]
@@ -251,7 +252,7 @@ async def measure(program: str, folder: Path, options: argparse.Namespace) -> di
 
 
 def main(options: argparse.Namespace) -> None:
-    """Raises RuntimeError where there is no Chromium."""
+    """Measure the page and print the results. Raises RuntimeError if Chromium is not installed."""
     program = find_chromium()
     if program is None:
         raise RuntimeError("there is no chromium here: apt-get install chromium")

@@ -47,7 +47,7 @@ def random_swarm(chance: random.Random, copies: tuple[float, float]) -> tuple[in
 
 
 def outcome(rule: Rule, units: int, joiners: list[Joiner], chance: random.Random) -> dict[str, float]:
-    """Quality when all have joined, when they have settled, after the loss, and settled again."""
+    """Return the quality of a swarm after all have joined, after settling, after a loss of peers, and settled again."""
     settling = Settling(units, rule)
     settling.join(joiners)
     result = {"joined": settling.quality()}
@@ -62,7 +62,7 @@ def outcome(rule: Rule, units: int, joiners: list[Joiner], chance: random.Random
 
 
 def outcomes_of(units: int, joiners: list[Joiner], seed: int) -> dict[str, dict[str, float]]:
-    """Of all rules. SWARM's stages are of one size for all; it gets the best of three sizes."""
+    """Return the outcomes by rule. SWARM gets the best of three stage sizes, which are the same for all peers."""
     capacities = sorted(joiner.capacity_units for joiner in joiners)
     sizes = {capacities[0], capacities[len(capacities) // 4], capacities[len(capacities) // 2]}
     stages = [outcome(swarm(units, size), units, joiners, random.Random(seed)) for size in sorted(sizes)]
@@ -71,7 +71,7 @@ def outcomes_of(units: int, joiners: list[Joiner], seed: int) -> dict[str, dict[
 
 
 def summary(outcomes: list[dict[str, float]]) -> dict[str, float]:
-    """Median and least of each figure."""
+    """Return the median and the least of the settled qualities, and means of the other figures."""
     figures: dict[str, float] = {}
     kinds: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "worst": min}
     for name in ("settled", "settled_again"):

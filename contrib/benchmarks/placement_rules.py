@@ -24,7 +24,7 @@ PETALS_BALANCE = 0.75
 
 @dataclass(frozen=True)
 class Rule:
-    """How a peer chooses when it joins, and where it moves when it looks again (None: it stays)."""
+    """A peer's choice when it joins, and its move when it looks again (None: it stays)."""
 
     name: str
     join: Callable[[View, Joiner], Span]
@@ -41,7 +41,7 @@ BEST_RESPONSE = Rule("best response", choose_span, _again)
 
 @dataclass
 class Settling:
-    """A swarm whose peers decide by one rule. `moves` of each round so far."""
+    """A swarm whose peers decide by one rule. `moves` counts the moves of each round."""
 
     units: int
     rule: Rule
@@ -52,22 +52,23 @@ class Settling:
         return f"<Settling {len(self.peers)} peers by {self.rule.name}, moves {self.moves}>"
 
     def view(self) -> View:
-        """What all see."""
+        """Return the view that all peers see."""
         return View(self.units, tuple(view for _, view in self.peers.values()))
 
     def join(self, joiners: Iterable[Joiner]) -> None:
-        """One after another, in this order."""
+        """Let the joiners choose one after another, in this order."""
         for joiner in joiners:
             span = self.rule.join(self.view(), joiner)
             self.peers[joiner.peer] = joiner, PeerView(joiner.peer, span, decode_units_per_s=joiner.decode_units_per_s)
 
     def vanish(self, peers: Sequence[PeerId]) -> None:
-        """Without a goodbye."""
+        """Remove the peers without notice."""
         for peer in peers:
             del self.peers[peer]
 
     def settle(self, rounds: int, chance: random.Random) -> bool:
-        """At most so many decisions of every peer, each round in a new order; whether at the end nobody moved."""
+        """Let every peer decide again, up to `rounds` times, each round in a new order. Returns True once a round had no
+        moves."""
         for _ in range(rounds):
             order = sorted(self.peers)
             chance.shuffle(order)
@@ -144,7 +145,7 @@ class Stages:
 
 
 def swarm(units: int, stage_units: int) -> Rule:
-    """SWARM's rule with stages of so many units. A peer whose memory is too small for one holds nothing."""
+    """Return SWARM's rule with stages of `stage_units` units. A peer with memory for fewer units holds nothing."""
     stages = Stages(units, stage_units)
 
     def join(view: View, joiner: Joiner) -> Span:
@@ -161,7 +162,7 @@ def swarm(units: int, stage_units: int) -> Rule:
             return None
         slowest = min(idle, key=lambda peer: (peer.decode_units_per_s, peer.peer))
         if slowest.peer != joiner.peer or len(idle) < 2:
-            return None  # not its turn, or the stage would be left without anybody
+            return None  # not its turn, or the stage would be left empty
         speed_left = least.units / loads[least] - slowest.decode_units_per_s
         return most if least.units / speed_left < loads[most] else None
 

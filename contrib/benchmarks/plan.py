@@ -1,4 +1,4 @@
-"""What planning gains over placing devices at random (DT-FM, arXiv 2206.01288), per scenario, as JSON.
+"""Gain of planning over placing devices at random (DT-FM, arXiv 2206.01288), per scenario, as JSON.
 
 Usage: python -m contrib.benchmarks.plan FOLDER [stages] [samples]
 """
@@ -35,7 +35,7 @@ def main(folder: Path, stages: int = STAGES, samples: int = SAMPLES) -> None:
 
 
 def compare(scenario: Scenario, stages: int, samples: int) -> dict[str, Any]:
-    """As many pipelines as the devices allow: the plan's cost, and the median of random allocations'."""
+    """Compare the plan's cost with the median of random allocations, with as many pipelines as the devices allow."""
     replicas = scenario.devices // stages
     problem = Problem.on(scenario, stages=stages, replicas=replicas, traffic=GPT3_XL)
     random = np.random.default_rng(0)

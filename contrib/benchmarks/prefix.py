@@ -1,5 +1,5 @@
-"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, of ten turns, and of some
-prompts that begin alike and come at once, of one owner and of as many, who share nothing.
+"""Time to the first token of a prompt that begins as an earlier one did, against the earlier one. Also of ten turns, and of
+simultaneous prompts that begin alike, from one owner, and from an owner each (owners share nothing).
 
     python contrib/benchmarks/prefix.py
 
@@ -34,7 +34,7 @@ LAYERS, NEW_TOKENS, TURN_TOKENS = 8, 8, 16
 async def first_token_s(
     client: SwarmClient, prompt: list[int], owner: str = "benchmark"
 ) -> tuple[float, list[int], int]:
-    """Seconds to the first token, what was generated, and how many of the prompt's tokens were there."""
+    """Return the seconds to the first token, the generated ids, and the number of prompt tokens that were cached."""
     stream = await client.stream(prompt, kept_for=owner, max_new_tokens=NEW_TOKENS)
     async for _ in stream:
         pass
@@ -42,13 +42,13 @@ async def first_token_s(
 
 
 async def slowest_s(client: SwarmClient, prefix: list[int], owners: list[str]) -> float:
-    """Seconds to the last of the first tokens of prompts that come at once and begin alike, one for each of the owners."""
+    """Send prompts with this prefix at once, one for each of `owners`, and return the seconds to the latest first token."""
     told = await asyncio.gather(*(first_token_s(client, [*prefix, 7, 8 + end], one) for end, one in enumerate(owners)))
     return max(first_s for first_s, _, _ in told)
 
 
 async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
+    """Measure prompts with known and new prefixes, simultaneous prompts, and ten turns."""
     dice = random.Random(0)
     client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client", audit_share=0.0)
     firsts, seconds, turns = [], [], []
@@ -88,7 +88,7 @@ async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, A
 
 
 def main(options: argparse.Namespace) -> None:
-    """Found, measure, end."""
+    """Serve a random model on two nodes, measure, and print the results."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         save_speaking_llama(model, layers=LAYERS, **SIZES)

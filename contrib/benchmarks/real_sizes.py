@@ -1,7 +1,9 @@
-"""What swarmnode does at the sizes that people run: `python contrib/benchmarks/real_sizes.py [PART …] [--small]`. Prints JSON.
+"""Training and serving at the sizes that people run, against one process. Prints JSON.
 
-    training        GPT-2 of 184 M parameters: 2 replicas of 1 stage, and 2 stages, against one process; losses against `--local`
-    killed          the same with one of two replicas killed -9 in the middle of averaging
+    python contrib/benchmarks/real_sizes.py [PART …] [--small]
+
+    training        GPT-2 of 184 M parameters: 2 replicas of 1 stage, and 2 stages, against one process; losses against `--local`.
+    killed          the same with one of two replicas killed -9 in the middle of averaging.
     training_large  Llama of 1.1 B parameters in 2 stages with SGD
     serving         Llama of 1.1 B in bf16 over 2 nodes by invite: start, one stream, a prompt, eight sessions, against local
     sessions        64 sessions at once over 2 nodes: the times between tokens
@@ -46,7 +48,7 @@ READY_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models, and of the work that is done with them."""
+    """Sizes of the models, and of the work that is done with them."""
 
     gpt2: dict[str, int]
     llama: dict[str, int]
@@ -82,7 +84,7 @@ SMALL = Sizes(
 
 
 def make_gpt2(folder: Path, shape: dict[str, int]) -> None:
-    """A random GPT-2 in float32."""
+    """Save a random GPT-2 in float32."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -91,7 +93,7 @@ def make_gpt2(folder: Path, shape: dict[str, int]) -> None:
 
 
 def make_llama(folder: Path, shape: dict[str, int], *, dtype: str) -> None:
-    """A random Llama, stored in `dtype`."""
+    """Save a random Llama in `dtype`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,12 +103,12 @@ def make_llama(folder: Path, shape: dict[str, int], *, dtype: str) -> None:
 
 
 def halves(units: int) -> list[str]:
-    """The spans of two stages."""
+    """Return the spans of two stages with half of the units each."""
     return [f"0:{units // 2}", f"{units // 2}:{units}"]
 
 
 def equal_stages(gpt2: dict[str, int]) -> list[str]:
-    """Spans of two stages that compute as much: a layer multiplies by 12 H^2 weights, the head by V H, the embedding by none."""
+    """Return spans of two stages that compute equally much: a layer multiplies by 12 H^2 weights, the head by V H."""
     layers, layer, head = gpt2["n_layer"], 12 * gpt2["n_embd"] ** 2, gpt2["vocab_size"] * gpt2["n_embd"]
     first = min(range(1, layers), key=lambda first: max(first * layer, (layers - first) * layer + head))
     return [f"0:{first + 1}", f"{first + 1}:{layers + 2}"]
@@ -117,7 +119,7 @@ def equal_stages(gpt2: dict[str, int]) -> list[str]:
 
 @contextmanager
 def peak_memory(pids: Callable[[], list[int]]) -> Iterator[dict[str, float]]:
-    """Fills `peak_mb`: the most that any one of the processes was resident with, looked at ten times a second."""
+    """Yield a dict whose `peak_mb` is the largest resident memory of any one of the processes, read ten times a second."""
     result = {"peak_mb": 0.0}
     over = threading.Event()
 
@@ -143,7 +145,7 @@ def peak_memory(pids: Callable[[], list[int]]) -> Iterator[dict[str, float]]:
 
 
 def settings(sizes: Sizes, batch: int, microbatch: int, steps: int, *extra: str) -> list[str]:
-    """Of a run on the source of the standard library's typing module, as bytes."""
+    """Return the arguments of a run on the source of the standard library's typing module, as bytes."""
     return [
         "--data", typing.__file__, "--steps", str(steps), "--batch", str(batch), "--microbatch", str(microbatch),
         "--sequence", str(sizes.sequence), "--checkpoint-steps", "1000", *extra,
@@ -151,18 +153,18 @@ def settings(sizes: Sizes, batch: int, microbatch: int, steps: int, *extra: str)
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
-    """What a trainer wrote of each step."""
+    """Return the trainer's log, a row for each step."""
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def deviation(log: Path, truth: Path) -> float:
-    """The largest relative difference of a step's loss."""
+    """Return the largest relative difference of a step's loss."""
     pairs = zip(rows(log), rows(truth), strict=True)
     return max(abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"]) for ours, theirs in pairs)
 
 
 def training(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Two nodes against one process."""
+    """Train on two nodes, as replicas and as stages, against one process."""
     make_gpt2(folder / "model", sizes.gpt2)
     units = sizes.gpt2["n_layer"] + 2
     bench = Bench(folder, folder / "model", settings(sizes, sizes.batch, 4, 3))
@@ -179,7 +181,7 @@ def training(sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 
 def killed(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """One of two replicas is killed while they average: when 85 % of the time of the step before is over."""
+    """Kill one of two replicas while they average: after 85 % of the seconds of the step before."""
     make_gpt2(folder / "model", sizes.gpt2)
     units = sizes.gpt2["n_layer"] + 2
     bench = Bench(folder, folder / "model", settings(sizes, sizes.batch, 4, 6))
@@ -201,7 +203,7 @@ def killed(sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 
 def training_large(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Two stages, as large as memory has room for."""
+    """Train the large model in two stages, and return the peak memory of a node, too."""
     make_llama(folder / "model", sizes.llama, dtype="float32")
     units = sizes.llama["num_hidden_layers"] + 2
     extra = ["--optimizer", "sgd", "--lr", "0.01"]
@@ -221,16 +223,16 @@ def training_large(sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 
 async def joined(swarm: LocalSwarm, nodes: int) -> SwarmClient:
-    """A client that sees all nodes at work."""
+    """Join the swarm with a client, and return the client once it sees all nodes at work."""
     client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
     while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < nodes:
         await client.changed()
-    gc.freeze()  # to look through all that made the models takes a third of a second, in the middle of what is timed
+    gc.freeze()  # else a collection over all objects of model making takes a third of a second of the timed part
     return client
 
 
 def prompt_of(sizes: Sizes, length: int, number: int = 0) -> list[int]:
-    """Token ids, others for each number."""
+    """Return `length` token ids that differ by `number`."""
     return [5 + (7 * position + 13 * number) % (sizes.llama["vocab_size"] - 5) for position in range(length)]
 
 
@@ -277,7 +279,7 @@ async def together(client: SwarmClient, prompts: list[list[int]], new: int) -> t
 
 
 def serving(sizes: Sizes, folder: Path, repeats: int = 3) -> dict[str, Any]:
-    """One stream, a prompt and eight sessions, each beside transformers in one process."""
+    """Measure one stream, a prompt and eight sessions, each beside transformers in one process."""
     make_llama(folder / "model", sizes.llama, dtype="bfloat16")
     units = sizes.llama["num_hidden_layers"] + 2
     lengths = {"prompt": sizes.prompt, "new": sizes.new, "prefill": sizes.prefill}
@@ -306,7 +308,7 @@ def serving(sizes: Sizes, folder: Path, repeats: int = 3) -> dict[str, Any]:
 
 
 def sessions(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Many at once: does any fail, and how long are the longest waits beside the usual one?"""
+    """Measure the times between tokens of many sessions at once: median, 99th percentile and longest."""
     make_llama(folder / "model", SMALL.llama, dtype="float32")
 
     async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[NodeProcess]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What robust averaging costs where all are honest, and what it saves where one of four lies. Prints JSON; some 10 minutes on
+"""Cost of robust averaging if all replicas are honest, and its gain if one of four lies. Prints JSON; some 10 minutes on
 one core.
 
     python contrib/benchmarks/robust.py [--steps 150] [--seeds 2] [--layers 2] [--only TEXT]
@@ -10,7 +10,7 @@ suspect is left out from the same step on, as a coordinator would, and the other
 the last 20 steps, and relative to that of honest replicas whose gradients are summed plainly. How far runs lie apart by
 chance `1 % of noise` tells, which one honest replica adds to its gradient. `found_after`: contributions
 until the liar was named; `wrongly_named`: honest ones that were. `missing`: what the lack of samples alone costs: one replica
-contributes nothing for so many steps, and leaves; the others' gradients are summed plainly.
+contributes nothing for some steps (`MISSING`), and leaves; the others' gradients are summed plainly.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ REPLICAS = ("a", "b", "c", "liar")
 LEARNING_RATE, WARMUP_STEPS, LARGEST_NORM = 2e-3, 20, 1.0
 LAST_STEPS = 20
 FROM = 10  # the liar is honest before
-MISSING = (5, 7, 10, 19)  # steps in which a liar was found
+MISSING = (5, 7, 10, 19)  # steps until a liar was found
 
 Lie = Callable[[Tensor, int, Tensor], Tensor]
-"""(gradient_N, lies before, direction_N of unit length) -> what is contributed instead"""
+"""(gradient_N, lies before, direction_N of unit length) -> the contribution instead"""
 
 LIES: dict[str, Lie] = {
     "honest": lambda gradient_N, _step, _direction_N: gradient_N,
@@ -79,14 +79,14 @@ LIES: dict[str, Lie] = {
 
 
 def random_like(vector_N: Tensor, seed: int) -> Tensor:
-    """A direction of unit length."""
+    """Return a random direction of unit length."""
     drawn_N = torch.randn(len(vector_N), generator=torch.Generator().manual_seed(seed))
     return drawn_N / drawn_N.norm()
 
 
 @dataclass
 class Outcome:
-    """Of one training."""
+    """Results of one training. `found_after` is None if the liar was never named."""
 
     loss: float
     found_after: int | None
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def make_checkpoint(folder: Path, layers: int, seed: int) -> Checkpoint:
-    """A random GPT-2 on bytes."""
+    """Save a random GPT-2 on bytes in `folder`."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -102,14 +102,14 @@ def make_checkpoint(folder: Path, layers: int, seed: int) -> Checkpoint:
     torch.manual_seed(seed)
     config = GPT2Config(
         n_embd=HIDDEN, n_layer=layers, n_head=4, n_positions=SEQUENCE, vocab_size=256, bos_token_id=0, eos_token_id=0,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,  # what is drawn would differ between three replicas and four
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,  # dropout would differ between three replicas and four
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(folder)
     return Checkpoint(folder)
 
 
 class Checker:
-    """What an honest replica does of spot checks: `draw` and `is_false` are as in a stage."""
+    """Spot checks of one honest replica, with the budget and the tolerances of a stage."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -119,7 +119,7 @@ class Checker:
         self._calibration = Calibration()
 
     def draw(self, others: list[str], counted: int) -> str | None:
-        """Whom to look at in this step, if anybody."""
+        """Return the replica to check in this step; None if none is to be checked."""
         others = [other for other in others if other not in self.found]
         cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)
         chance = self._budget.chance(cost, 0.0)
@@ -132,7 +132,7 @@ class Checker:
         return self.dice.choice(others)
 
     def is_false(self, told_N: Tensor, found_N: Tensor) -> bool:
-        """By sketches of the gradients of one sample."""
+        """Return whether the sketches of two gradients of one sample differ beyond the tolerance."""
         seed = self.dice.randbytes(SEED_BYTES)
         apart = deviations(*(in_rows(gradient_sketch(one_N, seed)) for one_N in (told_N, found_N)), least=LEAST)
         tolerance = self._calibration.tolerance("float32", Codec.NONE, units=1, deviations=apart)
@@ -158,7 +158,7 @@ class Swarm:
         self.members = list(REPLICAS)
 
     def step(self, number: int, ids_BT: Tensor) -> tuple[float, str | None]:
-        """The loss, and who was left out from now on."""
+        """Train one step. Returns the loss, and the replica that this step excluded for good; None if all stay."""
         shares = ids_BT.tensor_split(len(self.members))
         losses, gradients = zip(*(self._gradient(share_BT, number) for share_BT in shares), strict=True)
         weights = [len(share_BT) / len(ids_BT) for share_BT in shares]
@@ -170,7 +170,7 @@ class Swarm:
         return statistics.mean(losses), None
 
     def _spot_check(self, number: int, shares: Mapping[str, Tensor]) -> None:
-        """Each of the others perhaps computes one sample of one other once more."""
+        """Let each other replica decide whether to compute one sample of another replica once more."""
         for peer, checker in self._checkers.items():
             drawn = checker.draw([other for other in self.members if other != peer], len(shares[peer]))
             if drawn is None:
@@ -193,7 +193,8 @@ class Swarm:
         return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
 
     def _agree(self, number: int, gradients: typing.Sequence[Tensor], weights: list[float]) -> str | None:
-        """Update with the sum; or who is named, and nothing is done."""
+        """Update all models with the sum of the gradients and return None. If a replica is named, return its name without
+        an update."""
         contributed = [
             self._told_by(peer, gradient_N, number) for peer, gradient_N in zip(self.members, gradients, strict=True)
         ]
@@ -241,7 +242,7 @@ def train(
     checked: bool,
     leaves_after: int | None = None,
 ) -> Outcome:
-    """One training from the first step on; its liar leaves by itself after so many lies."""
+    """Train from the first step on. With `leaves_after`, the liar leaves by itself after that many steps of lies."""
     swarm = Swarm(checkpoint, lie, robust=robust, checked=checked)
     losses: list[float] = []
     found_after, wrongly_named = None, 0
@@ -258,7 +259,7 @@ def train(
 
 
 def relative_to(losses: list[float], outcomes: list[Outcome]) -> list[float]:
-    """Seed for seed."""
+    """Return the ratio of each outcome's loss to the loss of the same seed."""
     return [outcome.loss / loss for outcome, loss in zip(outcomes, losses, strict=True)]
 
 

@@ -54,13 +54,13 @@ def make_model(folder: Path) -> None:
 
 
 def spans(nodes: int) -> list[str]:
-    """Even spans of the units over so many nodes."""
+    """Return even spans of the units over `nodes` nodes."""
     cuts = [round(number * (LAYERS + 2) / nodes) for number in range(nodes + 1)]
     return [f"{start}:{end}" for start, end in itertools.pairwise(cuts)]
 
 
 def wire_bytes(pids: set[int]) -> tuple[int, int]:
-    """(payload bytes, segments) that all TCP connections of these processes have sent so far."""
+    """(payload bytes, segments) that the open TCP connections of these processes have sent."""
     output = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
     payload = segments = 0
     for line in output.splitlines():
@@ -94,7 +94,7 @@ async def joined(local: LocalSwarm, nodes: int) -> SwarmClient:
 
 
 async def single_stream(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
-    """Decode speed of one session and the time of a long prompt, each beside local."""
+    """Measure decode speed of one session and the time of a long prompt, each beside one local process."""
     prompt, long = list(range(5, 5 + PROMPT_TOKENS)), list(range(5, 5 + PREFILL_TOKENS))
     await client.generate(prompt, max_new_tokens=8)
     decode, prefill, speeds = [], [], []
@@ -114,7 +114,7 @@ async def single_stream(client: SwarmClient, local: LocalProcess, repeats: int) 
 
 
 async def concurrent(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
-    """All tokens of several sessions at once, per second of wall clock, against one local stream."""
+    """Measure tokens/s of several sessions at once by wall clock, against one local stream."""
     ratios = []
     for _ in range(repeats):
         alone = await asyncio.to_thread(local.measure)
@@ -127,7 +127,7 @@ async def concurrent(client: SwarmClient, local: LocalProcess, repeats: int) -> 
 
 
 async def bytes_per_token(client: SwarmClient, members: list[NodeProcess]) -> dict[str, Any]:
-    """What all p2pds send per decoded token: their payloads, and the same with TCP and IP headers."""
+    """Return the bytes that all p2pds send per decoded token: payloads alone, and with TCP and IP headers."""
     pids = {pid for member in members for pid in children(member.pid)} | set(children(os.getpid()))
     tokens = 400
     prompt = list(range(5, 5 + PROMPT_TOKENS))

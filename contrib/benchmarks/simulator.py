@@ -2,7 +2,7 @@
 
     python contrib/benchmarks/simulator.py [--seconds 20] [--runs 3]
 
-Real nodes on loopback are throttled (`run --throttle`), so that two cores can carry them; so many clients generate one text after
+Real nodes on loopback are throttled (`run --throttle`), so that two cores can carry them; several clients generate one text after
 another. The same spans, speeds and clients are simulated. Prints JSON: measured and predicted tokens/s and their ratio.
 """
 
@@ -38,7 +38,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes of (span, units/s), and how many clients use them at once."""
+    """Nodes of (span, units/s), and the number of clients that use them at once."""
 
     name: str
     nodes: tuple[tuple[Span, float], ...]
@@ -61,7 +61,7 @@ SHAPES = (
 
 
 def make_model(folder: Path) -> None:
-    """A small random Llama."""
+    """Save a small random Llama."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,7 +82,7 @@ def make_model(folder: Path) -> None:
 
 
 async def measured_tokens_per_s(shape: Shape, model: Path, folder: Path, seconds: float, runs: int) -> list[float]:
-    """A real swarm, once it serves and its clients have generated a text each: tokens/s of each run."""
+    """Measure tokens/s of a real swarm in each run, after every client has generated a text."""
     with LocalSwarm(folder) as local:
         local.create(model)
         local.bootstrap()
@@ -101,7 +101,8 @@ async def measured_tokens_per_s(shape: Shape, model: Path, folder: Path, seconds
 
 
 async def clients(client: SwarmClient, count: int, seconds: float) -> float:
-    """So many at once, each one text after another for so long (one at least): tokens/s of all."""
+    """Let `count` clients generate one text after another for `seconds` (one text at least). Returns their tokens/s
+    together."""
     began_s = time.perf_counter()
 
     async def one(number: int) -> int:
@@ -117,7 +118,7 @@ async def clients(client: SwarmClient, count: int, seconds: float) -> float:
 
 
 def predicted_tokens_per_s(shape: Shape, model: Path, seconds: float, seed: int) -> float:
-    """The same, simulated."""
+    """Return the simulated tokens/s of the same swarm."""
     nodes = len(shape.nodes)
     scenario = Scenario(
         name=shape.name,

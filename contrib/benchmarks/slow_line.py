@@ -2,8 +2,8 @@
 
     with SlowLine(delay_s=0.02, bits_per_s=20e6) as line: subprocess.run([*line.inside("west"), "ip", "addr"])
 
-At a place everybody has the address `ADDRESSES[place]` and the speed of loopback. Nothing is left behind, and what is needed says
-`tests/real/network_lab.py`.
+At a place all processes have the address `ADDRESSES[place]` and the speed of loopback. Nothing is left behind. The requirements are
+in `tests/real/network_lab.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # networks of namespaces belong
 
 from tests.real.network_lab import NetworkLab
 
-ADDRESSES = {"west": "5.5.6.1", "east": "5.5.6.2"}  # of a public range: libp2p tells nobody of private ones
+ADDRESSES = {"west": "5.5.6.1", "east": "5.5.6.2"}  # of a public range: libp2p does not announce private addresses
 DEVICE, MTU_BYTES = "line", 9000
 MOST_QUEUED_S = 0.5  # what a line's sender has not sent yet; beyond that packets are dropped
 
@@ -40,7 +40,7 @@ class SlowLine(NetworkLab):
         self.delay_s, self.bits_per_s = delay_s, bits_per_s
 
     def crossed_bytes(self) -> int:
-        """What the places have sent to each other until now."""
+        """Return the bytes that the places have sent to each other since the line was made."""
         shown = [json.loads(self._ip(place, f"-j -s link show {DEVICE}"))[0] for place in ADDRESSES]
         return sum(int(link["stats64"]["tx"]["bytes"]) for link in shown)
 
@@ -56,7 +56,8 @@ class SlowLine(NetworkLab):
 
 
 def open_device(holder_pid: int) -> int:
-    """A device for packets in another namespace, in which this thread stays; its file."""
+    """Move this thread into the namespace of `holder_pid` for good, and return the file of a new packet device there.
+    Raises OSError if the namespace or the device cannot be opened."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/proc/{holder_pid}/ns/net").open() as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
@@ -67,7 +68,8 @@ def open_device(holder_pid: int) -> int:
 
 
 def hand_over(source: int, target: int, delay_s: float, bits_per_s: float) -> None:
-    """One direction, for ever."""
+    """Hand packets from `source` to `target` for ever, late by `delay_s` and as slowly as `bits_per_s`. Drops packets
+    beyond the queue."""
     under_way: deque[tuple[float, bytes]] = deque()  # until when, and the packet
     free_s = time.monotonic()  # when the sender has sent all that it has
     while True:
@@ -84,7 +86,7 @@ def hand_over(source: int, target: int, delay_s: float, bits_per_s: float) -> No
 
 
 def relay(one_pid: int, other_pid: int, delay_s: float, bits_per_s: float) -> None:
-    """The line itself, for ever."""
+    """Relay packets between two namespaces, for ever."""
     one, other = open_device(one_pid), open_device(other_pid)
     print("up", flush=True)
     threading.Thread(target=hand_over, args=(one, other, delay_s, bits_per_s), daemon=True).start()

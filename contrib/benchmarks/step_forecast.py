@@ -1,4 +1,4 @@
-"""What steps of small training swarms were expected to take, and what they took. Prints JSON.
+"""Forecast seconds of steps of small training swarms, against the measured ones. Prints JSON.
 
     python contrib/benchmarks/step_forecast.py [--steps 6] [--batch 32] [--microbatch 4] [--hidden 512] [--layers 8]
 
@@ -16,7 +16,8 @@ from training import bench_of, parse_options, shapes_of
 
 
 def steps_of(log: Path) -> dict[str, Any]:
-    """Of a swarm: what was expected of each step, seconds, and by how much it was off."""
+    """Return the expected and the measured seconds of each step, and the relative errors; an error is None if nothing was
+    expected."""
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     return {
         "expected_s": [round(step["expected_s"], 3) for step in steps],

@@ -26,7 +26,7 @@ Meanwhile = Callable[[list[NodeProcess], NodeProcess], None]
 
 
 def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
-    """A random GPT-2 on bytes."""
+    """Save a random GPT-2 on bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -38,12 +38,12 @@ def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
 
 
 def tokens_per_s(log: Path) -> float:
-    """The median step's, the first one left out."""
+    """Return the median tokens/s of the steps after the first."""
     return statistics.median(json.loads(line)["tokens_per_s"] for line in log.read_text().splitlines()[1:])
 
 
 class Bench:
-    """One model, one set of settings, several swarms."""
+    """Training runs of one model with one set of settings, alone and in several swarms."""
 
     def __init__(self, folder: Path, model: Path, settings: list[str]) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Bench:
         return folder
 
     def alone(self) -> Path:
-        """One process, one thread; its log of steps."""
+        """Train in one process with one thread, and return its log of steps."""
         folder = self._new()
         local = LocalSwarm(folder)
         local.create(self._model, "--mode", "train")
@@ -67,7 +67,8 @@ class Bench:
         return folder / "log"
 
     def swarm(self, spans: list[str], *, meanwhile: Meanwhile = lambda _nodes, _trainer: None) -> Path:
-        """A node for each span, and a trainer; its log of steps. `meanwhile` is called once it has begun."""
+        """Train with a node for each span, and return the trainer's log. `meanwhile` is called once the trainer has started.
+        Raises SystemExit if the trainer fails."""
         folder = self._new()
         with contextlib.ExitStack() as stack:
             local = stack.enter_context(LocalSwarm(folder))
@@ -84,7 +85,7 @@ class Bench:
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
-    """The model and the run, of this and of like benchmarks."""
+    """Parse the sizes of the model and of the run, for this and similar benchmarks."""
     parser = argparse.ArgumentParser(description=description)
     for name, default in (("steps", 6), ("batch", 32), ("microbatch", 4), ("hidden", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -92,13 +93,13 @@ def parse_options(description: str | None) -> argparse.Namespace:
 
 
 def shapes_of(units: int) -> dict[str, list[str]]:
-    """The spans of the nodes, by name of the swarm."""
+    """Return the spans of the nodes, by name of the swarm."""
     half = units // 2
     return {"2 stages": [f"0:{half}", f"{half}:{units}"], "2 replicas": [f"0:{units}"] * 2}
 
 
 def settings_of(options: argparse.Namespace) -> list[str]:
-    """For `swarmnode train`."""
+    """Return the arguments of `swarmnode train`."""
     return [
         "--data", typing.__file__, "--steps", str(options.steps), "--batch", str(options.batch),
         "--microbatch", str(options.microbatch), "--sequence", str(SEQUENCE), "--checkpoint-steps", "1000",
@@ -107,7 +108,7 @@ def settings_of(options: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def bench_of(options: argparse.Namespace) -> Iterator[Bench]:
-    """A bench with such a model, whose files are gone afterwards."""
+    """Yield a bench with a random model. Its files are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
         folder = Path(name)
         make_checkpoint(folder / "model", options.layers, options.hidden)

@@ -27,7 +27,7 @@ MICROBATCHES, STEPS = 8, 3
 
 
 def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
-    """A random GPT-2 without dropout."""
+    """Save a random GPT-2 without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -48,7 +48,7 @@ def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
 
 
 def memory_mb(field: str) -> float:
-    """A line of /proc/self/status: VmRSS is now, VmHWM the highest."""
+    """Return a field of /proc/self/status in MiB: VmRSS is resident now, VmHWM the peak."""
     status = Path("/proc/self/status").read_text()
     return float(status.split(f"{field}:")[1].split()[0]) / 1024
 
@@ -56,7 +56,7 @@ def memory_mb(field: str) -> float:
 def train_stage(
     checkpoint: Path, start: int, end: int, *, microbatch: int, in_flight: int, recompute: bool
 ) -> tuple[Any, float]:
-    """Some steps with `in_flight` microbatches under way at any time. Returns the learner and seconds per step."""
+    """Train some steps with `in_flight` microbatches under way at any time. Returns the learner and seconds per step."""
     import torch
 
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ def train_stage(
 
 
 def measure(checkpoint: Path, tiny: Path, start: int, end: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One stage, in this process."""
+    """Measure one stage in this process."""
     import torch
 
     from swarmnode.training.worker.memory import give_back_large_tensors
@@ -100,7 +100,7 @@ def measure(checkpoint: Path, tiny: Path, start: int, end: int, options: argpars
         give_back_large_tensors()
     settings = {"microbatch": options.microbatch, "in_flight": options.in_flight, "recompute": options.recompute}
     train_stage(tiny, 0, 3, **settings)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     before_mb = memory_mb("VmRSS")
     learner, step_s = train_stage(checkpoint, start, end, **settings)
     peak_mb = memory_mb("VmHWM") - before_mb

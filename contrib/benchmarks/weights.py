@@ -178,7 +178,7 @@ def figures(seconds: float, spent: dict[str, float], size_bytes: int) -> dict[st
 def fetched(
     swarm: LocalSwarm, invite: str, units: int, number: int, sources: list[NodeProcess], size_bytes: int
 ) -> dict[str, Any]:
-    """One node from its first question for weights to ready."""
+    """Start one node and measure it from its first request for weights until it is ready."""
     node = swarm.node(f"node{number}", "--span", f"0:{units}", swarm=invite)
     node.wait_for("machine")
     cpu = Cpu([node.pid, *(source.pid for source in sources)])
@@ -199,7 +199,7 @@ def fetched(
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float, float]:
-    """(its result, wall and CPU seconds)"""
+    """Return the result of `work`, its wall seconds and its CPU seconds."""
     cpu_s, began_s = time.process_time(), time.perf_counter()
     result = work()
     return result, time.perf_counter() - began_s, time.process_time() - cpu_s

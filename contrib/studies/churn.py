@@ -1,4 +1,4 @@
-"""What it costs that peers come and go: serving and training at 0, 10 and 100 % of the peers an hour. Prints JSON.
+"""Cost of peers that come and go: serving and training at 0, 10 and 100 % of the peers an hour. Prints JSON.
 
     python contrib/studies/churn.py geo48_slow_links.json dtfm_regional_geo.json [--hours 1]
 
@@ -43,7 +43,7 @@ def figures(result: SimulationResult, name: str) -> dict[str, Any]:
 
 
 def study(scenario: Scenario, model: Model, settings: Settings, name: str) -> dict[str, Any]:
-    """One workload at all rates."""
+    """Simulate one workload at all rates, and add each rate's `cost` against no churn."""
     found: dict[str, Any] = {}
     for rate in RATES:
         result = Simulation(scenario, model, dataclasses.replace(settings, churn=rate)).run()

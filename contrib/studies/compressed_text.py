@@ -1,4 +1,4 @@
-"""How often a compressed session draws another token than an exact one: greedy texts of a small model that was trained.
+"""Tokens of compressed sessions that differ from those of exact ones: greedy texts of a small model that was trained.
 
     python contrib/studies/compressed_text.py [--steps 600] [--texts 64] [--seed 0]
 

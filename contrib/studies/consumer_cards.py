@@ -6,7 +6,7 @@ Their claim: 50 RTX 3080 match the throughput of 4 H100, which cost far more. Th
 3080s on links of 0.1, 1 and 10 Gbit/s with 5 ms between them. Training: GPT-2 XL (48 layers of width 1600, embedding and head: 50
 units, one for each 3080), 1024 sequences of 1024 tokens a step, 2 at a time; four stages of H100s, and 3080s as one pipeline of
 50 stages or five of ten that average, the codecs chosen by the live controllers. Inference: a model of 64 billion parameters (80
-layers of width 8192, 16 bits) that peers place themselves, and so many clients at once, each with prompts of 512 tokens and texts
+layers of width 8192, 16 bits) that peers place themselves, and `--clients` at once, each with prompts of 512 tokens and texts
 of 128. Speeds are rooflines of datasheet figures, see docs/simulator.md: what the datasheets promise is 2,975 against 3,024
 TFLOP/s, and 38 against 8 TB/s. `ratio` is 3080s over H100s; per watt and per dollar by the cards' power limits and prices alone,
 without the machines around them.
@@ -33,7 +33,8 @@ LINKS_GBPS = (0.1, 1.0, 10.0)
 
 @dataclass(frozen=True)
 class Fleet:
-    """So many equal cards: watts by the datasheet, dollars at their launch (the H100's price is not listed: what shops took)."""
+    """`count` equal cards: watts by the datasheet, dollars at their launch (the H100's price is not listed: what shops
+    took)."""
 
     gpu: str
     count: int
@@ -41,14 +42,14 @@ class Fleet:
     dollars_each: float
 
     def ratios(self, per_s: float, other: Fleet, other_per_s: float) -> dict[str, float]:
-        """Of a speed, and of what it takes in power and money."""
+        """Return the speed `per_s`, and its ratios to another fleet's: plain, per watt and per dollar."""
         watts = self.count * self.watts_each / (other.count * other.watts_each)
         dollars = self.count * self.dollars_each / (other.count * other.dollars_each)
         ratio = per_s / other_per_s
         return {"tokens/s": per_s, "ratio": ratio, "per watt": ratio / watts, "per dollar": ratio / dollars}
 
     def network(self, delay_s: float, gbps: float) -> Scenario:
-        """All equally far from one another."""
+        """Return a network of cards at equal distances from one another."""
         return even_network(self.gpu, self.count, delay_s=delay_s, bandwidth_bps=gbps * 1e9)
 
 
@@ -56,7 +57,7 @@ CONSUMER, DATACENTER = Fleet("RTX 3080", 50, 320.0, 699.0), Fleet("H100 PCIe", 4
 
 
 def trained_per_s(scenario: Scenario, stages: int, minutes: float) -> float:
-    """Tokens/s of steps that were finished: pipelines of equally many units a stage."""
+    """Simulate pipelines of `stages` even stages, and return tokens/s of the steps after the first."""
     replicas = scenario.devices // stages
     spans = cut([1.0] * stages, TRAINED.units)
     pipelines = [list(range(pipeline * stages, (pipeline + 1) * stages)) for pipeline in range(replicas)]
@@ -71,7 +72,7 @@ def trained_per_s(scenario: Scenario, stages: int, minutes: float) -> float:
 
 
 def served_per_s(scenario: Scenario, clients: int, minutes: float) -> float:
-    """Tokens/s that clients get of the second half of the time, when their sessions do not begin together any more."""
+    """Return the tokens/s of all clients in the second half of the time, when their sessions no longer begin together."""
     settings = Settings(hours=minutes / 60, sample_s=30 * minutes, serve=ServeSettings(clients=clients))
     return Simulation(scenario, SERVED, settings).run().measures.curves["tokens"][-1]
 
@@ -82,7 +83,7 @@ def main() -> None:
         "--minutes", type=float, default=0.4, help="simulated time of each; of training more where no two steps fit"
     )
     parser.add_argument("--served-minutes", type=float, default=2.0, help="simulated time of each, of inference")
-    parser.add_argument("--clients", type=int, default=64, help="who generate text at once")
+    parser.add_argument("--clients", type=int, default=64, help="clients that generate text at once")
     arguments = parser.parse_args()
     minutes, serving = arguments.minutes, (arguments.clients, arguments.served_minutes)
     here = DATACENTER.network(1e-5, 100.0)

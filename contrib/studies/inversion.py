@@ -1,19 +1,18 @@
-"""What a peer in the middle can read out of what passes it: an inverter is trained on a boundary of a tiny language model.
+"""Text that a peer in the middle can read from hidden states: an inverter is trained on a boundary of a tiny language model.
 
     python contrib/studies/inversion.py [--steps 150] [--seed 0] [--codecs none,int8,int4,topk] [--attacks nearest,linear,mlp]
 
-A volunteer that holds units [i, j) sees hidden_BTH before unit i. It has the model's weights, for the swarm gives them to
-it, and any text: so it can run the model itself and learn which hidden states come from which tokens. Here a Llama of 8
-blocks is trained for a while on one half of the standard library's sources (as bytes), and each attack is tried on the other half,
-which nobody has seen; for each codec on the states as they arrive (of top-k a twentieth of the elements), from those of the
-embedding alone (boundary 0) on:
+A volunteer that holds units [i, j) sees hidden_BTH before unit i. The swarm gives it the model's
+weights, and texts are at hand. So it can run the model itself and learn the tokens behind the hidden states. Here a Llama of
+8 blocks is trained for a while on one half of the standard library's sources (as bytes). Each attack is tried on the unseen half,
+for each codec, on the states as they arrive (of top-k a twentieth of the elements). Boundary 0 is the embedding alone.
 
-    nearest   the token whose embedding points most the way of the hidden state; nothing is learnt
-    linear    a linear map, learnt from the first half
-    mlp       a small MLP, learnt from the first half
-    gradient  the same MLP, but of the gradient that comes back in training, for the label: the token after the position
+    nearest   the token whose embedding points most the way of the hidden state; nothing is learnt.
+    linear    a linear map, learnt from the first half.
+    mlp       a small MLP, learnt from the first half.
+    gradient  the same MLP, but of the gradient that comes back in training, for the label: the token after the position.
 
-The share of tokens that they name is printed. It is a lower bound: who weighs whole sentences, or trains for longer, gets more.
+The share of tokens that they name is printed. A lower bound: attackers that weigh whole sentences, or train for longer, get more.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ BLOCKS = 8
 LENGTH = 128
 BATCH = 16
 CORPUS_BYTES = 2_000_000
-BOUNDARIES = (0, 1, 2, 4, 6, 8)  # after so many blocks
+BOUNDARIES = (0, 1, 2, 4, 6, 8)  # number of blocks before each
 KEEP = 0.05  # of top-k
 TRIED = 20  # batches
 ATTACKS = "nearest,linear,mlp,gradient"
 
 
 def corpus() -> tuple[Tensor, Tensor]:
-    """The bytes of the standard library's sources, halved by files: what the inverter learns from, what it is tried on."""
+    """Return the bytes of the standard library's sources, halved by files: text to learn from, and text to try attacks on."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if path.stat().st_size)
     return _bytes(files[::2]), _bytes(files[1::2])
@@ -87,14 +86,14 @@ def train_model(tokens: Tensor, steps: int, seed: int) -> LlamaForCausalLM:
 
 
 def hidden_states(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
-    """hidden_BTH after each of BOUNDARIES, as a peer gets them."""
+    """Return hidden_BTH at each of BOUNDARIES, as a peer gets them."""
     with torch.no_grad():
         states = _states(model, ids_BT)
         return [arrived(states[boundary], codec) for boundary in BOUNDARIES]
 
 
 def gradients(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
-    """gradient_BTH of the loss at each of BOUNDARIES, as it comes back; the last position has none."""
+    """Return gradient_BTH of the loss at each of BOUNDARIES, as it comes back; the last position has none."""
     with torch.enable_grad():
         model.get_input_embeddings().requires_grad_(True)
         states = _states(model, ids_BT)
@@ -105,7 +104,7 @@ def gradients(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Ten
 
 
 def _states(model: LlamaForCausalLM, ids_BT: Tensor) -> list[Tensor]:
-    """hidden_BTH before the first block and after each one, before the final norm."""
+    """Return hidden_BTH before the first block and after each one, before the final norm."""
     states: list[Tensor] = []
     hooks = [block.register_forward_hook(lambda _block, _in, out: states.append(out)) for block in model.model.layers]
     first = model.model.layers[0].register_forward_pre_hook(lambda _block, inputs: states.append(inputs[0]))
@@ -116,7 +115,7 @@ def _states(model: LlamaForCausalLM, ids_BT: Tensor) -> list[Tensor]:
 
 
 def arrived(hidden_BTH: Tensor, codec: Codec) -> Tensor:
-    """What a codec leaves of it."""
+    """Return `hidden_BTH` as it arrives after encoding with `codec`."""
     kept = round(KEEP * hidden_BTH.numel()) if codec == Codec.TOPK else 0
     return decode(*encode(hidden_BTH, codec, param=kept))
 
@@ -130,7 +129,7 @@ def inverter(kind: str) -> nn.Module:
 
 
 Seen = Callable[[Tensor], tuple[list[Tensor], Tensor]]
-"""ids_BT -> what passes each of BOUNDARIES, and the tokens that are to be told from it."""
+"""ids_BT -> the values at each of BOUNDARIES, and the tokens to name from them."""
 
 
 def what_passes(model: LlamaForCausalLM, attack: str, codec: Codec) -> Seen:
@@ -164,7 +163,7 @@ def learn(kind: str, seen: Seen, known: Tensor, steps: int, seed: int) -> list[n
 
 @torch.no_grad()
 def named_shares(inverters: Sequence[Callable[[Tensor], Tensor]], seen: Seen, unseen: Tensor, seed: int) -> list[float]:
-    """For each boundary the share of unseen tokens that its inverter names right."""
+    """Return for each boundary the share of unseen tokens that its inverter names right."""
     right, total = torch.zeros(len(BOUNDARIES)), 0
     for _, ids_BT in zip(range(TRIED), batches(unseen, seed + 2), strict=False):
         passed, wanted_BT = seen(ids_BT)
@@ -176,9 +175,9 @@ def named_shares(inverters: Sequence[Callable[[Tensor], Tensor]], seen: Seen, un
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="of the model's training and of each inverter's")
+    parser.add_argument("--steps", type=int, default=150, help="training steps of the model, and of each inverter")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codecs", default="none,int8,int4,topk", help="As what the states travel.")
+    parser.add_argument("--codecs", default="none,int8,int4,topk", help="codecs of the states")
     parser.add_argument("--attacks", default=ATTACKS)
     arguments = parser.parse_args()
     known, unseen = corpus()

@@ -21,7 +21,8 @@ ALL_REDUCES = 4  # of activations, in each layer of a tensor-parallel model: two
 
 @dataclass(frozen=True)
 class Step:
-    """Of a model of equal layers: seconds of one on one device (there and back), and bytes; microbatches over all pipelines."""
+    """Step of a model of equal layers: seconds of one layer on one device (there and back), bytes, and microbatches over
+    all pipelines."""
 
     layers: int
     layer_s: float
@@ -32,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many devices share a layer, how many stages follow one another, and how many pipelines average."""
+    """Numbers of devices that share a layer, of successive stages, and of pipelines that average."""
 
     tensor: int
     stages: int
@@ -40,7 +41,7 @@ class Shape:
 
 
 def shapes(devices: int, layers: int) -> Iterator[Shape]:
-    """All that use every device and cut the layers evenly."""
+    """Yield all shapes that use every device and cut the layers evenly."""
     for tensor in (1, 2, 4, 8):
         for stages in range(1, devices // tensor + 1):
             if devices % (tensor * stages) == 0 and layers % stages == 0:
@@ -48,13 +49,13 @@ def shapes(devices: int, layers: int) -> Iterator[Shape]:
 
 
 def best_step_s(network: Scenario, ranks: Sequence[int], step: Step) -> tuple[float, Shape]:
-    """Seconds of the fastest shape."""
+    """Return the seconds of a step in the fastest shape, and the shape."""
     fitting = shapes(len(ranks), step.layers)
     return min(((seconds(network, ranks, step, shape), shape) for shape in fitting), key=lambda found: found[0])
 
 
 def seconds(network: Scenario, ranks: Sequence[int], step: Step, shape: Shape) -> float:
-    """Of one step in this shape."""
+    """Return the seconds of one step in this shape."""
     layout: Grid = np.array(ranks).reshape(shape.stages, shape.pipelines, shape.tensor)
     layers = step.layers / shape.stages
     stages_s = []
@@ -78,7 +79,7 @@ def seconds(network: Scenario, ranks: Sequence[int], step: Step, shape: Shape) -
 
 
 def ring_s(network: Scenario, members: Grid, size_bytes: float) -> float:
-    """An all-reduce around a ring, as slow as its slowest link."""
+    """Return the seconds of an all-reduce around a ring, as slow as its slowest link; 0 for a single member."""
     count = len(members)
     if count == 1:
         return 0.0

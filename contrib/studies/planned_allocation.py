@@ -1,12 +1,12 @@
-"""DT-FM (arXiv 2206.01288): what a planned allocation gains, and what each term of its cost does. Prints JSON.
+"""DT-FM (arXiv 2206.01288): gain of a planned allocation over random ones, and of each term of its cost. Prints JSON.
 
     python contrib/studies/planned_allocation.py contrib/scenarios [--random 3] [--microbatches 112]
 
 A layer of GPT-3 XL 24 times over on 64 V100s, sequences of 2048 tokens, 4 at a time, fp16 across links, gradients in float32. Every
 allocation of 8 stages x 8 pipelines is simulated, computing, transfers and averaging: `planned` by DT-FM's whole cost,
 `averaging alone` and `pipelines alone` by one of its terms, `random` by none (median). `megatron` is the best shape of tensor,
-pipeline and data parallelism that does not know the network (`megatron.py`), with ranks in the order of the file, in which
-regions lie together, or shuffled (median). `traffic` is DT-FM's own cost of the same step. `slowdown`: of planned steps, against
+pipeline and data parallelism that does not know the network (`megatron.py`). Its ranks are in the order of the file (regions lie
+together there), or shuffled (median). `traffic` is DT-FM's own cost of the same step. `slowdown`: of planned steps, against
 the datacenter's planned one, or its Megatron's.
 """
 
@@ -54,18 +54,19 @@ def with_cards(scenario: Scenario) -> Scenario:
 
 
 def training(microbatches: int) -> TrainSettings:
-    """So many microbatches a step, over all pipelines."""
+    """Return settings of `microbatches` microbatches a step, over all pipelines."""
     return TrainSettings(microbatches=microbatches, microbatch=4, sequence=2048, compress="fp16")
 
 
 def traffic(train: TrainSettings) -> MicrobatchTraffic:
-    """What a pipeline sends from stage to stage in a step, and the gradients of a stage."""
+    """Return the bytes that a pipeline sends from stage to stage in a step, and those of a stage's gradients."""
     activation_bytes = 2 * train.tokens * HIDDEN * train.microbatches / REPLICAS
     return MicrobatchTraffic(activation_bytes, GRADIENT_BYTES * LAYERS_PER_STAGE * MODEL.parameters[0])
 
 
 def step_s(scenario: Scenario, grid: Grid, train: TrainSettings) -> float:
-    """Mean seconds of a training step on this grid [stage, pipeline]."""
+    """Return the mean seconds of a training step on this grid [stage, pipeline]. Raises AssertionError if no step ends in
+    time."""
     spans = [Span(0, LAYERS_PER_STAGE)] * scenario.devices
     for stage, members in enumerate(grid):
         for device in members:
@@ -118,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--random", type=int, default=3, help="random allocations")
-    parser.add_argument("--microbatches", type=int, default=14 * REPLICAS, help="of a step, 4 sequences each")
+    parser.add_argument(
+        "--microbatches", type=int, default=14 * REPLICAS, help="microbatches of a step, 4 sequences each"
+    )
     arguments = parser.parse_args()
     train = training(arguments.microbatches)
     results: dict[str, dict[str, Any]] = {}

@@ -5,14 +5,14 @@
 They replay 32 hours of preemptible T4s and report 95.8 % of the optimal throughput with rebalancing every 300 s and 82.7 % without.
 Their trace is not published; here a seeded one has its features: the number of cards that the cloud has to give drifts (a random
 walk between a half and all), cards are taken in bursts, and given back one by one. Every card holds 4 of 16 units; to load them,
-when it comes or moves, takes each of `--costs` seconds, in which it serves nobody. `share` is the time's mean of the throughput of
-those that serve (`plan/spans/flow.py`), relative to the most that any placement of all cards that are there, loading ones
+when it comes or moves, takes each of `--costs` seconds, without serving. `share` is the time's mean of the throughput of
+those that serve (`plan/spans/flow.py`), relative to the most that any placement of all present cards, loading ones
 included, could do.
 
 Rules: `ours` is what live nodes do; `theirs` is SWARM's, in the same world: four fixed stages, newcomers join the one with the
 longest queues, and every 300 (or 60) s one peer of the stage with the shortest queues goes to the one with the longest. Where all
 cards are alike queues are the longest where fewest peers are. In their favour a move that would only swap two stages is left out,
-and a stage that nobody holds is filled at once.
+and a stage without holders is filled at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Standing:
 
     @property
     def has_learnt(self) -> bool:
-        """It serves."""
+        """False: the simulated peers serve, and nothing is learnt."""
         return False
 
     def gauges(self) -> dict[str, float]:
@@ -100,7 +100,7 @@ class Standing:
 
 
 def anywhere(chance: random.Random) -> Choose:
-    """A newcomer that does not look where it is needed."""
+    """Return a rule of newcomers that take a random span, needed or not."""
 
     def choose(_: View, joiner: Joiner) -> Span:
         start = chance.randrange(0, LAYERS, joiner.capacity_units)
@@ -110,7 +110,7 @@ def anywhere(chance: random.Random) -> Choose:
 
 
 def longest_queues(view: View, _: Joiner) -> Span:
-    """Where a newcomer of SWARM goes."""
+    """Return the stage with the fewest peers, which a newcomer of SWARM joins."""
     held = Counter(peer.span for peer in view.peers)
     return min(STAGES, key=lambda stage: held[stage])
 
@@ -130,7 +130,8 @@ def rebalance_stages(world: World, period_s: float) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """How newcomers choose, and whether peers move: as live nodes do, or as SWARM's do once in so many seconds."""
+    """Choice of newcomers, and moves of peers: as live nodes move (`moves`), or as SWARM's do every `period_s` seconds (0:
+    never)."""
 
     choose: Choose = choose_span
     moves: bool = False
@@ -138,7 +139,8 @@ class Rule:
 
 
 def study(peers: int, hours: float, seed: int, rule: Rule, cost_s: float) -> dict[str, float]:
-    """One trace."""
+    """Simulate one trace: the mean share of the best throughput, that of the worst hour, and counts of moves and
+    preemptions."""
     need_bytes = MODEL.serving_sizes.need_bytes(0, UNITS_EACH, 0)
     scenario = dataclasses.replace(
         even_network("T4", peers, delay_s=0.001, bandwidth_bps=1e12),

@@ -12,7 +12,8 @@ from swarmnode.simulate.environment.model import Model
 
 
 def transformer(name: str, layers: int, hidden: int, vocabulary: int = 0) -> Model:
-    """GPT-like: 12 hidden² parameters a layer; with a vocabulary also an embedding and a head that are not tied."""
+    """Return a GPT-like model: 12 hidden² parameters a layer; with a vocabulary also an embedding and a head that are not
+    tied."""
     ends = [vocabulary * hidden] if vocabulary else []
     parameters = (*ends, *[12 * hidden**2] * layers, *ends)
     cache = (*[0 for _ in ends], *[4 * hidden] * layers, *[0 for _ in ends])
@@ -20,7 +21,7 @@ def transformer(name: str, layers: int, hidden: int, vocabulary: int = 0) -> Mod
 
 
 def even_network(gpu: str, devices: int, *, delay_s: float, bandwidth_bps: float) -> Scenario:
-    """Equal cards, equally far from one another."""
+    """Return a network of equal cards at equal distances from one another."""
     apart = 1 - np.eye(devices)
     return Scenario(
         name=f"{devices} x {gpu}",
@@ -34,7 +35,7 @@ def even_network(gpu: str, devices: int, *, delay_s: float, bandwidth_bps: float
 
 
 def cut(shares: list[float], units: int) -> list[Span]:
-    """Contiguous spans over all units, in proportion to the shares, at least one unit each."""
+    """Return contiguous spans over all units, in proportion to the shares, at least one unit each."""
     bounds = np.cumsum([0.0, *shares]) / sum(shares) * units
     edges = [round(float(bound)) for bound in bounds]
     for index in range(1, len(edges)):  # every part at least one unit, from the left, then from the right

@@ -1,13 +1,14 @@
-"""FusionLLM (arXiv 2410.12707): what clusters by bandwidth and AdaTopK gain on slow links. Prints JSON.
+"""FusionLLM (arXiv 2410.12707): gain of clusters by bandwidth and of AdaTopK on slow links. Prints JSON.
 
     python contrib/studies/slow_links.py contrib/scenarios/geo48_slow_links.json [--models resnet-101] [--beds 1 4] [--orders 3]
 
-GPT-2 XL (48 layers of width 1600, embedding and head; a step of 16 sequences of 1024 tokens) and, where there are no more devices
-than it has units, ResNet-101 (traced; a step of 16 x 32 images of 224 x 224), each as one pipeline through all devices, float32
+GPT-2 XL (48 layers of width 1600, embedding and head; a step of 16 sequences of 1024 tokens) and, if it has at least as many units
+as there are devices, ResNet-101 (traced; a step of 16 x 32 images of 224 x 224), each as one pipeline through all devices, float32
 across the links. Baselines, uncompressed: units divided equally, and by equal computing, each with devices in an order that
 knows nothing of bandwidth (median of `--orders` draws); the latter also in the order of the file. Against them: clusters of devices
-that fast links join (their OP-Fence), cluster after cluster, in the order and with the cut whose slowest stage or link is fastest,
-with AdaTopK on the links (largest ratio 100) or without; AdaTopK alone; and this project's own controllers instead of it.
+with fast links (their OP-Fence), cluster after cluster, in the order and with the cut whose slowest stage or link is fastest.
+These run with AdaTopK on the links (largest ratio 100), without it, and with this project's own controllers instead; AdaTopK
+also runs alone.
 `clusters, equal computing` cuts without a look at what crosses. Test beds: 0 is the file's, 1 to 4 are drawn (seeded) in the
 ranges that the paper states: 24 or 48 consumer cards, one kind to a cluster, at least 8, 80 or 500 Mbit/s and at most 1 Gbit/s
 between clusters, 1 to 10 Gbit/s inside. Only time is simulated, not what a codec does to the loss: see
@@ -53,19 +54,19 @@ NEAR_S, FAR_S = 2e-4, (0.001, 0.05)  # delays inside clusters, and between them
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained."""
+    """Model and settings of a training."""
 
     model: Model
     train: TrainSettings
 
 
 def gpt2_xl() -> Task:
-    """From its sizes alone."""
+    """Return GPT-2 XL, made from its sizes alone."""
     return Task(transformer("gpt2-xl", 48, 1600, vocabulary=50257), TrainSettings(microbatches=16, sequence=1024))
 
 
 def resnet101() -> Task:
-    """As it is traced: a minute of one core."""
+    """Return ResNet-101 as traced; the tracing takes a minute of one core."""
     import torch
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -106,7 +107,7 @@ def testbed(seed: int, clusters: int, members: int, least_bps: float) -> Scenari
 
 
 def clusters(scenario: Scenario) -> list[list[int]]:
-    """Devices that fast links join."""
+    """Return clusters of devices with fast links to the first device of the cluster."""
     found: list[list[int]] = []
     for device in range(scenario.devices):
         home = next((c for c in found if scenario.bandwidth_bps[c[0], device] >= FAST_BPS), None)
@@ -128,7 +129,8 @@ class Pipeline:
 
 
 def pipeline(scenario: Scenario, task: Task, order: Sequence[int], ratio: float | None = None) -> Pipeline:
-    """Units such that the slowest device is as fast as can be; with a `ratio`, by which links compress, also the slowest link."""
+    """Cut the units so that the slowest device is as fast as can be. With a `ratio` of compression on links, count the
+    slowest link, too."""
     model, tokens = task.model, task.train.tokens
     devices = [device_of(scenario, device, model) for device in order]
     rooms = [StageRoom(1 / (card.prompt_s(1, tokens) + card.backward_s(1, tokens)), np.inf) for card in devices]
@@ -142,7 +144,8 @@ def pipeline(scenario: Scenario, task: Task, order: Sequence[int], ratio: float 
 
 
 def _entering_s(scenario: Scenario, task: Task, order: Sequence[int], ratio: float) -> Callable[[int], FloatArray]:
-    """Of a stage: seconds [U] on the link into it, for each unit that it may begin with. Both ways at once."""
+    """Return a function from a stage to seconds [U] on the link into it, for each unit that it may begin with. Both ways at
+    once."""
     model, train = task.model, task.train
     values = [
         max(np.prod(model.crossing(unit, train.microbatch, train.sequence, back=back)) for back in (False, True))
@@ -175,7 +178,7 @@ def clustered(scenario: Scenario, task: Task, ratio: float | None) -> Pipeline:
 
 
 def step_s(scenario: Scenario, task: Task, laid: Pipeline, compress: str, minutes: float) -> float:
-    """Mean seconds of a step after the first, in which controllers find their rungs."""
+    """Return the mean seconds of a step after the first. Controllers find their rungs in the first step."""
     span_of = dict(zip(laid.order, laid.spans, strict=True))
     placed = [span_of[device] for device in range(scenario.devices)]
     train = dataclasses.replace(task.train, compress=compress)
@@ -189,7 +192,7 @@ def step_s(scenario: Scenario, task: Task, laid: Pipeline, compress: str, minute
 
 
 def study(scenario: Scenario, task: Task, orders: int, minutes: float) -> dict[str, Any]:
-    """All ways through one test bed, and what the paper's two ideas gain."""
+    """Return the seconds of a step by every way through one test bed, and the gain of the paper's two ideas."""
     filed = list(range(scenario.devices))
     drawn = [random.Random(seed).sample(filed, len(filed)) for seed in range(orders)]
     equal = [Pipeline(order, cut([1.0] * len(filed), task.model.units), np.nan) for order in drawn]

@@ -1,15 +1,15 @@
-"""How small a lie audits find: one position a text, against what honest peers differ by over kernels, adapters and trained models.
+"""Smallest lies that audits find, one position a text, against deviations of honest peers over kernels, adapters and models.
 
     OMP_NUM_THREADS=1 python contrib/studies/small_lies.py record FOLDER [--model CHECKPOINT_OR_GGUF] [--texts 32] [--seed 1]
     python contrib/studies/small_lies.py judge FOLDER [--positions 1000000] [--trials 100] [--seed 1]
 
-`record` computes the same texts in processes whose kernels differ (those of this machine, AVX2's, and ATen's and oneDNN's oldest),
-each once as it is served and once as an audit does, without and with an adapter, and once for each lie of the first hop; what each
-hop sends on is kept in FOLDER. Without `--model` it is a small Llama with random weights.
+`record` computes the same texts in processes whose kernels differ (those of this machine, AVX2's, and ATen's and oneDNN's oldest):
+each once as it is served and once as an audit does, without and with an adapter, and once for each lie of the first hop. The states
+that each hop sends on are kept in FOLDER. Without `--model` it is a small Llama with random weights.
 
-`judge` draws from these records again and again, sketches them by fresh seeds, and compares them by the code that clients run:
-honest pairs of any two kernels and ways, of texts of any length, until so many positions are compared; and liars, audited at the
-default share as peers of long standing are, who lie in every text or in one of ten, until they are out. Prints JSON.
+`judge` draws from these records again and again, sketches them by fresh seeds, and compares them by the code that clients run.
+It takes honest pairs of any two kernels and ways, of texts of any length, up to a number of positions. It also takes liars that lie
+in every text or in one of ten, audited at the default share like peers of long standing, until they are out. Prints JSON.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ CHUNK_SESSIONS = 16  # decoded together
 
 @dataclass
 class Lie:
-    """What the first hop does to the position `at`; `head`: of its last layer this one is silenced."""
+    """Lie of the first hop at the position `at`. Its `kind` is one of LIES; `head` silences one attention head of the hop's
+    last layer."""
 
     kind: str
     at: int
 
 
 def hops_of(units: int) -> tuple[tuple[int, int], ...]:
-    """Three hops, of which the last one has the head."""
+    """Return three hops over the units. The last one has the head."""
     third = units // 3
     return (0, third), (third, 2 * third), (2 * third, units)
 
@@ -148,7 +149,7 @@ class Pipeline:
 
 
 def random_loras(model: nn.Module, dtype: torch.dtype) -> dict[str, Lora]:
-    """For the projections of queries and values, and the last one of each MLP."""
+    """Return random LoRAs for the projections of queries and values, and the last projection of each MLP."""
     generator, loras = torch.Generator().manual_seed(1), {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("q_proj", "v_proj", "down_proj"):
@@ -209,7 +210,7 @@ def texts_of(checkpoint: Checkpoint, texts: int, seed: int) -> Tensor:
 
 
 def compute(folder: Path, kernel: str, seed: int) -> None:
-    """In a process of this kernel."""
+    """Compute all texts in this process, with the kernel `kernel`, and save the states of each way and lie in `folder`."""
     told = torch.load(folder / "ids.pt")
     checkpoint, ids_ST = Checkpoint(Path(told["checkpoint"])), told["ids_ST"]
     for number_format in FORMATS:

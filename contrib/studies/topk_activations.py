@@ -1,12 +1,12 @@
-"""Where top-k of activations and their gradients ruins the loss, and where it does not. Prints JSON; some minutes for a subject.
+"""Loss under top-k of activations and their gradients, relative to no compression. Prints JSON; some minutes for a subject.
 
     python contrib/studies/topk_activations.py [--subjects digits scratch tuned] [--steps 200] [--ratios 2 10 100] [--seed 0]
 
-Three subjects, each cut into four stages: a small ResNet that learns digits, whose activations come out of ReLUs and are
-sparse (`digits`), a GPT-2 on bytes of the standard library's sources that begins at random weights (`scratch`), and the same
-one after it has learnt half of the sources, on the other half (`tuned`). What crosses the three boundaries is encoded and
+Three subjects, each cut into four stages. `digits` is a small ResNet that learns digits; its activations come out of ReLUs and
+are sparse. `scratch` is a GPT-2 on bytes of the standard library's sources that begins at random weights. `tuned` is the same
+GPT-2 after it has learnt half of the sources, on the other half. What crosses the three boundaries is encoded and
 decoded, there and back, by each rule of `plan/compression.py` at each ratio; the links take 1, 1/2 and 1/10 of the slowest
-one's seconds. `feedback` adds what was left out to what crosses next. `loss` is the mean of the last 20 steps, `relative` to
+one's seconds. `feedback` adds what top-k left out to the next values. `loss` is the mean of the last 20 steps, `relative` to
 none; `zeros` the share of zeros in what crosses uncompressed.
 """
 
@@ -38,7 +38,7 @@ FONT = (  # of 3 x 5 dots, a row of three bits after another
 
 
 class Boundary:
-    """One link, both ways. Ratio 1: nothing is left out."""
+    """Link between two stages, both ways. At a ratio of 1 nothing is left out."""
 
     def __init__(self, ratio: float, *, feedback: bool) -> None:
         self._ratio = ratio
@@ -47,7 +47,7 @@ class Boundary:
         self.zeros: list[float] = []
 
     def cross(self, values: Tensor, way: str) -> Tensor:
-        """The values as they arrive."""
+        """Return the values as they arrive after top-k, and note their share of zeros."""
         self.zeros.append(float((values == 0).float().mean()))
         if self._ratio <= 1:
             return values
@@ -71,7 +71,7 @@ class Crossing(torch.autograd.Function):
 
 
 def cut(model: nn.Module, parts: list[nn.Module], boundaries: list[Boundary]) -> list[Any]:
-    """Put a boundary behind each of these parts of a model; what takes them away."""
+    """Put a boundary behind each of these parts of a model, and return the hooks to remove."""
 
     def hook(boundary: Boundary) -> Any:
         def behind(_part: object, _inputs: object, output: Any) -> Any:
@@ -126,7 +126,7 @@ class Digits:
 
 
 class Text:
-    """A GPT-2 of 4 layers, 64 wide, on bytes."""
+    """GPT-2 of 4 layers, 64 wide, on bytes."""
 
     rate = 2e-3
 
@@ -154,7 +154,7 @@ class Text:
 
 
 def train(subject: Any, drawn: Iterator[Any], rate: float) -> list[float]:
-    """The losses."""
+    """Train on the drawn batches, and return the loss of each step."""
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=rate)
     losses = []
     for batch in drawn:
@@ -168,7 +168,8 @@ def train(subject: Any, drawn: Iterator[Any], rate: float) -> list[float]:
 
 
 def study(subject: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """By rule and ratio; every row begins from the same weights and sees the same batches."""
+    """Train `subject` by every rule and ratio, and return the losses by name. Every run has the same weights at first and
+    the same batches."""
     begun = copy.deepcopy(subject.model.state_dict())
     rows = [("none", 1.0, False)]
     rows += [(rule, ratio, False) for rule in SPARSE_RULES for ratio in options.ratios]
