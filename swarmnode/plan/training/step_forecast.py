@@ -223,8 +223,8 @@ class StepForecast:
         return 2 * self.load.commands * float(self._delay_NN[np.ix_(held_N, held_N)].max(initial=0.0))
 
     def _group_s(self, members: Indexes, gradient_bytes: float) -> tuple[float, dict[int, float]]:
-        """Return the seconds of averaging in a group, over clusters if that is allowed and faster, and the seconds for which
-        the line of each home is busy with it."""
+        """Return the seconds of averaging in a group, over clusters if allowed and faster, and the busy seconds of each
+        home's line."""
         among, flat = self._averaging.among(members.tolist()), (0,) * len(members)
         sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
         clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}

@@ -22,7 +22,7 @@ from swarmnode.plan.view import Span
 
 @dataclass
 class Holding:
-    """What one live replica has counted: per unit of its span, a bit for each microbatch."""
+    """Counts of one live replica: per unit of its span, a bit for each counted microbatch."""
 
     span: Span
     masks: dict[int, int] = field(default_factory=dict)

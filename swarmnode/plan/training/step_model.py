@@ -26,8 +26,8 @@ from swarmnode.plan.virtual_clock import Action, VirtualClock
 
 FULL_PLAY = 128  # microbatches that go through; further ones take what those in the middle take
 FORWARD_SHARE = 1 / 3  # of what a unit takes there and back
-LONGEST_S = 1e8  # three years: nobody waits for it, and it means nothing
-REMEMBERED = 5  # steps by which the next one is corrected
+LONGEST_S = 1e8  # three years: a longer forecast means nothing
+REMEMBERED = 5  # past steps that correct the next forecast
 
 
 def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> float:
@@ -50,8 +50,8 @@ class Way(IntEnum):
 
 
 class Bench:
-    """What a peer computes of a step: one pass at a time, gradients before new microbatches. `began`: called with the seconds of
-    each pass as it begins."""
+    """Computation of a peer in a step: one pass at a time, gradients before new microbatches. `began`: called with the
+    seconds of each pass as it begins."""
 
     def __init__(self, clock: VirtualClock, began: Callable[[float], None] = lambda _takes_s: None) -> None:
         self._clock = clock
@@ -106,14 +106,14 @@ class Passage(ABC):
 
     @abstractmethod
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
-        """Send what one hop has computed to the next one, at which it has `arrived` then."""
+        """Send a hop's result to the next hop, and call `arrived` for that hop on arrival."""
 
     @abstractmethod
     def done(self) -> None:
         """Hear that the first hop has the gradient."""
 
     def arrived(self, way: Way, hop: int) -> None:
-        """Have a hop compute what has come."""
+        """Submit a pass of this microbatch to the bench of `hop`."""
         self._benches[hop].submit(way, self.takes_s(way, hop), partial(self._computed, way, hop))
 
     def _computed(self, way: Way, hop: int) -> None:
@@ -165,7 +165,7 @@ class _Play:
 
 
 class _PlayedMicrobatch(Passage):
-    """One of a play, along its route."""
+    """A microbatch of a simulated step, along its route."""
 
     def __init__(self, play: _Play, route: Sequence[Wire]) -> None:
         super().__init__([play.benches[peer] for peer, _ in route])
@@ -201,12 +201,12 @@ class ExpectedStep:
 
     @property
     def correction(self) -> float:
-        """How many times as long as forecast the last steps took."""
+        """Median ratio of real to forecast seconds over the last steps."""
         return statistics.median(self._ratios)
 
     def begin(self, forecast_s: float) -> None:
-        """Begin a step of which this is forecast. What peers tell of themselves may make it anything; a forecast that is not
-        positive, or longer than `LONGEST_S`, is none."""
+        """Begin a step with this forecast. Peers report their own speeds, so a forecast that is not positive, or not below
+        `LONGEST_S`, is ignored."""
         self._forecast_s = forecast_s if 0 < forecast_s < LONGEST_S else 0.0
         self.expected_s = min(self._forecast_s * self.correction, LONGEST_S)
 
