@@ -316,7 +316,7 @@ def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clust
 
 
 def _with_clusters(group: Group, network: AveragingNetwork, places: Sequence[int], clusters: Clusters) -> Group:
-    """Who only listens is where the nearest contributor is."""
+    """Label all members with clusters; a listener gets the cluster of the nearest contributor."""
     of = dict(zip(places, clusters, strict=True))
     for place in range(len(group.members)):
         nearest = min(places, key=lambda other: (-network.path_bps_NN[other, place], network.delay_NN[other, place]))

@@ -185,8 +185,8 @@ class StepForecast:
         return self._passing_s(held_LNU) + self._averaging_s(held_LNU)
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
-        """Return the seconds until `peer` has the trained state of the units of `window` that it does not hold yet, each
-        from its fastest holder, or from a disk over the peer's fastest path if no other peer holds it."""
+        """Return the seconds to fetch the trained state of the units of `window` that `peer` does not hold. Each unit comes
+        from its fastest other holder, or from a disk over the peer's fastest path if there is none."""
         held_NU = held_units(spans, self.load.units)
         new_U = held_units([window], self.load.units)[0] > held_NU[peer]
         path_N1 = np.where(np.arange(len(spans)) == peer, np.inf, self.path_NN[:, peer])[:, None]

@@ -34,12 +34,12 @@ class Holding:
 
 @dataclass(eq=False)
 class OutstandingLease:
-    """One attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
+    """Attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
 
-    `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: peers that may be why it failed;
-    None as long as that is to be seen from the counts of its stages. `failed_at`, `code`: the stage that could not, and its reason,
-    by the trainer's word; empty if it names none. `claimed`: a stage
-    has said that it met NaN in it.
+    `releasing`: the stages that have not yet forgotten the lease since it was called back. `suspects`: the peers that may
+    have caused its failure; None while the counts of the stages are to show that. `failed_at`, `code`: the stage that failed
+    and its reason, as reported by the trainer; empty if the trainer names none. `claimed`: a stage has reported NaN in the
+    microbatch.
     """
 
     lease: int
@@ -107,7 +107,7 @@ class StepLedger:
         return [number for number in self.missing() if number not in leased]
 
     def grant(self, lease: OutstandingLease) -> None:
-        """Note a lease that is given out."""
+        """Add a lease to those of the step."""
         self._leases[lease.lease] = lease
 
     def done(self, lease: OutstandingLease, loss: float) -> None:

@@ -188,8 +188,8 @@ class _PlayedMicrobatch(Passage):
 
 
 class ExpectedStep:
-    """What a run's next step is expected to take, corrected by how far off the last steps were: trainers, updates and commands are
-    in no model. `expected_s`: of the step in force; 0 where nothing is known."""
+    """Expected seconds of a run's next step, corrected by the errors of the last forecasts: trainers, updates and commands
+    are in no model. `expected_s`: seconds of the current step; 0 if unknown."""
 
     def __init__(self) -> None:
         self.expected_s = 0.0
@@ -211,9 +211,8 @@ class ExpectedStep:
         self.expected_s = min(self._forecast_s * self.correction, LONGEST_S)
 
     def end(self, step_s: float, forecast_s: float = 0.0) -> None:
-        """Learn from a step that took `step_s`. `forecast_s`: what would be forecast of it by what is known now; 0 where nothing
-        is. So the first step, which stages could only estimate, teaches what their measurements miss, and not what their estimates
-        did."""
+        """Learn from a step that took `step_s`. `forecast_s`: the forecast of that step by present knowledge; 0 if there is
+        none, then the forecast from its beginning counts. So the errors of estimates before the first step are not learnt."""
         forecast_s = forecast_s if 0 < forecast_s < LONGEST_S else self._forecast_s
         if forecast_s > 0 and step_s > 0:
             self._ratios.append(step_s / forecast_s)

@@ -103,9 +103,9 @@ class Transfers:
 
 @dataclass(eq=False)
 class VirtualLines:
-    """The paths and lines between peers in virtual time: what is handed over follows what was before. What leaves a home takes
-    turns on its line, a piece of a message for each peer that it goes to. `uplink_N`: seconds for which a microbatch takes the
-    line of their sender."""
+    """Paths and lines between peers in virtual time; each message follows the one before. Messages that leave a home take
+    turns on its line, a piece of one message for each receiver. `uplink_N`: the seconds that a microbatch occupies its
+    sender's line."""
 
     clock: VirtualClock
     peers: Sequence[PeerId]
@@ -128,7 +128,7 @@ class VirtualLines:
         if self.homes is None or not self.homes.parts(*path):
             self.clock.at(self._carry(path, 1.0) + self._delay_s[path[0]][path[1]], arrived)
             return
-        self._queues[path].append(arrived)  # over the line of a home nobody waits until others are through
+        self._queues[path].append(arrived)  # paths out of a home share its line piece by piece
         if len(self._queues[path]) == 1:
             self._send_piece(path, PIECES)
 

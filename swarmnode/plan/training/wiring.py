@@ -1,6 +1,6 @@
-"""Which way a microbatch goes: through the replicas that will be done with it first.
+"""Wiring: the route of a microbatch, through the replicas that will finish it first.
 
-Peers and links are booked for what was sent to them and has not come back (virtual finish times, as SWARM does, 2301.11913
+Peers and links are booked for microbatches sent and not yet back (virtual finish times, as SWARM does, 2301.11913
 section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
 what costs the same a lot decides that no name favours. Who is slow gets nothing more where the others would sooner have
@@ -26,13 +26,13 @@ from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.view import Span, draw
 
 UNMEASURED_UNIT_S = 0.01
-SLOW = 2.0  # times as long as most somebody takes for a unit, before others are rather waited for
+SLOW = 2.0  # times the median seconds per unit: only a slower peer can be left out as late
 ENDLESS = 1 << 30
 SAME = 1e-9  # relative: what sums of the same may differ by
 NOBODY, ABSENT = -1, -2  # a unit is not fixed, or is fixed to a peer that takes no microbatch
 TRIED = 32  # microbatches that are wired to see which ways they go; more of them go the same ones
-QUEUES = 1.5  # times as long on its way as if it met nobody, between stages of unequal speeds
-BELIEVED = 4.0  # times the usual speed, at most, that who says that it is fast is given microbatches for
+QUEUES = 1.5  # times the unhindered travel time, between stages of unequal speeds
+BELIEVED = 4.0  # times the median speed: the most for which a peer gets microbatches at once
 
 
 @dataclass
