@@ -1,4 +1,4 @@
-"""The ledger of one training step: which microbatch is leased to whom, and which one is counted where.
+"""The ledger of one training step: the lease of each microbatch, and the replicas that have counted it.
 
 A microbatch is counted for a unit once its gradient is in the accumulator of a live replica of that unit. A replica that
 dies takes its counts with it; they are then missing, and the microbatch is leased again: through the replicas that have

@@ -1,7 +1,7 @@
 """The model of a training step: its microbatches go through stages and links in virtual time, wired and computed as they will be.
 
 Stages compute one pass at a time, gradients first; links carry one message after another; each microbatch that is back makes room
-for the next. So what a step takes follows from what its peers and links can do, down to whom it waits for at the end. Averaging
+for the next. So what a step takes follows from what its peers and links can do, down to the peers that finish last. Averaging
 comes on top (`step_forecast.py`). Where peers choose their places, the coordinator expects a step and the simulator carries
 one out it is these passes that count; the simulator alone knows of losses, and of links as they really are.
 """

@@ -1,6 +1,6 @@
 """Transfers: the cost of handing microbatches on, booked for transfers under way as computing is.
 
-A path takes one message after another, and so does the line of whoever sends: what a peer sends to different ones leaves it at
+A path takes one message after another, and so does the line of the sender: what a peer sends to different ones leaves it at
 the pace of its fastest path; and what peers of one home send to others leaves the home's line at that of the fastest of their paths
 out of it. Every hop carries activations there and gradients of the same size back.
 """

@@ -3,8 +3,9 @@
 Peers and links are booked for microbatches sent and not yet back (virtual finish times, as SWARM does, 2301.11913
 section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
-what costs the same a lot decides that no name favours. Who is slow gets nothing more where the others would sooner have
-done all that is left of the step. By Little's law (1961) a stage needs as many microbatches at once, in order not to wait for any,
+what costs the same a lot decides that no name favours. A slow peer gets no more microbatches if the others
+would finish the rest of the step sooner. By Little's law (1961) a stage needs as many microbatches at once,
+in order not to wait for any,
 as it does while one is on its way through all stages.
 """
 
@@ -32,7 +33,7 @@ SAME = 1e-9  # relative: what sums of the same may differ by
 NOBODY, ABSENT = -1, -2  # a unit is not fixed, or is fixed to a peer that takes no microbatch
 TRIED = 32  # microbatches that are wired to see which ways they go; more of them go the same ones
 QUEUES = 1.5  # times the unhindered travel time, between stages of unequal speeds
-BELIEVED = 4.0  # times the median speed: the most for which a peer gets microbatches at once
+BELIEVED = 4.0  # times the median speed: the most that counts for the number of microbatches at once
 
 
 @dataclass
