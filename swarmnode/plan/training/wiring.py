@@ -3,10 +3,9 @@
 Peers and links are booked for microbatches sent and not yet back (virtual finish times, as SWARM does, 2301.11913
 section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
-what costs the same a lot decides that no name favours. A slow peer gets no more microbatches if the others
-would finish the rest of the step sooner. By Little's law (1961) a stage needs as many microbatches at once,
-in order not to wait for any,
-as it does while one is on its way through all stages.
+what costs the same a lot decides that no name favours. A slow peer gets no more microbatches if the others would
+finish the rest of the step sooner. By Little's law (1961) a stage needs as many microbatches at once,
+in order not to wait for any, as it does while one is on its way through all stages.
 """
 
 from __future__ import annotations
