@@ -1,1 +1,1 @@
-"""Decisions of a training step: who gets which microbatch, what is counted, who averages with whom."""
+"""Decisions of a training step: the route of each microbatch, the counts per replica, and the groups that average."""

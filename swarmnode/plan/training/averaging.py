@@ -1,8 +1,8 @@
-"""Averaging: the seconds that it takes on a network, the shares of the members, and the clusters over which groups average.
+"""Averaging: its seconds on a network, the shares of the members, and the clusters over which groups average.
 
-All with all, each sends its values of a part to the part's owner, and the owner its sum to all. Over clusters, each part is
-gathered in every cluster by one member, who sends the owner what all there contribute, and hands the sum back
-(`compute/training/averaging/parts.py`).
+Without clusters, each member sends its values of a part to the owner of the part, and the owner sends the sum to all
+members. With clusters, one member per cluster gathers the values of a part there, sends their sum to the owner, and hands
+the owner's sum back (`compute/training/averaging/parts.py`).
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from swarmnode.plan.routes.delays import crowded
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.swarm.records.run import Averaging
 
-LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another
+LEAST_MEMBERS = 3  # contributors: two send each other all their values in any case
 GAIN = 1.25  # times as fast as the one in force another clustering has to be
 LEVELS = 8  # scales at which a network is looked at
-UNBEARABLE = 4.0  # times as long as all with all, by one member's own measurements: it takes no part
+UNBEARABLE = 4.0  # times as long as without clusters, by a member's own measurements: the member takes no part
 REST = 16  # averagings all with all after one over clusters came to nothing
 
-LEAST_SHARE = 1  # so that each owner sees a part of what all others contribute
+LEAST_SHARE = 1  # so that each owner sees a part of all other contributions
 WIDENING = 4  # of the matrices of a layer, in widths of the model
 
 Clusters = tuple[int, ...]
 Shares = tuple[int, ...]
-"""Of each contributor, in their order"""
+"""Share of each contributor, in the order of the contributors."""
 
 
 @dataclass(frozen=True, eq=False)
 class AveragingNetwork:
-    """Between N contributors: bits/s of each path and of each line, infinite where they are not known, and one-way delays.
-    `homes`: numbers that those have in common whose paths out of their home share a line; paths inside have no part in it."""
+    """Network between N contributors: bits/s of each path and of each line, infinite if unknown, and one-way delays in
+    seconds. `homes`: the home number of each contributor. Paths out of one home share a line; paths inside a home do not use
+    it."""
 
     path_bps_NN: Floats
     line_bps_N: Floats
@@ -52,7 +53,8 @@ class AveragingNetwork:
     homes: tuple[int, ...] = ()
 
     def averaging_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
-        """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
+        """Estimate the seconds until all contributors have the sum of a vector of `size_bytes` encoded bytes. Paths and
+        lines carry side by side."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self._own_line_bps_N
         homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
@@ -61,7 +63,8 @@ class AveragingNetwork:
         )
 
     def homes_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> dict[int, float]:
-        """How long the line of each home is at what leaves it, as fast as the fastest of its paths."""
+        """Return for each home the seconds that its line needs for all bits leaving the home, at the rate of the fastest
+        path out of it. Empty if `homes` is empty; homes without a path out are left out."""
         return self._homes_s(8 * size_bytes * crossing(shares, clusters)) if self.homes else {}
 
     def _homes_s(self, bits_NN: Floats) -> dict[int, float]:
@@ -73,31 +76,32 @@ class AveragingNetwork:
 
     @cached_property
     def _own_line_bps_N(self) -> Floats:
-        """Of those who share one with others of their home, infinite: it is the home's that counts."""
+        """Lines of the contributors in bits/s; infinite for contributors that share the line of a home, which is counted for
+        the home."""
         shares_N = crowded(self.homes, len(self.line_bps_N))
         own_line_bps_N: Floats = np.where(shares_N, np.inf, self.line_bps_N)
         return own_line_bps_N
 
     def among(self, places: Sequence[int]) -> AveragingNetwork:
-        """Of some of them, in this order."""
+        """Return the network between the contributors at `places`, in this order."""
         pairs = np.ix_(places, places)
         homes = tuple(self.homes[place] for place in places) if self.homes else ()
         return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs], homes)
 
     def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
-        """Of one contributor alone: its slowest path."""
+        """Estimate the seconds that contributor `number` needs on its slowest path, without lines and delays."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
 
     def slowest_paths_bps(self) -> Floats:
-        """[N]: of each contributor to any other."""
+        """Return [N]: the slowest outgoing path of each contributor in bits/s; infinite if there is no other contributor."""
         slowest_N: Floats = np.where(np.eye(len(self.path_bps_NN), dtype=bool), np.inf, self.path_bps_NN).min(axis=1)
         return slowest_N
 
     def _in_turn_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
-        """Values inside clusters to who gathers them, what is gathered to the owners of parts, and sums the same way back: nobody
-        sends what it adds up before the last of that has come, over a slow path or a busy line; and what comes
-        back follows inside as it comes, that of the slowest cluster at last."""
+        """Estimate the seconds of the hops in turn: values inside clusters to their gatherers, gathered sums to the owners
+        of parts, and sums back. A peer sends a sum only after its last addend has arrived, over a slow path or a busy line.
+        Sums that come back are passed on inside a cluster as they arrive, those of the slowest cluster last."""
         gathered_NN = 8 * size_bytes * gathering(shares, clusters)
         labels_N = np.asarray(clusters)
         near_NN = (labels_N[:, None] == labels_N) & ~np.eye(len(labels_N), dtype=bool)
@@ -111,27 +115,30 @@ class AveragingNetwork:
         )
 
     def _come_s(self, sent_N: Floats, bits_NN: Floats, *, busy: bool = False) -> Floats:
-        """[N]: when each has all that others send to it at these times, by their paths; `busy`: and by their lines."""
+        """Return [N]: the time at which each contributor has received all `bits_NN`, sent at the times `sent_N`, by the
+        paths and, if `busy`, by the senders' lines; at least `sent_N`."""
         line_s_N = bits_NN.sum(axis=1) / self._own_line_bps_N * busy
         come_NN = sent_N[:, None] + np.maximum(bits_NN / self.path_bps_NN, line_s_N[:, None])
         come_N: Floats = np.maximum(sent_N, np.where(bits_NN > 0, come_NN, 0.0).max(axis=0))
         return come_N
 
     def _delays_s(self, clusters: Sequence[int]) -> float:
-        """There and back, and where there are several clusters inside them as well."""
+        """Return the round trip of the longest delay inside a cluster plus that of the longest one between clusters."""
         labels_N = np.asarray(clusters)
         inside_NN = labels_N[:, None] == labels_N[None, :]
         return 2 * float(np.where(inside_NN, self.delay_NN, 0).max() + np.where(inside_NN, 0, self.delay_NN).max())
 
 
 def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
-    """How much of a group's vector each contributor adds up, beside the others': as much as its line carries; 0 bits/s: not known.
-    Of two, both send the whole vector once, however it is shared.
+    """Return how much of a group's vector each contributor adds up, relative to the others, from `lines_bps` (0: unknown).
+    All get `USUAL_SHARE` if there are fewer than three contributors or no line is known: of two, both send the whole vector
+    once anyway.
 
-    Whoever adds up a share s of a vector of n contributors sends its values of all other parts, and its own sums to all others:
-    1 + (n - 2) s times the vector, and takes as much. So who has a slow line adds up little. Lines are what peers say of
-    themselves: none counts for more than `MOST_SHARE` nor for less than `LEAST_SHARE`, with `USUAL_SHARE` for the median one and
-    for those that nobody measured, and nobody adds up more than half."""
+    A contributor that adds up a share s of the vector of n contributors sends its values of all other parts, and its own
+    sums to all others: 1 + (n - 2) s times the vector; it receives as much. So a contributor with a slow line adds up
+    little. Peers report their own lines, so no line counts for more than `MOST_SHARE` or less than `LEAST_SHARE`. The median
+    line and unknown lines get `USUAL_SHARE`. No contributor adds up more than all others together.
+    """
     known = [line_bps for line_bps in lines_bps if 0 < line_bps < math.inf]
     if len(lines_bps) < 3 or not known:
         return (USUAL_SHARE,) * len(lines_bps)
@@ -141,14 +148,14 @@ def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
 
 
 def _share(ratio: float) -> int:
-    """Of a line that is so many times the usual one."""
+    """Return the share for a line that is `ratio` times the median one; `USUAL_SHARE` if `ratio` is not positive."""
     bounded = min(ratio, MOST_SHARE / USUAL_SHARE)
     return max(LEAST_SHARE, round(USUAL_SHARE * bounded)) if ratio > 0 else USUAL_SHARE
 
 
 def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
-    """[N, N]: of the parts that each of the second owns, the share of the vector of which each of the first adds up what its
-    cluster contributes."""
+    """Return [gatherer, owner]: how much of the owner's part, as a share of the whole vector, the gatherer sums up for its
+    own cluster."""
     share_N = np.asarray(shares, dtype=float) / sum(shares)
     labels_N = np.asarray(clusters)
     inside_NN = labels_N[:, None] == labels_N[None, :]
@@ -158,11 +165,11 @@ def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
 
 
 def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
-    """[N, N]: how much of the vector goes from each contributor to each other."""
+    """Return [N, N]: the share of the vector that each contributor sends to each other one, contributions and sums together."""
     gathered_NN = gathering(shares, clusters)
     labels_N: Indexes = np.asarray(clusters)
     each_N = gathered_NN.sum(axis=1)
-    # Inside: contributions to what the other gathers, and sums of what one gathers itself.
+    # Inside a cluster: contributions to the parts that the other gathers, and the sums of a peer's own parts.
     near_NN = each_N[None, :] + each_N[:, None]
     crossing_NN: Floats = np.where(labels_N[:, None] == labels_N[None, :], near_NN, gathered_NN + gathered_NN.T)
     np.fill_diagonal(crossing_NN, 0.0)
@@ -170,7 +177,7 @@ def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
 
 
 def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
-    """Of the gradients of so many parameters, as the run's codec or rank sends them."""
+    """Estimate the encoded bytes of the gradients of `parameters` parameters, with the codec or the rank of `how`."""
     if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
         factors = how.rank * parameters * (1 + WIDENING) / (WIDENING * width)
         return 4.0 * min(parameters, factors / 2 if how.alternating else factors)
@@ -181,7 +188,7 @@ def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
 
 @dataclass(frozen=True)
 class ClusteredGroup:
-    """A group with its clusters, the seconds that it will take, and those of all with all."""
+    """A group with its clusters, the seconds that its averaging will take, and `flat_s`, the seconds without clusters."""
 
     group: Group
     seconds: float
@@ -189,17 +196,18 @@ class ClusteredGroup:
 
 
 def may_cluster(averaging: Averaging) -> bool:
-    """Robust sums, and top-k's means of those who sent, need each contribution by itself."""
+    """Return whether averaging may go over clusters. Robust sums, and top-k's means over the contributors of each element,
+    need each contribution by itself."""
     return not averaging.robust and averaging.codec != Codec.TOPK
 
 
 def averaging_s(peer: PeerId, groups: Sequence[ClusteredGroup]) -> float:
-    """What a peer's groups take it, one after another."""
+    """Return the seconds that the averaging of all groups of `peer` takes, one group after another; 0 if it is in no group."""
     return sum(one.seconds for one in groups if any(member.peer == peer for member in one.group.members))
 
 
 class AveragingClusters:
-    """Of the groups of one training, whose blocks name them."""
+    """Clusters of the groups of one training. A group is identified by its blocks."""
 
     def __init__(self) -> None:
         self._chosen: dict[tuple[int, ...], tuple[tuple[PeerId, ...], Clusters]] = {}
@@ -210,11 +218,12 @@ class AveragingClusters:
         return f"<AveragingClusters, {clustered} of {len(self._chosen)} groups over clusters>"
 
     def begin(self) -> None:
-        """Another averaging."""
+        """Begin another averaging: one fewer is left of those that must go without clusters after a failure."""
         self._rests = max(0, self._rests - 1)
 
     def give_up(self) -> None:
-        """The last one came to nothing: all with all for a while, whoever was to blame."""
+        """Forget all clusters after a failed averaging, whatever the cause, and average without clusters for the next `REST`
+        averagings. Does nothing if no group averaged over several clusters."""
         if any(len(set(clusters)) > 1 for _, clusters in self._chosen.values()):
             self._rests = REST
             self._chosen.clear()
@@ -222,8 +231,10 @@ class AveragingClusters:
     def choose(
         self, group: Group, network: AveragingNetwork, size_bytes: float, *, allowed: bool = True
     ) -> ClusteredGroup:
-        """`network`: of the group's members, in their order; `size_bytes`: of its vector as it travels; `allowed`: see
-        `may_cluster`."""
+        """Choose the fastest clusters and shares for averaging `group`. One cluster is used if fewer than `LEAST_MEMBERS`
+        members contribute, the group averages nothing, an averaging over clusters failed lately, or `allowed` is false (see
+        `may_cluster`). `network`: that of the group's members, in their order; `size_bytes`: the encoded bytes of its
+        vector."""
         places = [place for place, member in enumerate(group.members) if member.count]
         names = tuple(group.members[place].peer for place in places)
         among, flat = network.among(places), (0,) * len(places)
@@ -241,7 +252,8 @@ class AveragingClusters:
 
 
 def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]) -> bool:
-    """Whether a member, by what it has measured itself, does not wait much longer over these clusters than all with all."""
+    """Return whether `peer`, by the rates it has measured (`received_bps`, bits/s), needs at most `UNBEARABLE` times as long
+    over these clusters as without. True if it does not contribute or there is only one cluster."""
     contributors = [member for member in group.members if member.count]
     names = [member.peer for member in contributors]
     if peer not in names or len({member.cluster for member in group.members}) < 2:
@@ -256,7 +268,8 @@ def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]
 
 
 def sharings_of(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
-    """How much each may add up: as its line has it, all alike, or as its slowest path has it."""
+    """Return three candidates for the shares of the contributors: `by_line`, equal shares, and shares by each one's slowest
+    path."""
     return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(network.slowest_paths_bps().tolist())]
 
 
@@ -267,8 +280,8 @@ def fastest(
     clusterings: Iterable[Clusters],
     before: Clusters,
 ) -> tuple[Clusters, float, Shares]:
-    """Return the clusters over which averaging takes least, its seconds, and the shares; those of `before` unless others are `GAIN`
-    times as fast."""
+    """Return the fastest clusters, the seconds of averaging over them, and the shares. The clusters `before` are kept unless
+    others are at least `GAIN` times as fast."""
     found = {clusters: shared(network, size_bytes, sharings, clusters) for clusters in {before, *clusterings}}
     best = min(found, key=lambda clusters: (found[clusters][0], clusters))
     chosen = best if found[best][0] * GAIN <= found[before][0] else before
@@ -278,7 +291,7 @@ def fastest(
 def shared(
     network: AveragingNetwork, size_bytes: float, sharings: Sequence[Shares], clusters: Clusters
 ) -> tuple[float, Shares]:
-    """Seconds over these clusters, and the shares with which it takes least; of those that take as long the first ones."""
+    """Return the least seconds over `clusters` and the shares that reach them; of equal ones the first of `sharings`."""
     return min(((network.averaging_s(size_bytes, shares, clusters), shares) for shares in sharings), key=itemgetter(0))
 
 
@@ -291,7 +304,7 @@ def _with_shares(group: Group, places: Sequence[int], shares: Shares) -> Group:
 
 
 def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clusters]:
-    """At several scales, of no more clusters than there may be."""
+    """Yield the clusters at up to `LEVELS` scales: at least two, at most `MAX_CLUSTERS`, and fewer than contributors."""
     count = len(network.line_bps_N)
     cost_NN = 8 * size_bytes / count / network.path_bps_NN + network.delay_NN
     tree = dendrogram(np.maximum(cost_NN, cost_NN.T))
@@ -303,7 +316,7 @@ def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clust
 
 
 def _with_clusters(group: Group, network: AveragingNetwork, places: Sequence[int], clusters: Clusters) -> Group:
-    """Who only listens is where the nearest contributor is."""
+    """Label all members with clusters; a listener gets the cluster of the nearest contributor."""
     of = dict(zip(places, clusters, strict=True))
     for place in range(len(group.members)):
         nearest = min(places, key=lambda other: (-network.path_bps_NN[other, place], network.delay_NN[other, place]))

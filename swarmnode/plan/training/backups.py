@@ -1,11 +1,11 @@
-"""Which training states are kept on other peers' disks, on whose, and how often: pure, from announcements alone.
+"""Backups of training states on other peers' disks: the blocks, the peers and the frequency. Pure, from announcements alone.
 
-A unit that fewer nodes hold than wanted is scarce. Its states go to peers that offer disk space and do not hold it: first to
-those that hold nothing, and such as are not behind the same address, then in an order drawn for each unit, so that the next step
-replaces the last.
+A unit with fewer holders than wanted is scarce. Its states go to peers that offer disk space and do not hold it: first to
+peers at another address than the sender's, then to peers that hold nothing, then in an order drawn for each block, so that
+the next step replaces the last.
 
-Only steps that all holders keep are of use, for a run goes on from one step. Who cannot bring every checkpoint away in time brings
-every fourth or every sixteenth, which all keep for longer for this (`swarm/storage/states.py`).
+Only steps that all holders keep are of use, because a run resumes from one step. A peer that cannot send every checkpoint in
+time sends every fourth or every sixteenth, and all peers keep those for longer (`swarm/storage/states.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from swarmnode.plan.view import draw
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.states import STRIDES
 
-UPLINK_SHARE = 0.25  # of what a node sends, at most, for backups
-UNMEASURED_BPS = 8e6  # an uplink that nobody measured
+UPLINK_SHARE = 0.25  # the largest share of a node's uplink for backups
+UNMEASURED_BPS = 8e6  # an uplink that has not been measured
 LEAST_BPS = 256e3
 KEEPING = (State.JOINING, State.LOADING, State.READY)
 
 
 def holds(announcement: Announcement, block: int, units: int) -> bool:
-    """Whether a peer computes this block; what is shared belongs to the first and the last unit."""
+    """Return whether a peer computes `block`. The shared block belongs to the first and the last unit."""
     ends = (0, units - 1) if block == SHARED else (block,)
     return any(announcement.holds(unit) for unit in ends)
 
@@ -39,7 +39,8 @@ def learnt_alone(
     units: int,
     met: Mapping[int, Collection[PeerId]] | None = None,
 ) -> list[int]:
-    """Which of the units that a peer holds no other one has learnt; with `met`, none of those that have averaged each with it."""
+    """Return the units of `held` that no other ready peer with a training step holds. If `met` is given, only the peers in
+    `met[unit]`, those that have averaged the unit with this peer, count as other holders."""
     others = [peer for peer in announced if peer.peer != own and peer.life is State.READY and peer.training_step > 0]
     return [
         unit
@@ -49,13 +50,15 @@ def learnt_alone(
 
 
 def lacking(announced: Collection[Announcement], own: PeerId, block: int, units: int, wanted: int) -> int:
-    """How many disks more should have a block that this peer holds: `wanted`, less all that hold it."""
+    """Return how many more disks should have a block that this peer holds: `wanted` less its ready holders, this peer
+    included; at least 0."""
     others = (peer for peer in announced if peer.peer != own and peer.life is State.READY)
     return max(0, wanted - 1 - sum(holds(peer, block, units) for peer in others))
 
 
 def disks(announced: Iterable[Announcement], own: PeerId, block: int, units: int, size_bytes: int) -> list[PeerId]:
-    """Peers that may keep a block of this size for this one, best first."""
+    """Return the peers that may keep a block of `size_bytes` for this peer, best first. They are live, offer that much space
+    and do not hold the block. Empty if there are none."""
     known = {peer.peer: peer for peer in announced}
     house = wide_group(known[own].addresses) if own in known else ""
     able = [
@@ -75,14 +78,16 @@ def disks(announced: Iterable[Announcement], own: PeerId, block: int, units: int
 
 
 def rate_bps(up_bps: float, max_upload_bps: float | None) -> float:
-    """How fast backups may leave, by the measured uplink (0: unknown) and what the node lends at most."""
+    """Return the bits/s for backups: a share of the measured uplink `up_bps` (0: unknown), or of `max_upload_bps` if that is
+    less; at least `LEAST_BPS`."""
     uplink_bps = min(up_bps or max_upload_bps or UNMEASURED_BPS, max_upload_bps or math.inf)
     return max(LEAST_BPS, UPLINK_SHARE * uplink_bps)
 
 
 def next_step(steps: Sequence[int], last: int, checkpoint_steps: int, end: int, *, late: float = 0.0) -> int | None:
-    """Which of the steps on the disk to bring away now that `last` (-1: none) is away; None where none of them. `late`: checkpoints
-    that come while one is on its way, as far as can be told beforehand."""
+    """Return the newest step on this disk to send now that step `last` (-1: none) has been sent; None if there is no newer
+    checkpoint or none at the stride that the sender can keep up with. `late`: the expected number of checkpoints that come
+    during one transfer."""
     named = [step for step in steps if step % checkpoint_steps == 0 or step == end]
     newest = max(named, default=-1)
     if newest <= last:

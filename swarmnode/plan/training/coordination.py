@@ -1,10 +1,10 @@
-"""Who coordinates a training, and how far its step is: a state machine that every stage keeps for itself.
+"""Coordination of a training, and the progress of its step: a state machine that every stage keeps for itself.
 
-Pure: (phase, event) -> (phase, actions). A step is leased and counted (STEPPING), agreed on (REDUCING), and committed; if the
-replicas disagree it is leased and counted again. A live node drives the machine by what it hears
-(`training/coordinator/coordinator.py`; when an event of a step has come about stands in `training/coordinator/step_loop.py`), the
-simulator by what it simulates (`simulate/steps/training.py`); both do what the actions say. `docs/training-step.md` explains the
-machine, `protocol/training.md` has the same table for others to build.
+Pure: (phase, event) -> (phase, actions). A step is leased and counted (STEPPING), agreed on (REDUCING), and committed; if
+the replicas disagree, the step is leased and counted again. A live node feeds the machine with the events of its messages
+(`training/coordinator/coordinator.py`; `training/coordinator/step_loop.py` says when an event of a step has occurred), the
+simulator with simulated events (`simulate/steps/training.py`); both carry out the actions. `docs/training-step.md` explains
+the machine, `protocol/training.md` has the same table for other implementations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Where a stage stands. The last four are those of a coordinator in office."""
+    """Phase of a stage's machine. In the last four phases the stage is the coordinator."""
 
     VACANT = "nobody coordinates, as far as is known here"
     FOLLOWING = "another peer coordinates"
@@ -26,7 +26,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What happens to it."""
+    """Event that can change the phase of a stage."""
 
     FOLLOWED = "another peer coordinates in a newer term, and this stage follows it"
     DESERTED = "the coordinator is lost, silent, or may not coordinate any more"
@@ -45,7 +45,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What whoever drives the machine does then."""
+    """Action that the driver of the machine carries out after a transition."""
 
     SETTLE = "wait for a moment, then look again whose turn it is"
     CALL_ROLL = "take a newer term and ask all stages what they hold"
@@ -82,16 +82,18 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Outcome] = {
     (Phase.OVER, Event.SAME_RUN): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
     **{(phase, Event.FOLLOWED): (Phase.FOLLOWING, (Action.RESIGN,)) for phase in IN_OFFICE},
 }
-"""An event that is not here changes nothing. Of several that have come about in a phase the first one here counts."""
+"""Transitions of the machine. An event without an entry changes nothing. If several events of a phase have occurred, the first
+one in this order counts."""
 
 
 def transition(phase: Phase, event: Event) -> Outcome:
-    """The phase that follows, and what is to be done."""
+    """Return the phase that follows and the actions to carry out; the same phase and no actions if `event` is not in the
+    table."""
     return TRANSITIONS.get((phase, event), (phase, ()))
 
 
 class Coordination:
-    """One stage's machine, and the phase that it is in."""
+    """The state machine of one stage, with its current phase."""
 
     def __init__(self, phase: Phase = Phase.VACANT) -> None:
         self.phase = phase
@@ -101,7 +103,7 @@ class Coordination:
 
     @property
     def in_office(self) -> bool:
-        """Whether this stage coordinates."""
+        """Whether this stage is the coordinator."""
         return self.phase in IN_OFFICE
 
     def due(self, has_come: Callable[[Event], bool]) -> Event | None:
@@ -109,6 +111,6 @@ class Coordination:
         return next((event for phase, event in TRANSITIONS if phase is self.phase and has_come(event)), None)
 
     def on(self, event: Event) -> tuple[Action, ...]:
-        """Something has happened: what is to be done now."""
+        """Enter the phase that follows `event` and return the actions to carry out; empty if nothing changes."""
         self.phase, actions = transition(self.phase, event)
         return actions

@@ -1,11 +1,12 @@
-"""Which replicas agree on what at the end of a step, and what their values travel as.
+"""Groups of replicas that average at the end of a step, and the encoding of their values.
 
-Every step (`Averaging.every` = 1): the gradients of each unit are summed over its replicas, and all update alike.
+Every step (`Averaging.every` = 1): the gradients of each unit are summed over its replicas, and all replicas make the same
+update.
 
-Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up in which every step's gradients are summed: in between each replica
-updates by itself. At every H-th step, and at the last one, replicas average how far their parameters came; see
-`compute/training/block.py`. What the first and the last unit share has to stay one thing, so its gradient is summed in every step
-unless all who hold it hold the whole model.
+Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up with gradients summed in every step: in between each replica
+updates by itself. At every H-th step, and at the last one, replicas average how far their parameters moved; see
+`compute/training/block.py`. The parameters that the first and the last unit share must stay identical, so their gradient is
+summed in every step unless all holders of the ends hold the whole model.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from swarmnode.plan.training.averaging import part_shares
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Averaging, Run
 
-WORTH = 1.25  # times as long as the usual line takes may be waited for a slow one
+WORTH = 1.25  # times the time of the usual line: a slow line may take this long
 FEWEST, MOST = 1 / 8, 4.0  # times the run's share of elements that top-k keeps
-SAMPLE = 1 << 16  # elements by which codecs are compared
+SAMPLE = 1 << 16  # elements: the size for the comparison of codecs
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Somebody who takes part. `listens`: behind the others, it only hears what they agree on. `line_bps`: what its line carries;
-    0: not known."""
+    """A replica that takes part. A replica that `listens` is behind the others and only receives what they agree on.
+    `line_bps`: bits/s of its line; 0 if unknown."""
 
     peer: PeerId
     span: Span
@@ -41,7 +42,7 @@ class Holder:
 
 
 Count = Callable[[PeerId, Sequence[int]], int]
-"""(peer, units) -> how many microbatches it has counted for one of them, at most"""
+"""(peer, units) -> the largest number of microbatches that `peer` has counted for one of `units`."""
 
 
 def make_groups(
@@ -52,8 +53,9 @@ def make_groups(
     count: Count,
     codecs: Collection[int] = tuple(Codec),
 ) -> list[Group]:
-    """Units that the same members hold, with the same counts, are one group; what the ends share is one of its own. `codecs`: those
-    that the swarm allows."""
+    """Return the groups that average at the end of `step`. Units with the same members and the same counts form one group;
+    the parameters that both ends share form another one. Groups without members are left out. `codecs`: the codecs that the
+    swarm allows."""
     how = _how(run, step)
     ordered = sorted(holders, key=lambda holder: holder.peer)
     by_members: dict[tuple[MemberSpec, ...], list[int]] = {}
@@ -69,8 +71,8 @@ def make_groups(
 
 
 def _how(run: Run, step: int) -> How:
-    """What blocks do at the end of a step that need not stay one thing. Replicas that part at random weights never meet again: so
-    not in the warm-up."""
+    """Return what the blocks of units do at the end of `step`. Replicas that separate at random weights do not converge
+    again, so gradients are summed in every step of the warm-up."""
     every = run.averaging.every
     if every == 1 or step < run.warmup_steps:
         return How.SUM
@@ -85,7 +87,8 @@ def _members(
     averaging: Averaging,
     codecs: Collection[int],
 ) -> tuple[MemberSpec, ...]:
-    """A replica that counted nothing in this one step still says how far it came since the last averaging."""
+    """Return the members of a group with counts, shares and forms. At an averaging, a replica that counted nothing in this
+    step still counts as 1: it contributes its progress since the last averaging."""
     least = 1 if how is How.AVERAGE else 0
     taking = [holder for holder in holders if not (holder.listens and how is How.APART)]
     counts = [0 if holder.listens else max(least, count(holder.peer, units)) for holder in taking]
@@ -106,12 +109,15 @@ def _member(peer: PeerId, count: int, contributions: Iterator[tuple[int, Form]])
 def line_forms(
     lines_bps: Sequence[float], shares: Sequence[int], averaging: Averaging, codecs: Collection[int]
 ) -> tuple[Form, ...]:
-    """What each contributor's values travel as. `lines_bps`: 0 where nobody measured one; `shares`: how much each adds up beside
-    the others; `codecs`: those that the swarm allows. Who has the usual line, and whose is not known, sends as the run says.
+    """Return the form (codec and share of elements) of each contributor's values. `lines_bps`: bits/s, 0 if unmeasured;
+    `shares`: how much each adds up, relative to the others; `codecs`: the codecs that the swarm allows. All get the run's
+    form if the run does not choose by line or fewer than two lines are known; so do contributors whose line is the usual one
+    or unknown.
 
-    Nobody is waited for longer than it is worth: where the run's codec takes longer on a line than on most of the others, this
-    one gets the mildest codec that does not, or the strongest there is. By top-k the share of the elements follows from the line,
-    so that all end together: BCRS (bandwidth-aware compression ratio scheduling, Tang et al., arXiv 2408.14736), within bounds."""
+    If the run's codec takes more than `WORTH` times the usual time on a line, the contributor gets the mildest codec that
+    does not, or the strongest there is. With top-k the share of the elements follows from the line, so that all end
+    together: BCRS (bandwidth-aware compression ratio scheduling, Tang et al., arXiv 2408.14736), within bounds.
+    """
     usual = Form(averaging.codec, averaging.keep)
     known = [math.isfinite(line_bps) and line_bps > 0 for line_bps in lines_bps]
     loads = [1 + (len(shares) - 2) * share / sum(shares) for share in shares]
@@ -127,12 +133,14 @@ def line_forms(
 
 
 def codecs_by_line(averaging: Averaging, codecs: Collection[int]) -> tuple[Codec, ...]:
-    """The run's codec, and those that slow lines may take instead, the mildest first."""
+    """Return the run's codec and the codecs that slow lines may use instead, mildest first. Sparse codecs have no
+    alternative."""
     return (Codec(averaging.codec),) if averaging.codec in SPARSE_CODECS else tuple(_ladder(averaging, codecs))
 
 
 def _ladder(averaging: Averaging, codecs: Collection[int]) -> list[Codec]:
-    """Robust sums compare contributions: int4's noise is too much for that."""
+    """Return the run's codec and the stronger ones allowed. Robust sums compare contributions, and int4 is too noisy for
+    that."""
     own = Codec(averaging.codec)
     strongest = Codec.INT8 if averaging.robust else Codec.INT4
     wanted = (codec for codec in LADDER if codec in codecs and _bytes(strongest) <= _bytes(codec) < _bytes(own))
@@ -140,7 +148,7 @@ def _ladder(averaging: Averaging, codecs: Collection[int]) -> list[Codec]:
 
 
 def _codec(ladder: Sequence[Codec], slowness: float) -> Codec:
-    """The mildest as which values take little longer than the usual ones do on the usual line."""
+    """Return the mildest codec that keeps a line of this `slowness` within `WORTH` times the usual time; else the strongest."""
     fitting = (codec for codec in ladder if slowness * _bytes(codec) <= WORTH * _bytes(ladder[0]))
     return next(fitting, ladder[-1])
 

@@ -1,8 +1,8 @@
-"""Layout of stages: what all who see the same peers come to alike, without anybody planning for others.
+"""Layout of stages: the same result at every peer that sees the same peers, without a central planner.
 
-For each cluster of the network, and each number of stages that the model may be cut into, stages are laid; steps of these layouts
-are sketched, and those of the best played (`step_forecast.py`). Of the best one every peer knows its own place, which for those
-outside the cluster is to stand by.
+For each cluster of the network, and each possible number of stages, stages are laid out. The steps of these layouts are
+sketched, and those of the best are simulated (`step_forecast.py`). In the best layout every peer finds its own place; peers
+outside the cluster stand by.
 """
 
 from __future__ import annotations
@@ -22,62 +22,66 @@ from swarmnode.plan.training.wiring import SAME
 from swarmnode.plan.view import Span
 
 STANDING_BY = Span(0, 0)
-CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
-SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
-PLAYED = 32  # layouts of which a step is played through, at most, and
-NEAR = 1.75  # times what is sketched of the best one: so far off are sketches
-FEWEST = 40  # shapes that are laid in any case, and further ones that may take less than
-WITHIN = 1.25  # times what is sketched of the best layout
-LEFT_OUT = 1.2  # times as long a step must take with all, before most of a few are left out, who may be needed later
-NOTICED_S = 1.0  # of a step: for less than that nobody is left out, nor a stage left to one holder
-FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
+CLEARLY = 1.2  # times as long a step must take before a layout with fewer holders per unit is taken: it survives losses less well
+SLIGHTLY = 1.05  # likewise, for as many holders: peers with slightly different views come to the same layout
+PLAYED = 32  # the most layouts whose step is simulated
+NEAR = 1.75  # times the best sketch: sketches are that far off
+FEWEST = 40  # shapes that are laid out in any case
+WITHIN = 1.25  # times the best sketch: further shapes are laid out if they may take less
+LEFT_OUT = (
+    1.2  # times as long a step must take with all, before most of a few peers are left out: they may be needed later
+)
+NOTICED_S = 1.0  # added to a step, so that differences of less hardly leave a peer out, or a stage with one holder
+FEW = 8  # peers: among more, others can step in, and a smaller gain suffices to leave some out
 FEW_CLUSTERS = 8  # at one scale: more have no stage each, but teams
 
 
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """The stages that the model is cut into, and of N peers the stage of each; nothing for those that are to stand by."""
+    """The stages of the model, and `places`, the stage of each of N peers; an empty span for a peer that stands by."""
 
     stages: Sequence[Span]
     places: Sequence[Span]
 
     @property
     def least_holders(self) -> int:
-        """Of the stage that has fewest."""
+        """Number of holders of the stage that has fewest."""
         return min(self.places.count(stage) for stage in self.stages)
 
     @property
     def lacks_holders(self) -> float:
-        """The share of the stages' further holders that are missing."""
+        """Missing holders, up to `HOLDERS` for each stage, per stage; at most 1."""
         missing = sum(max(0, HOLDERS - self.places.count(stage)) for stage in self.stages)
         return min(1.0, missing / len(self.stages))
 
     @property
     def holding(self) -> int:
-        """How many peers have a stage."""
+        """Number of peers that have a stage."""
         return sum(place.units > 0 for place in self.places)
 
     @property
     def mean_holders(self) -> float:
-        """Of a unit."""
+        """Mean number of holders of a unit."""
         return sum(place.units for place in self.places) / self.stages[-1].end
 
     def windows(self, capacity: int) -> list[Span]:
-        """Whole stages; of those that are too long for a peer's memory all parts that it can hold."""
+        """Return the whole stages, and for each stage longer than `capacity` units every part of `capacity` units (at least
+        1)."""
         return _parts(self.stages, capacity)
 
 
 @dataclass(frozen=True)
 class LikelyLayout:
-    """One that comes into question. `step_s`: of its step, the longer for what is fragile, for who is left out, and by what another
-    one than the best by sketches has to be better."""
+    """A candidate layout. `step_s`: the seconds of its step, raised for units with few holders, for peers left out, and by
+    the margin over the layout with the best sketch."""
 
     step_s: float
     layout: StageLayout
 
 
 def windows_between(spans: Sequence[Span], units: int, capacity: int) -> list[Span]:
-    """What a peer can hold that begins and ends where one of the spans does; of what is too long parts, as above."""
+    """Return the spans of at most `capacity` units that begin and end at edges of `spans` or of the model. If two
+    neighbouring edges are farther apart, all parts of `capacity` units (at least 1) between them are returned, too."""
     edges = sorted({0, units, *(edge for span in spans if span.units for edge in span)})
     whole = [Span(start, end) for start, end in combinations(edges, 2) if end - start <= capacity]
     return [*whole, *_parts([Span(*pair) for pair in pairwise(edges)], capacity)]
@@ -93,9 +97,9 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 
 
 def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Sequence[LikelyLayout]:
-    """Return layouts with which fewest places are missing, one at least, the one first with which a step takes least. Sketches of
-    steps say which come into question; the best by them is first, unless with another one the step that is played is shorter, and
-    clearly so where units have fewer holders."""
+    """Return the layouts with fewest missing places, at least one, that with the shortest step first. Sketches of steps
+    select the candidates, then steps are simulated. The best sketch stays first unless the simulated step of another layout
+    is shorter, and clearly shorter if that layout has fewer holders per unit."""
     sketched = _sketched(forecast, np.array(capacity_units))
     if not sketched:
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
@@ -112,8 +116,8 @@ def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Seq
 
 
 def _sketched(forecast: StepForecast, capacity_N: Indexes) -> Sequence[LikelyLayout]:
-    """Layouts with which fewest places are missing, by sketches of their steps. Shapes are laid, those first that may take least,
-    until no other one can come near the best."""
+    """Return the layouts with fewest missing places, the shortest sketched step first; empty if no peer can hold a stage.
+    Shapes are tried in the order of their least possible step until no other one can come near the best."""
     shapes = sorted(_shapes(forecast, capacity_N), key=lambda one: (one.missing, one.least_s))
     found, best_s = dict[tuple[Span, ...], LikelyLayout](), math.inf
     for number, shape in enumerate(shapes):
@@ -127,7 +131,7 @@ def _sketched(forecast: StepForecast, capacity_N: Indexes) -> Sequence[LikelyLay
 
 
 def _sketch(forecast: StepForecast, layouts: Sequence[StageLayout]) -> dict[tuple[Span, ...], LikelyLayout]:
-    """By their places."""
+    """Return the layouts with sketched steps, by their places."""
     if not layouts:
         return {}
     held_LNU = np.stack([held_units(layout.places, forecast.load.units) for layout in layouts])
@@ -138,19 +142,19 @@ def _sketch(forecast: StepForecast, layouts: Sequence[StageLayout]) -> dict[tupl
 
 
 def _weighed_s(step_s: float, layout: StageLayout) -> float:
-    """Of a step, the longer for what is fragile, and for who is left out."""
+    """Return the seconds of a step, raised for stages with few holders and for peers left out."""
     return _cost(layout) * (NOTICED_S + step_s)
 
 
 def _margin(layout: StageLayout, usual: StageLayout) -> float:
-    """How many times as long a step must take with the usual layout, before this one is taken."""
+    """Return how many times as long a step must take with the usual layout before `layout` replaces it."""
     return SLIGHTLY if layout.mean_holders >= (1 - SAME) * min(HOLDERS, usual.mean_holders) else CLEARLY
 
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """Stages, and the peers that are able to hold one. `missing`: places; `least_s`: of a step, were all its peers equally busy and
-    nothing else to do."""
+    """Stages, and the peers with room for any of them. `missing`: stages without a peer; `least_s`: the least possible
+    seconds of a step, with all peers equally busy and no other costs, raised as in `_weighed_s`."""
 
     stages: Sequence[Span]
     able: Indexes
@@ -159,7 +163,7 @@ class _Shape:
 
 
 def _left_out_cost(used: int, peers: int) -> float:
-    """How many times as long a step must take with all, before the others are left out."""
+    """Return how many times as long a step must take with all `peers` before all but `used` of them are left out."""
     return 1 + (LEFT_OUT - 1) * (1 - used / peers) * min(1.0, FEW / peers)
 
 
@@ -179,7 +183,8 @@ def _shapes(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Shape]:
 
 
 def _groups(forecast: StepForecast) -> Iterator[Indexes]:
-    """Peers among whom training may stay, along the clusters: all, and at every scale each cluster, and all who are not alone."""
+    """Yield groups of peers for a training: all, each cluster of every scale, and for every scale all peers that are not
+    alone."""
     members_KN, _ = forecast.clusters.members()
     order_N = np.array(forecast.clusters.order)
     everybody = np.ones((1, forecast.network.peers))
@@ -189,8 +194,8 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
 
 
 def _laid(forecast: StepForecast, one: _Shape, capacity_N: Indexes) -> Sequence[StageLayout]:
-    """The ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than what pipelines
-    hand on; or a stage for each of the fastest teams."""
+    """Return the layouts of one shape: whole pipelines in each cluster; whole stages in clusters, for gradients that weigh
+    more than activations; and a stage for each of the fastest teams."""
     able, count = one.able.tolist(), len(one.stages)
     pipelines = _along(forecast, one.stages, able)
     whole_stages = (
@@ -204,13 +209,14 @@ def _laid(forecast: StepForecast, one: _Shape, capacity_N: Indexes) -> Sequence[
 
 
 def _cost(layout: StageLayout) -> float:
-    """How many times as long a step may take with everybody, and two holders for each unit."""
+    """Return the factor on a step's cost for stages with few holders and for peers left out."""
     return fragility(layout.lacks_holders) * _left_out_cost(layout.holding, len(layout.places))
 
 
 def _stage_each(forecast: StepForecast, capacity_N: Indexes) -> Iterator[StageLayout]:
-    """A stage for each of so many clusters, where few are large: of those side by side the ones that the fastest paths join. Groups
-    of peers know only who is in one larger cluster; these need not be."""
+    """Yield layouts with a stage for each of several clusters, at scales with at most `FEW_CLUSTERS` large ones. Of
+    neighbouring clusters those with the fastest paths between them are chosen. `_groups` has only peers of one larger
+    cluster; these need not be in one."""
     order_N = np.array(forecast.clusters.order)
     for label_N in forecast.clusters.label_LN[:, order_N]:
         large = [order_N[label_N == label] for label in dict.fromkeys(label_N.tolist())]
@@ -225,19 +231,21 @@ def _stage_each(forecast: StepForecast, capacity_N: Indexes) -> Iterator[StageLa
 
 
 def _apart_s(forecast: StepForecast, row: Sequence[Indexes]) -> float:
-    """What a byte takes at least between the two neighbours that are farthest apart."""
+    """Return the seconds per byte on the fastest path between the two neighbours of `row` that are farthest apart."""
     return max(float(forecast.path_NN[np.ix_(one, other)].min()) for one, other in pairwise(row))
 
 
 def _team_sizes(forecast: StepForecast, able: Indexes, count: int) -> list[int]:
-    """How many may hold each of so many stages: two, as many as there are, or as are in a cluster."""
+    """Return the possible numbers of holders of each of `count` stages: `HOLDERS`, all peers divided by stages, or the sizes
+    of clusters."""
     clusters = {int(size) for size in forecast.clusters.sizes(able).flat if size > HOLDERS}
     return sorted(size for size in {HOLDERS, len(able) // count, *clusters} if 0 < size * count <= len(able))
 
 
 def _teams(forecast: StepForecast, able: Indexes, holders: int, count: int) -> tuple[list[Indexes], list[Indexes]]:
-    """Peers in teams of so many, each of one cluster, where these are large enough for so many teams: of those about as fast, so
-    that no card is waited for; or each of a fast one and slow ones, so that no team's stage is much longer than another's."""
+    """Return two lists of teams of `holders` peers, each team within one cluster if the clusters allow `count` teams. In the
+    first list the peers of a team are about equally fast, so that no card is waited for. In the second fast and slow peers
+    are mixed, so that no team's stage is much longer than another's."""
     levels = forecast.clusters.label_LN[:, able]
     for labels in [*levels, np.zeros(len(able), int)]:
         clusters = [able[labels == label] for label in dict.fromkeys(labels.tolist())]
@@ -255,8 +263,8 @@ def _teams(forecast: StepForecast, able: Indexes, holders: int, count: int) -> t
 
 
 def _by_team(forecast: StepForecast, teams: Sequence[Indexes], count: int, capacity_N: Indexes) -> StageLayout | None:
-    """The fastest of the teams, in their order, each with a stage as long as it is fast; None where that does not fit into their
-    memory. Who is over stands by."""
+    """Return the layout with a stage for each of the `count` fastest teams, in their order, in proportion to their speed;
+    the other peers stand by. None if a stage is empty or does not fit into the memory of its team."""
     rates = np.array([forecast.network.work_per_s_N[team].sum() for team in teams])
     chosen = np.sort(np.argsort(-rates, kind="stable")[:count])
     stages = _in_proportion(forecast.load.work_U, rates[chosen])
@@ -270,7 +278,7 @@ def _by_team(forecast: StepForecast, teams: Sequence[Indexes], count: int, capac
 
 
 def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
-    """The units cut into stages with work as their holders are fast."""
+    """Return the units cut into stages whose work is proportional to the speed of their holders."""
     middle_U = (work_U.cumsum() - work_U / 2) / work_U.sum()
     ends = np.searchsorted(middle_U, rate_S.cumsum()[:-1] / rate_S.sum()).tolist()
     return [Span(*pair) for pair in pairwise([0, *ends, len(work_U)])]
@@ -279,7 +287,7 @@ def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
 def _across(
     forecast: StepForecast, stages: Sequence[Span], along: Sequence[int], numbers: Sequence[int] | Indexes
 ) -> StageLayout:
-    """Whole stages in clusters: to each peer along them the one of its number."""
+    """Return the layout that gives each peer of `along` the stage of its number in `numbers`; the other peers stand by."""
     places = [STANDING_BY] * forecast.network.peers
     for peer, number in zip(along, numbers, strict=True):
         places[peer] = stages[number]
@@ -287,17 +295,17 @@ def _across(
 
 
 def _stage_numbers(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> list[Indexes]:
-    """Each peer's stage with whole stages in clusters, laid from their one end and from the other: of five peers and four two
-    stages get as many, of four and five each gets one from the other cluster. Once, where the same peers are replicas of each
-    other then: which end comes first should not hang on what somebody measured."""
+    """Return each peer's stage number with whole stages in clusters, laid from one end of `along` and from the other. Only
+    one result is returned if both have the same replicas, so that noise of measurements does not decide which end comes
+    first."""
     there, back = _whole_stages(forecast, stages, along), _whole_stages(forecast, stages, along[::-1])[::-1]
     alike = np.array_equal(there[:, None] == there, back[:, None] == back)
     return [there] if alike else [there, back]
 
 
 def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> Indexes:
-    """The number of each peer's stage: stage after stage, each to who comes next along the clusters, until it is as fast as it
-    should be."""
+    """Return the stage number of each peer: stages are filled one after another with the next peers along the clusters, each
+    until its speed matches its length."""
     work_per_s = forecast.network.work_per_s_N[along]
     middle_C = (work_per_s.cumsum() - work_per_s / 2) / work_per_s.sum()
     ends_S = np.array([stage.end for stage in stages]) / forecast.load.units
@@ -306,8 +314,8 @@ def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Indexes
 
 
 def _along(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
-    """Along the clusters each to the stage that is slowest so far: stage after stage where all are as fast, so that pipelines
-    cross as few slow links as they can. The last ones go where there is no second holder yet."""
+    """Return the layout that gives each peer of `along` the slowest stage at its turn, so that pipelines cross few slow
+    links. If only as many peers are left as holders are missing, each gets a stage with fewer than `HOLDERS`."""
     places = [STANDING_BY] * forecast.network.peers
     rate_S, lacking_S = np.zeros(len(stages)), np.full(len(stages), HOLDERS)
     for number, peer in enumerate(along):
@@ -321,7 +329,7 @@ def _along(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int])
 
 
 def cut(unit_s_U: Floats, count: int) -> list[Span]:
-    """The units cut into so many stages that take about equally long (the least sum of squares), of at least one unit each."""
+    """Return the units cut into `count` stages of about equal seconds (least sum of squares), each of at least one unit."""
     units = len(unit_s_U)
     done_s = np.concatenate([[0.0], np.cumsum(unit_s_U)])
     stage_s = done_s[None, :] - done_s[:, None]  # [start, end]

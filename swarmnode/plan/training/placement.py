@@ -1,13 +1,13 @@
-"""Placement for training: which units a peer should hold so that a step becomes shortest, how many, and whether any.
+"""Placement for training: the units that a peer should hold so that a step becomes shortest, or none.
 
-What counts first is that every unit has a holder, then the step's forecast (`step_forecast.py`), the worse, the more units
-have just one: what the last one has learnt goes with it. Each peer goes where that becomes least, given where the others
-stand (best response). Peers that do so one by one can come to an order that no single move betters; so before anything is
-trained all come to the same layout (`layout.py`), and each goes to its place in it.
+First every unit needs a holder. Then the step's forecast counts (`step_forecast.py`), raised for units with just one holder,
+because a training state is lost with its last holder. Each peer takes the span with the lowest cost, given the spans of the
+others (best response). Peers that do so one by one can end in an arrangement that no single move improves; so before the
+first step all peers compute the same layout (`layout.py`), and each goes to its place there.
 
-Once something is trained, units with just one holder come next after those with none, before any step's time: what a newcomer or a
-node that stands by is worth most for is that nothing is lost. Who holds units already may leave those that two others hold, too;
-while units have nobody at all, those that one other holds.
+Once something is trained, units with just one holder come next after units with none, before any step's time: a joining or
+standby node is worth most as insurance against losses. A peer that holds units may leave those with two other holders; while
+some units have no holder at all, it may leave those with one other holder.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from swarmnode.plan.training.layout import STANDING_BY, StageLayout, windows_bet
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
-HYSTERESIS = 0.002  # relative: a step must become so much shorter
-LEAVES = 1.5  # times as long a step must take with a peer that holds units, before it stands by of its own
-POSSIBLE = 1.0  # likewise, at most: where units have nobody, but those of a peer's own place have
+HYSTERESIS = 0.002  # relative: the least gain for a move
+LEAVES = 1.5  # times as long a step must take with a peer that holds units, before the peer stands by
+POSSIBLE = 1.0  # relative: the most gain of a move to a place whose units all have holders
 
 
 @dataclass(frozen=True)
 class TrainingPeers:
-    """N peers: what they hold now (nothing, where the span is empty), how many units fit into the memory of each, and who has what
-    is learnt of its units."""
+    """N peers: the span that each holds now (empty if none), the number of units that fit into its memory, and the numbers
+    of the peers with the trained state of their units (`learnt`)."""
 
     spans: Sequence[Span]
     capacity_units: Sequence[int]
     learnt: Collection[int] = ()
 
     def has_learnt(self, peer: int) -> bool:
-        """Whether something would be lost with this one, if it were the last."""
+        """Return whether `peer` holds units with their trained state."""
         return peer in self.learnt and self.spans[peer].units > 0
 
     def cover(self, units: int) -> bool:
-        """Whether every unit has a holder."""
+        """Return whether every one of the model's `units` has a holder."""
         return bool(held_units(self.spans, units).any(axis=0).all())
 
     def go_on(self, units: int) -> bool:
-        """Whether every unit has a holder that has what is learnt of it: steps can be done."""
+        """Return whether every unit has a holder with its trained state, so that steps can be done."""
         learnt = [STANDING_BY, *(self.spans[peer] for peer in self.learnt)]
         return bool(held_units(learnt, units).any(axis=0).all())
 
     def lack(self, place: Span, units: int) -> bool:
-        """Whether some unit of a place has no holder."""
+        """Return whether some unit of `place` has no holder."""
         held_NU = held_units(self.spans, units)
         return not held_NU[:, place.start : place.end].any(axis=0).all()
 
     def kept_units(self, peer: int, units: int) -> set[int]:
-        """What this one must not leave: units that fewer than two others have learnt; while units have no holder at all, those that
-        no other one has."""
+        """Return the units that `peer` must not leave: those with fewer than two other holders of the trained state, or,
+        while some unit has no holder at all, those with no other."""
         others = [self.spans[other] for other in self.learnt if other != peer]
         holders_U = held_units(others, units).sum(axis=0)
         wanted = HOLDERS if self.cover(units) else 1
@@ -67,9 +67,9 @@ class TrainingPeers:
 
 @dataclass(frozen=True)
 class TrainingPlace:
-    """Where a peer should be, and by how much faster steps are by that, relative to where it is: 0 where it stays, infinite
-    where units would have nobody without it. `missed`: the share of the swarm's speed that is lost while it is in neither
-    place; `fetching_s`: how long what was learnt there takes to come."""
+    """The place where a peer should be. `gain`: how much faster steps become, relative to its present place; 0 if it stays,
+    infinite if units would have no holder without the move. `missed`: the share of the swarm's speed that is lost while the
+    peer moves; `fetching_s`: the seconds to fetch the trained state."""
 
     span: Span
     gain: float = 0.0
@@ -77,16 +77,16 @@ class TrainingPlace:
     fetching_s: float = 0.0
 
     def pays(self, move_s: float, stay_s: float) -> bool:
-        """Whether more is gained by standing there, until `stay_s` from now, than is lost on the way, which takes `move_s` at
-        least. Units that nobody holds are worth any way."""
+        """Return whether the gain until `stay_s` from now exceeds the loss while moving, for at least `move_s`. Always true
+        for an infinite gain."""
         away_s = max(move_s, self.fetching_s)
         return self.gain == math.inf or self.gain * (stay_s - away_s) > self.missed * away_s
 
 
 @dataclass(frozen=True, order=True)
 class _Worth:
-    """What an arrangement is worth, the least first: units without a holder, then those with one, where these count by themselves,
-    then seconds of a step, more where units have one."""
+    """Worth of an arrangement, the least first: units without a holder; then units with too few, if counted by themselves;
+    then the seconds of a step, raised for units with too few holders."""
 
     missing: int
     fragile: int
@@ -94,21 +94,23 @@ class _Worth:
 
     @classmethod
     def of(cls, forecast: StepForecast, spans: Sequence[Span]) -> _Worth:
-        """With all on these, whose microbatches are played through."""
+        """Return the worth with all peers on `spans`, by a simulated step."""
         holders_U = held_units(spans, forecast.load.units).sum(axis=0)
         fragile = fragility(float((holders_U < HOLDERS).mean()))
         return cls(int((holders_U == 0).sum()), 0, fragile * forecast.step_s(spans))
 
     def secures(self, now: _Worth) -> bool:
-        """Whether more units have a holder or a second one."""
+        """Return whether fewer units lack a holder than in `now`, or as many and fewer lack a second one."""
         return (self.missing, self.fragile) < (now.missing, now.fragile)
 
     def holds_up(self, spare: _Worth) -> bool:
-        """Whether a step, more of it where units have one holder, takes longer than without the peer."""
+        """Return whether the step takes longer than in `spare`, the arrangement without the peer, and as many units lack a
+        holder."""
         return self.missing == spare.missing and self.step_s > spare.step_s
 
     def gain(self, now: _Worth) -> float:
-        """Against how it is now: of the step, relative; infinite where more units have a holder, negative where fewer have."""
+        """Return how much longer the step of `now` is, relative to this one; infinite if `now` lacks holders of more units,
+        negative infinite if of fewer."""
         if now.missing != self.missing:
             return math.inf if now.missing > self.missing else -math.inf
         return now.step_s / self.step_s - 1
@@ -122,8 +124,9 @@ def choose_training_place(
     *,
     hysteresis: float = HYSTERESIS,
 ) -> TrainingPlace | None:
-    """Where this one should stand; None where units have nobody whatever it takes, and in the layout neither. Without a layout
-    something is trained already: the others stay where they are, and each unit less that has nobody counts."""
+    """Return the place where `peer` should be; None if a layout is given, but neither all peers on its places nor the best
+    span of `peer` leave every unit with a holder. Without a layout something is trained already: the other peers stay on
+    their spans, and each additional unit with a holder counts."""
     now = peers.spans[peer]
     windows = _windows(forecast, layout, peers, peer)
     spans = peers.spans if layout is None else _settled(layout, peers)
@@ -160,12 +163,14 @@ def _with(spans: Sequence[Span], peer: int, place: Span) -> list[Span]:
 
 
 def gain_of_all(forecast: StepForecast, then: Sequence[Span], now: Sequence[Span]) -> float:
-    """By how much steps become shorter, relative, when all go from these spans to those; infinite where more units have holders."""
+    """Return by how much steps become shorter, relative, if all peers go from the spans `now` to the spans `then`; infinite
+    if more units have a holder then, negative infinite if fewer do."""
     return _Worth.of(forecast, then).gain(_Worth.of(forecast, now))
 
 
 def _windows(forecast: StepForecast, layout: StageLayout | None, peers: TrainingPeers, peer: int) -> list[Span]:
-    """Where this one may stand. What it has learnt it may leave as far as that is not lost, and it may always stay."""
+    """Return the spans that `peer` may take. A peer with trained state may leave it only if enough others have it, and may
+    always stay."""
     units, capacity = forecast.load.units, peers.capacity_units[peer]
     if layout is not None:
         return list(dict.fromkeys([*layout.windows(capacity), STANDING_BY]))
@@ -179,7 +184,7 @@ def _windows(forecast: StepForecast, layout: StageLayout | None, peers: Training
 
 
 def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
-    """Who holds something else than one of the stages is about to leave it, and counts as not there yet."""
+    """Return the spans of the peers; a peer on a span outside the layout is about to leave and counts as standing by."""
     return [
         span if span in layout.windows(capacity) else STANDING_BY
         for span, capacity in zip(peers.spans, peers.capacity_units, strict=True)
@@ -189,7 +194,8 @@ def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
 def _worth(
     forecast: StepForecast, spans: Sequence[Span], peer: int, windows: Sequence[Span], *, secure: bool = False
 ) -> list[_Worth]:
-    """Of all on their spans, but this one on each of the windows. `secure`: units with one holder count by themselves."""
+    """Return the worth of each window, with `peer` on it and all others on their spans, by sketched steps. `secure`: units
+    with too few holders count by themselves."""
     held_WNU = np.repeat(held_units(spans, forecast.load.units)[None], len(windows), axis=0)
     held_WNU[:, peer] = held_units(windows, forecast.load.units)
     holders_WU: Floats = held_WNU.sum(axis=1)

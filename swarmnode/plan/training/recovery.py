@@ -1,6 +1,7 @@
-"""Where a training can go on from, given what the live peers hold: in memory, as agreed gradients, or on disk.
+"""Recovery of a training: the step to resume from, given what the live peers hold in memory, as agreed gradients, or on
+disk.
 
-Decided purely, so that whoever leads after a coordinator was lost comes to the same end.
+Pure, so that each new coordinator comes to the same plan.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from swarmnode.plan.view import Span
 
 @dataclass(frozen=True)
 class HoldingReport:
-    """A peer's place in a run: `step` in memory if `ready`; `reduced`: it only waits for the word to commit `step`."""
+    """A peer's place in a run: the `step` in memory if `ready`, and the steps `kept` on disk. `reduced`: the peer has the
+    step's gradients and only waits for the command to commit `step`."""
 
     span: Span
     step: int
     ready: bool
     reduced: bool = False
     kept: frozenset[int] = frozenset()
-    founded: bool = False  # began the run with what the swarm was founded with
+    founded: bool = False  # began the run with the parameters of the swarm's foundation
 
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """The step to go on from, and what each peer does to get there; `missing` units have nobody who could. `anew`: all begin with
-    what the swarm was founded with."""
+    """The step to resume from, and the peers by what they do: stay, commit, restore from disk, or sync from others.
+    `missing`: units without a peer that can reach the step. `anew`: all begin with the parameters that the swarm was founded
+    with."""
 
     step: int
     stay: frozenset[PeerId] = frozenset()
@@ -39,9 +42,13 @@ class RecoveryPlan:
 
 
 def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, kept_from: int) -> RecoveryPlan | None:
-    """All back to step 0, for when no other way is left. Of a later run it is on disks. The first one's is what the swarm was
-    founded with, where by the word of more than half of those who have come further it is the first. None where neither is so,
-    units have nobody, or step `kept_from` was reached, which all write down: who is away may have it."""
+    """Return the plan that takes all peers back to step 0, as the last resort: from disk if some peer keeps step 0, else
+    from the parameters of the swarm's foundation. The latter needs more than half of the peers beyond step 0 to report that
+    the run began there.
+
+    None if neither is possible, units have no holder, or a peer has reached step `kept_from`, which all peers write to disk:
+    a peer that is away may still have it.
+    """
     kept = {step for report in reports.values() for step in report.kept}
     if max(kept | {report.step for report in reports.values()}, default=0) >= kept_from:
         return None
@@ -55,9 +62,10 @@ def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, kept_from:
 
 
 def plan_recovery(units: int, reports: Mapping[PeerId, HoldingReport], *, roll_back: bool) -> RecoveryPlan:
-    """The newest step that the peers cover together. With `roll_back` steps on disk count too.
+    """Return the plan for the newest step that the peers cover together. With `roll_back`, steps on disk count, too. If no
+    step covers all units, the plan for the newest step in memory names the `missing` ones.
 
-    A step 0 counts only where nobody is further: a run is never thrown away for a peer that has nothing.
+    Rolling back never goes to step 0, so that a run is not thrown away for a peer that has nothing.
     """
     newest = max((report.step for report in reports.values() if report.ready), default=0)
     here = _covering(units, reports, newest)
@@ -73,13 +81,13 @@ def plan_recovery(units: int, reports: Mapping[PeerId, HoldingReport], *, roll_b
 
 
 def _covering(units: int, reports: Mapping[PeerId, HoldingReport], step: int, *, disk: bool = False) -> RecoveryPlan:
-    """How the peers can be brought to `step`."""
+    """Return the plan that brings the peers to `step`; with `disk`, peers may restore it from disk."""
 
     def those(does: Callable[[HoldingReport], bool]) -> frozenset[PeerId]:
         return frozenset(peer for peer, report in reports.items() if does(report))
 
     stay = those(lambda report: report.ready and report.step == step)
-    told = bool(stay)  # the word to commit names the gradient's norm, which only those know who have heard it
+    told = bool(stay)  # the command to commit names the gradient's norm, known only to peers that have received it
     commit = those(lambda report: told and report.ready and report.reduced and report.step == step - 1)
     restore = those(lambda report: disk and step in report.kept) - stay - commit
     able = stay | commit | restore

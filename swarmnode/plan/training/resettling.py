@@ -1,11 +1,11 @@
-"""How all who train come to another layout of stages without losing what they have learnt.
+"""Resettling: a move of all training peers to another layout of stages without losing trained state.
 
-When many have gone, or links have changed, a step may be much shorter with other stages, to which no move of one peer leads. Then
-each goes to its place in the layout that all come to alike (`layout.py`), as soon as nothing is lost by that: who stands by at
-once, the holders of a unit one after another, while another one that has learnt it is there. Of a stage that has to come over
-slow links one peer fetches it, and the others from that one. Whoever fetches longest goes first: as long as some have arrived and
-others not, steps take longer than before or after. Who is in no stage any more goes on where it is until all others have arrived.
-Whoever cannot go yet does when others have come.
+When many peers have left, or links have changed, a step may be much shorter with other stages that no single move reaches.
+Then each peer goes to its place in the layout that all compute alike (`layout.py`), as soon as nothing is lost by that:
+standby peers at once, the holders of a unit one after another, while another holder has its trained state. If a stage has to
+be fetched over slow links, one peer fetches it, and the others fetch from that peer. The peer with the longest fetch goes
+first, because steps take longest while some have arrived and others have not. A peer without a stage in the new layout keeps
+working until all others have arrived. A peer that cannot go yet goes when others have arrived.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, gain
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
-WORTH_IT = 0.1  # relative, of a step: forecasts of two layouts are off by half of that against each other
+WORTH_IT = 0.1  # relative, of a step: the errors of two layouts' forecasts differ by half of that
 AS_LONG = 1.05  # times a step may take so that fewer have to move
-MUCH_SOONER = 0.5  # of the time: when somebody nearer will have what is learnt, it is waited for
-LONG_S = 30.0  # to fetch what is learnt: others wait for that
+MUCH_SOONER = 0.5  # of the time: a peer waits for a nearer source that is at least this much faster
+LONG_S = 30.0  # others wait for a longer fetch of trained state
 
 
 class Resettling:
-    """Of these peers into this layout."""
+    """Move of `peers` into `layout`."""
 
     def __init__(self, forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> None:
         self.layout = layout
@@ -45,8 +45,9 @@ class Resettling:
         return f"<Resettling for {self._gain:.0%} of a step, {len(self._coming)} peers have not arrived>"
 
     def pays(self, move_s: float, stay_s: float) -> bool:
-        """Whether steps gain more, until `stay_s` from now, than is lost while what is learnt is fetched; and there are some who
-        can go, or are on their way. Units without a holder are filled first."""
+        """Return whether steps gain more until `stay_s` from now than is lost while trained state is fetched (at least
+        `move_s`), and some peer can go or is on its way. False if the gain is at most `WORTH_IT`, or infinite: units without
+        a holder are filled first."""
         if not WORTH_IT < self._gain < math.inf:
             return False
         together = TrainingPlace(STANDING_BY, self._gain, self._missed(), self.fetching_s())
@@ -55,14 +56,15 @@ class Resettling:
         )
 
     def place(self, peer: int) -> TrainingPlace:
-        """Where this one should be by now."""
+        """Return the place where `peer` should be now: its new one if it may go, else its present one."""
         if self._may_go(peer):
             return TrainingPlace(self._places[peer], self._gain)
         return TrainingPlace(self._peers.spans[peer])
 
     def spare_s(self, peer: int) -> float:
-        """How long another place, where it helps meanwhile, may take it to learn: as long as it all takes, for a second holder that
-        units lack, none of which are in its own place; half as long, for who waits; no time, for who has learnt something."""
+        """Return the seconds that `peer` may spend on fetching the state of another place that helps meanwhile. A peer with
+        trained state gets 0. A peer that can be a second holder of units outside its own place gets the longest fetch of
+        all, at least `LONG_S`. A peer that waits for long fetches gets `MUCH_SOONER` of the longest one, any other peer 0."""
         if self._peers.has_learnt(peer):
             return 0.0
         if self._secures_others(peer):
@@ -70,7 +72,7 @@ class Resettling:
         return MUCH_SOONER * self._longest_s if self._longest_s > LONG_S and not self._may_go(peer) else 0.0
 
     def _secures_others(self, peer: int) -> bool:
-        """Whether units have fewer than two holders without this one, none of which are in its place."""
+        """Return whether some units have fewer than two holders besides this peer, and none of its own place do."""
         others = [span for one, span in enumerate(self._peers.spans) if one != peer]
         lacking_U = held_units(others, self._forecast.load.units).sum(axis=0) < HOLDERS
         return bool(lacking_U.any() and not lacking_U[slice(*self._places[peer])].any())
@@ -87,56 +89,59 @@ class Resettling:
         return peer in self._coming and self._places[peer] == self._peers.spans[peer]
 
     def _leaves_nothing_alone(self, peer: int) -> bool:
-        """Whether each unit that it has learnt has another holder that stays, or whose turn to leave comes later."""
+        """Return whether each unit that the peer has learnt has another holder that stays or leaves later."""
         later = [span for one, span in enumerate(self._learnt) if self._turn(one) > self._turn(peer)]
         holders_U = held_units([STANDING_BY, *later], self._forecast.load.units).sum(axis=0)
         return bool(holders_U[slice(*self._learnt[peer])].all())
 
     def _turn(self, peer: int) -> tuple[bool, bool, int]:
-        """When it leaves: who stays does not, and who has nowhere to go is the last."""
+        """Return the sort key of the peer's turn to leave: peers that stay come last, before them peers that will stand by."""
         place = self._places[peer]
         return place == self._peers.spans[peer], place == STANDING_BY, peer
 
     def _waits(self, peer: int) -> bool:
-        """Whether what it needs will soon be nearer; or others have to go long before it."""
+        """Return whether a nearer source will soon have the state that the peer needs, or others have to fetch much longer
+        and go first."""
         first = self._first_to(self._places[peer])
         if first not in (None, peer) and self._from_first_s(peer, first) < MUCH_SOONER * self._alone_s[peer]:
             return True
         return self._longest_s > LONG_S and self._alone_s[peer] < MUCH_SOONER * self._longest_s
 
     def _first_to(self, place: Span) -> int | None:
-        """Who fetches what is learnt there for the others, too: whoever is on its way, or could go and have it soonest."""
+        """Return the peer that fetches the state of `place` first, for the others, too: one that is on its way, or the
+        fastest to fetch it of those that could go. None if there is none."""
         able = (one for one in self._able if self._places[one] == place)
         return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s[one], one), default=None)
 
     @cached_property
     def _able(self) -> list[int]:
-        """Who of those that come is on its way, or leaves nothing alone."""
+        """Peers still to arrive that are on their way, or leave no unit without a holder."""
         return [one for one in self._coming if self._is_on_its_way(one) or self._leaves_nothing_alone(one)]
 
     @cached_property
     def _alone_s(self) -> dict[int, float]:
-        """Of each that comes: to fetch what is learnt there from who has it now."""
+        """Seconds that each peer still to arrive needs to fetch its state from the present holders."""
         return {one: self._forecast.fetching_s(self._learnt, one, self._places[one]) for one in self._coming}
 
     @cached_property
     def _longest_s(self) -> float:
-        """The most of that, of those who are able to come."""
+        """Longest time to fetch of the peers that are able to go; 0 if there are none."""
         return max((self._alone_s[one] for one in self._able), default=0.0)
 
     def _from_first_s(self, peer: int, first: int | None) -> float:
-        """The same, once that one has it."""
+        """Return the seconds that `peer` needs to fetch its state once `first` has arrived."""
         then = [self._places[one] if one == first else span for one, span in enumerate(self._learnt)]
         return self._forecast.fetching_s(then, peer, self._places[peer])
 
     def _missed(self) -> float:
-        """The share of its speed that the swarm lacks meanwhile: where most is lost by those that go."""
+        """Return the share of speed that the swarm loses meanwhile: that of the unit with the largest loss."""
         held_NU = held_units(self._learnt, self._forecast.load.units) * self._forecast.network.work_per_s_N[:, None]
         stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
         return float(1 - ((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())
 
     def fetching_s(self) -> float:
-        """Until all have arrived: one in each stage, then the others, one after another."""
+        """Return the seconds until all peers have arrived: in each stage one peer fetches first, then the others, one after
+        another. Stages are fetched side by side. 0 if no peer has to move."""
         return max((self._stage_fetching_s(place) for place in {*self._places} - {STANDING_BY}), default=0.0)
 
     def _stage_fetching_s(self, place: Span) -> float:
@@ -145,8 +150,10 @@ class Resettling:
 
 
 def _with_fewest_moves(forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> Sequence[Span]:
-    """The layout's places, but who holds one of its stages stays there, as far as others do not. Layouts that differ only in who
-    does what are as good, and which of them is found may change whenever a link is measured."""
+    """Return the layout's places, permuted so that peers on one of its stages stay there if enough places are left. Layouts
+    that differ only by a permutation are about equally good, and any link measurement may change which one is found. The
+    layout's own places are returned if the permuted ones do not fit into memory or make the step more than `AS_LONG` times
+    as long."""
     places, left = dict[int, Span](), Counter(layout.places)
     for here in (peers.spans, layout.places):
         for one, place in enumerate(here):

@@ -1,9 +1,9 @@
-"""Rule of placement in training, applied to what a peer sees of the others: `placement.py` and `layout.py` on a view.
+"""Rule of placement in training, applied to a peer's view of the others: `placement.py` and `layout.py` on a view.
 
-Before anything is trained all may go anywhere. Afterwards who comes or stands by goes where it helps most, in stages that begin and
-end where those of the others do; and who trains moves only to spans that others have, where others have what it has learnt, and the
-rest of the run gains more than is lost on the way. All go to other stages where that is worth it, what is learnt with them
-(`resettling.py`).
+Before anything is trained all peers may go anywhere. Afterwards a joining or standby peer goes to the place of most use, on
+stages that begin and end at edges of the others' spans. A training peer moves only to spans of other peers, if others have
+its trained state and the rest of the run gains more than the move costs. All peers move to another layout, with their
+trained state, if that pays (`resettling.py`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, Tr
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
-SETTLING = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
-RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever moves once something is trained
+SETTLING = 0.2  # relative, of a step: a smaller gain is not worth loading other units, and may be noise
+RESETTLING = 0.01  # relative, of a step: the least gain for a single move once something is trained
 
-# Of what is learnt: who comes before the first step loads parameters, without AdamW's two memories of them.
+# Share of the trained state: before the first step a peer loads only parameters, without AdamW's two moments.
 LOADED_SHARE = 1 / 3
-MUCH = 0.5  # relative, of a step: for less not all go to another layout than the best
+MUCH = 0.5  # relative, of a step: the least gain for a layout other than the best
 
-RESTS = 20  # times as long as it took to find them layouts are not looked for again, where only links are others
-STANDING_BY_TURNS = 5  # instead of one, unless a run is waited for: where each knows other links, all would go
+RESTS = 20  # times the search for layouts: the pause before the next search if only links have changed
+STANDING_BY_TURNS = 5  # turns before standing by, unless a run waits: peers with different measurements would all leave
 
 ON_THE_WAY = frozenset({State.JOINING, State.LOADING, State.DRAINING})
-SEEN_S = 5.0  # until a node looks again, and others see that it has moved
+SEEN_S = 5.0  # until a node looks again, and other peers see its move
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
-"""What is known of these peers' speeds and of the links between them"""
+"""Function of a view and some of its peers; returns their known speeds and the links between them."""
 
 
 @dataclass(eq=False)
 class StepOutlook:
-    """Forecast of steps, and layouts by it. `load_of`: the load of a step as far as it is known; the same object while it is the
-    same. Layouts are looked for again as `clock` (seconds) allows."""
+    """Forecast of steps, and the layouts by that forecast. `load_of` returns the known load of a step, the same object while
+    nothing changes. New layouts are computed at most as often as `clock` (seconds) allows."""
 
     load_of: Callable[[], TrainingLoad]
     network_of: NetworkOf
@@ -64,8 +64,9 @@ class StepOutlook:
         return f"<StepOutlook on {load.units} units and {load.microbatches} microbatches>"
 
     def forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
-        """The same for all who know the same of the same peers; as it was, as long as little is different, and for a while where
-        only links are, of which each measurement says something else."""
+        """Return the forecast for the peers `seen`, the same at all peers that know the same. The last forecast is reused
+        while the load, the peers and the capacities are the same and speeds differ little. For a while after new layouts a
+        change in links alone is ignored, because every measurement of a link differs."""
         load, network = self.load_of(), self.network_of(view, seen)
         who = load, [peer.peer for peer in seen], capacities
         if self._seen is None or self._seen[0] != who or self._differs(network, self._seen[1].network):
@@ -78,7 +79,8 @@ class StepOutlook:
         return self.clock() >= self._rests_until_s and not network.is_like(seen)
 
     def layouts(self, forecast: StepForecast, capacities: Sequence[int]) -> Sequence[LikelyLayout]:
-        """By the last forecast. Found once for each: with many peers it takes long."""
+        """Return the likely layouts by the last forecast, computed once for each forecast, as that takes long with many
+        peers."""
         if self._layouts is None:
             began_s = self.clock()
             self._layouts = likely_layouts(forecast, capacities)
@@ -87,12 +89,14 @@ class StepOutlook:
 
 
 class FirstPlaces:
-    """Before a run's first step: whether those who are to train are still on their way to their places, as one node sees them at
-    each look for its own. `clock`: seconds.
+    """State of the moves before a run's first step: whether the peers that will train are still on their way to their
+    places, noted at each look of a node at its own place. `clock`: seconds.
 
-    As long as nothing is learnt, a node loads what every volunteer can load; afterwards whoever moves has to be sent parameters and
-    the optimizer's memories of them, over lines that may take minutes for it. A first step that ends while some have moved and
-    others not fixes an order of stages that nobody had chosen. So whoever leads lets them go first, for a while."""
+    While nothing is trained, a node loads files that every volunteer can load. Afterwards each moving peer needs the
+    parameters and the optimizer's state from other peers, over lines that may take minutes for it. A first step that ends
+    halfway through the moves would fix an arrangement of stages that no peer had chosen. So the coordinator waits for the
+    moves first, for a while.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -104,8 +108,8 @@ class FirstPlaces:
         return f"<FirstPlaces, {'awaited' if self.awaited else 'taken'}>"
 
     def note(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
-        """`elsewhere`: whether it is worth it that all go to other places; then these are awaited, and those who are on their way
-        to them, until for `patience_s` nobody has gone anywhere."""
+        """Note the present places. `elsewhere`: whether a move of all peers pays. From then on the moves are awaited, until
+        no peer is on its way, or no peer has changed its place for `patience_s`."""
         on_the_way = any(peer.span.units and peer.state in ON_THE_WAY for peer in peers)
         places = {peer.peer: (peer.span, peer.state in ON_THE_WAY) for peer in peers}
         if places != self._places or (elsewhere and not self._awaited):
@@ -114,15 +118,15 @@ class FirstPlaces:
 
     @property
     def awaited(self) -> bool:
-        """Whether a first step had better wait."""
+        """Whether the first step should wait for moves."""
         return self._awaited and self._clock() < self._still_until_s
 
 
 @dataclass(eq=False)
 class TrainingRule:
-    """Rule of placement in one swarm that trains. `outlook`: on steps of the run in force. `capacity_of`: units that fit into the
-    memory of another peer. `has_begun`: whether something is trained already; `under_way`: whether a run is, as before its first
-    step is done, which waits for `first_places`, as long as these are awaited; `clock`: seconds."""
+    """Rule of placement in one swarm that trains. `outlook`: on steps of the current run. `capacity_of`: the number of units
+    that fit into another peer's memory. `has_begun`: whether something is trained already. `under_way`: whether a run
+    exists; before its first step is done, it waits for `first_places` while these are awaited. `clock`: seconds."""
 
     outlook: StepOutlook
     capacity_of: Callable[[PeerView], int]
@@ -138,15 +142,15 @@ class TrainingRule:
         return f"<TrainingRule by {self.outlook!r}>"
 
     def choose(self, view: View, joiner: Joiner) -> Span:
-        """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
-        fits, where most are missing."""
+        """Return the span that `joiner` should take, empty if it should stand by. If no arrangement gives every unit a
+        holder, the joiner takes as many units as fit, in the region with most missing."""
         place = self._place(view, joiner, MovePolicy(hysteresis=HYSTERESIS))
         return choose_span(view, joiner) if place is None else place.span
 
     def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
-        """Where a peer should rather be, or None where it should stay. All leave for another layout only where that is worth it:
-        by then a first step may be under way. Turns are drawn, so that few leave at the same time; what
-        nobody holds is first left to those who have learnt nothing."""
+        """Return the move to a better place, or None if the peer should stay. All peers leave for another layout only if
+        that pays: a first step may be under way by then. Delays are drawn at random, so that few peers move at the same
+        time. Units without a holder are first left to peers without trained state."""
         own = joiner.seen_in(view)
         trains = self.has_begun() and own.state is State.READY
         policy = replace(move_policy, hysteresis=RESETTLING) if trains else move_policy
@@ -157,7 +161,7 @@ class TrainingRule:
         if place.span == own.span or (holds and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
         if holds and not place.span.units and not self.under_way() and not self._knows_its_paths(view, own):
-            return None  # who stands by sends nothing, and would never learn that a path is fast
+            return None  # a standby peer sends nothing, and would never find out that a path is fast
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         waits = not place.span.units and not (self.under_way() and place.gain > SETTLING)
         turn *= STANDING_BY_TURNS if waits else 1
@@ -174,7 +178,7 @@ class TrainingRule:
         self, view: View, joiner: Joiner, move_policy: MovePolicy, *, may_stand: bool = False
     ) -> TrainingPlace | None:
         begun, own = self.has_begun(), joiner.seen_in(view)
-        here = (*HOLDING, State.DRAINING)  # who drains may be on its way to another place
+        here = (*HOLDING, State.DRAINING)  # a draining peer may be on its way to another place
         others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
         able = [peer for peer in others if self.capacity_of(peer)]  # no bootstrap peers
         seen = sorted([*able, own], key=lambda peer: peer.peer)
@@ -207,15 +211,16 @@ class TrainingRule:
 
 
 def _turns_s(move_policy: MovePolicy, view: View) -> float:
-    """Within which those who want to move do, one after another: the more there are, the longer."""
+    """Return the seconds over which the moves of the peers are spread; longer with more peers."""
     return move_policy.turn_s * (1 + len(view.peers) / 3)
 
 
 def _in_reach(
     forecast: StepForecast, layouts: Sequence[LikelyLayout], peers: TrainingPeers, stay_s: float
 ) -> Resettling:
-    """Into the first layout; where nobody can fetch in `stay_s` what it asks for, into the first one in time with which steps
-    become much shorter. What is less peers may gain alone."""
+    """Return the resettling into the first layout. If its fetches take `stay_s` or longer, return instead the first one that
+    can be fetched in time, provided that steps become shorter by more than `MUCH`; smaller gains are left to moves of single
+    peers."""
     first = Resettling(forecast, layouts[0].layout, peers)
     if first.fetching_s() < stay_s:
         return first
@@ -227,7 +232,8 @@ def _in_reach(
 def _soonest(
     forecast: StepForecast, layouts: Sequence[LikelyLayout], peers: TrainingPeers, stay_s: float, share: float
 ) -> Resettling:
-    """Into the layout with which most steps are done in `stay_s`, none of them while a share of what is learnt is fetched."""
+    """Return the resettling that allows most steps in `stay_s`, if no steps are done while `share` of the trained state is
+    fetched. If none can be fetched in time, return the one into the first layout."""
     best, least_s = None, math.inf
     for likely in layouts:
         if likely.step_s >= least_s:
@@ -242,7 +248,7 @@ def _soonest(
 def _pays_to_load(
     forecast: StepForecast, resettling: Resettling, peers: TrainingPeers, move_policy: MovePolicy
 ) -> bool:
-    """Before anything is trained: whether a layout is worth it that its units have to be loaded. Nothing is computed meanwhile."""
+    """Return whether, before anything is trained, a layout is worth loading its units. Nothing is computed while they load."""
     gain = gain_of_all(forecast, resettling.layout.places, peers.spans)
     if gain <= move_policy.hysteresis:
         return False
@@ -253,7 +259,8 @@ def _pays_to_load(
 def _trained_place(
     resettling: Resettling, alone_of: Callable[[], TrainingPlace | None], peer: int, move_policy: MovePolicy
 ) -> TrainingPlace | None:
-    """Once something is trained: in the layout, where it pays that all go there; else, or meanwhile, where this one helps alone."""
+    """Return the place of `peer` once something is trained: in the layout if the resettling pays, unless the peer helps more
+    alone, also meanwhile. None if `alone_of` returns None."""
     pays = resettling.pays(move_policy.move_s, move_policy.stay_s)
     spare_s = resettling.spare_s(peer) if pays else math.inf
     alone = alone_of() if spare_s else None

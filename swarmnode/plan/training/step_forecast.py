@@ -1,9 +1,9 @@
-"""What a training step will take, from who holds what: one figure that every peer works out for itself.
+"""Forecast of the seconds of a training step, from the spans of all peers: each peer computes the same figure.
 
-Microbatches are played through the stages (`step_model.py`), then gradients are averaged as they will be, and commands waited for.
-Where hundreds of arrangements are looked through, a step is sketched in closed form instead, and the best are played: terms that
-add up are the units with least speed, or the hop that has most to carry; the first microbatch's way; and the slowest replicas. What
-must cross between those who hold a unit and those who hold the next follows from `Clusters`.
+Microbatches are simulated through the stages (`step_model.py`); then come the averaging of gradients and the waiting for
+commands. For the comparison of hundreds of arrangements a step is sketched in closed form instead, and only the best are
+simulated. The terms of the sum are the slowest units, or the busiest hop; the way of the first microbatch; and the slowest
+replicas. The traffic between the holders of a unit and the holders of the next follows from `Clusters`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 
 COMPUTE_SHARPNESS, AVERAGING_SHARPNESS = 8, 16
-SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
+SHARED = 0.25  # share of the surplus capacity that is spread evenly, not left to the nearest holder
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
-LEVELS = 6  # scales of clusters that are told apart
-UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
+LEVELS = 6  # the most scales of clusters
+UNHELD = 1e-3  # of a peer's speed on the whole model: the assumed speed of a unit without a holder
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoad:
-    """A step: its microbatches, bytes of one's values between stages, and per unit bytes of gradients, work (in any measure), and
-    bytes of what is learnt. `over_clusters`: whether replicas may average so. `commands`: round trips of a coordinator's words, for
-    which all wait."""
+    """Load of a step: its microbatches, the activation bytes of one between stages, and per unit bytes of gradients, work
+    (in any measure) and bytes of trained state. `over_clusters`: whether replicas may average over clusters. `commands`: the
+    coordinator's round trips that all peers wait for."""
 
     microbatches: int
     activation_bytes: float
@@ -48,14 +48,14 @@ class TrainingLoad:
 
     @property
     def units(self) -> int:
-        """How many units the model has."""
+        """Number of units of the model."""
         return len(self.work_U)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingNetwork:
-    """N peers: work on one microbatch per second, and what lies between each two of them. Bandwidths of 0 are not known. `homes`:
-    numbers that those have in common whose paths out of their home share a line."""
+    """Network of N peers: the work per second of each on one microbatch, and delays (seconds) and bandwidths (bits/s, 0 if
+    unknown) between each two. `homes`: the home number of each peer; paths out of one home share a line."""
 
     work_per_s_N: Floats
     delay_NN: Floats
@@ -64,15 +64,15 @@ class TrainingNetwork:
 
     @property
     def peers(self) -> int:
-        """N."""
+        """Number of peers (N)."""
         return len(self.work_per_s_N)
 
     def is_as_fast(self, other: TrainingNetwork) -> bool:
-        """Whether the same peers are as fast, in the two, as far as measurements tell."""
+        """Return whether the same peers have the same speeds in both networks, within the noise of measurements."""
         return _are_alike(self.work_per_s_N, other.work_per_s_N)
 
     def is_like(self, other: TrainingNetwork) -> bool:
-        """Whether the two, of the same peers, differ by no more than measurements of the same do."""
+        """Return whether two networks of the same peers differ only by the noise of measurements."""
         return (
             self.homes == other.homes
             and self.is_as_fast(other)
@@ -82,8 +82,9 @@ class TrainingNetwork:
 
     @property
     def seconds_per_byte_NN(self) -> Floats:
-        """Of the slower of the two directions; nothing to oneself. Where neither is known it is the usual one of those that are: a
-        peer of which nobody knows anything is no way between two places."""
+        """Seconds per byte between two peers, by the slower of the two directions; 0 from a peer to itself. If neither
+        direction is known, the median of the known paths counts, so that an unmeasured peer is no shortcut; 0 if no path is
+        known."""
         known_NN = np.where(self.bandwidth_NN > 0, self.bandwidth_NN, np.inf)
         slowest_NN = np.minimum(known_NN, known_NN.T)
         told = slowest_NN[np.isfinite(slowest_NN) & ~np.eye(self.peers, dtype=bool)]
@@ -93,11 +94,13 @@ class TrainingNetwork:
 
 
 class Clusters:
-    """Clusters of N peers at several scales: how slow a link at least has to be crossed to get from one to another. Single linkage
-    turns hops into an ultrametric: two peers are as far apart as the level at which their clusters become one. By it the least
-    that must cross between two sets of peers is a sum over clusters, without any matching (earth mover's distance on a tree).
-    `rise_L`: seconds that a hop which leaves the clusters of a level costs more than one inside; `label_LN`: the cluster of each
-    peer at each level, at the first of which everybody is alone; `order`: all peers, clusters of any level side by side."""
+    """Clusters of N peers at several scales, by the slowest link between clusters. Single linkage turns hops into an
+    ultrametric: two peers are as far apart as the level that joins their clusters. With an ultrametric, the least traffic
+    between two sets of peers is a sum over clusters, without any matching (earth mover's distance on a tree).
+
+    `rise_L`: the extra seconds of a hop that leaves the clusters of a level; `label_LN`: the cluster of each peer at each
+    level (at the first level every peer is alone); `order`: all peers, sorted so that clusters of any level are contiguous.
+    """
 
     def __init__(self, hop_NN: Floats) -> None:
         peers = len(hop_NN)
@@ -116,28 +119,29 @@ class Clusters:
         return f"<Clusters {counts}, hops of {np.cumsum(self.rise_L).round(4).tolist()} s>"
 
     def members(self) -> tuple[Floats, Floats]:
-        """All clusters of all levels: [K, N] who is in each, and [K] the seconds of its level."""
+        """Return all clusters of all levels: [K, N] their members (0 or 1), and [K] the seconds of their level; empty for
+        one peer."""
         each = [np.eye(int(labels.max()) + 1)[labels].T for labels in self.label_LN]
         if not each:
             return np.zeros((0, self.label_LN.shape[1])), np.zeros(0)
         return np.concatenate(each), np.repeat(self.rise_L, [len(one) for one in each])
 
     def sizes(self, chosen: Indexes) -> Floats:
-        """[L, C]: how many of the chosen peers are in the cluster of each."""
+        """Return [L, C]: at each level, the number of chosen peers in the cluster of each chosen peer."""
         labels_LC = self.label_LN[:, chosen]
         sizes_LC: Floats = (labels_LC[:, :, None] == labels_LC[:, None, :]).sum(axis=2).astype(float)
         return sizes_LC
 
 
 def _scales(heights: Floats) -> list[Floats]:
-    """Heights in groups, cut where one is most times the one before."""
+    """Return the heights in at most `LEVELS` groups, cut at the largest ratios between neighbours."""
     steps = np.diff(np.log(np.maximum(heights, 1e-9)))
     cuts = np.sort(np.argsort(-steps, kind="stable")[: LEVELS - 1])
     return np.split(heights, cuts + 1)
 
 
 class StepForecast:
-    """Of one load on one network."""
+    """Forecast of the steps of one load on one network."""
 
     def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
         self.load, self.network = load, network
@@ -156,14 +160,15 @@ class StepForecast:
         return f"<StepForecast of {self.load.units} units on {self.network.peers} peers, {self.clusters!r}>"
 
     def unit_s(self, stages: int) -> Floats:
-        """[U]: what a unit adds to the time of its stage, one of so many: its computing, and its gradients on a line."""
+        """Return [U]: the seconds that a unit adds to its stage with `stages` stages: its computing, and its gradients on
+        the slowest line."""
         compute_U = stages * self.load.microbatches * self.load.work_U / self.network.work_per_s_N.sum()
         unit_s_U: Floats = compute_U + 2 * self.load.gradient_bytes_U * self.line_N.max() + 1e-9
         return unit_s_U
 
     def step_s(self, spans: Sequence[Span]) -> float:
-        """Return the seconds of a step with all on their spans: its microbatches played through, gradients averaged as they will
-        be, and commands waited for. Where units have no holder the passes are sketched."""
+        """Return the seconds of a step with all peers on `spans`: passes of the microbatches, averaging of gradients, and
+        waiting for commands. The passes are simulated, or sketched if some unit has no holder."""
         key = tuple(spans)
         if key not in self._played_s:
             held_NU = held_units(spans, self.load.units)
@@ -174,22 +179,23 @@ class StepForecast:
         return self._played_s[key]
 
     def sketch_s(self, held_LNU: Floats) -> Floats:
-        """[L]: about what a step takes in each of several arrangements, in closed form: for what is looked through by hundreds, of
-        which the best are played. Close to the slowest of each kind, but every part counts a little (power means): so peers that
-        see no more than what one of them could do find their way."""
+        """Return [L]: the approximate seconds of a step in each of several arrangements, in closed form, for comparing
+        hundreds of them. Each term is close to its slowest part, but every part counts a little (power means), so that a
+        move of one peer that helps a little shows."""
         return self._passing_s(held_LNU) + self._averaging_s(held_LNU)
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
-        """Until `peer` has what is learnt of those units of `window` that are not its own yet, each from its fastest holder."""
+        """Return the seconds to fetch the trained state of the units of `window` that `peer` does not hold. Each unit comes
+        from its fastest other holder, or from a disk over the peer's fastest path if there is none."""
         held_NU = held_units(spans, self.load.units)
         new_U = held_units([window], self.load.units)[0] > held_NU[peer]
         path_N1 = np.where(np.arange(len(spans)) == peer, np.inf, self.path_NN[:, peer])[:, None]
         path_U = np.where(held_NU > 0, path_N1, np.inf).min(axis=0)
-        path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk, where nobody holds it
+        path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk if no other peer holds it
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
     def _stages(self, spans: Sequence[Span]) -> tuple[dict[PeerId, Replica], Transfers]:
-        """Who holds something, and what lies between them."""
+        """Return the replicas of the peers with units, by name, and the transfers between them."""
         chosen = [number for number, span in enumerate(spans) if span.units]
         names = [f"{number:06d}" for number in chosen]
         unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
@@ -199,8 +205,8 @@ class StepForecast:
         return {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}, transfers
 
     def _averaged_s(self, held_NU: Floats) -> float:
-        """Until whoever has most to average is done, or the line of a home that several share: the units that the same peers hold,
-        one group after another."""
+        """Return the seconds until the peer with most to average is done, or the busiest shared line of a home. Units with
+        the same holders form one group; groups average one after another."""
         holders_GN, group_U = np.unique(held_NU.T > 0, axis=0, return_inverse=True)
         busy_s_N, homes_s = np.zeros(len(held_NU)), Counter[int]()
         for number, holds_N in enumerate(holders_GN):
@@ -212,13 +218,13 @@ class StepForecast:
         return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0)
 
     def _commanded_s(self, held_NU: Floats) -> float:
-        """For how long those who hold something wait for commands: whoever coordinates them may be the farthest one."""
+        """Return the seconds that holders wait for commands, by the longest delay: the coordinator may be the farthest peer."""
         held_N = held_NU.any(axis=1)
         return 2 * self.load.commands * float(self._delay_NN[np.ix_(held_N, held_N)].max(initial=0.0))
 
     def _group_s(self, members: Indexes, gradient_bytes: float) -> tuple[float, dict[int, float]]:
-        """Of replicas that average all with all, or over clusters where they may and that is faster; and how long lines of homes
-        are at it."""
+        """Return the seconds of averaging in a group, over clusters if allowed and faster, and the busy seconds of each
+        home's line."""
         among, flat = self._averaging.among(members.tolist()), (0,) * len(members)
         sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
         clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
@@ -229,7 +235,7 @@ class StepForecast:
     # -- sketched
 
     def _passing_s(self, held_LNU: Floats) -> Floats:
-        """Microbatches through all stages and back: computing, with lines beside it, and the way of the first one."""
+        """Sketch the passes of all microbatches: computing, with lines side by side, and the way of the first one."""
         least = UNHELD / self.latency_s
         work_LN = np.maximum(held_LNU @ self.load.work_U, 1e-12)
         rates_LNU = held_LNU * (self.network.work_per_s_N / work_LN)[..., None]  # microbatches/s through each unit
@@ -243,10 +249,10 @@ class StepForecast:
         return passing_L
 
     def _hops_s(self, rates_LNU: Floats, rate_LU: Floats) -> Floats:
-        """[L, V]: seconds of the hop behind each unit but the last, for the mean microbatch: what finds no room with the same
-        peer, or in the same cluster, has to leave it.
+        """Return [L, V]: the seconds of the hop behind each unit but the last for the mean microbatch. Microbatches without
+        room at the same peer, or in the same cluster, have to leave it.
 
-        Who holds a unit works on as much as it can, or on its share where more is held than is needed: the truth lies between.
+        A holder of a unit works at full capacity, or on its share if more is held than needed: the truth lies between.
         """
         inside_LKU = self._members_KN @ rates_LNU
         passing_LV = np.minimum(rate_LU[:, 1:], rate_LU[:, :-1])
@@ -257,7 +263,8 @@ class StepForecast:
         return np.where(hops_LV > 1e-9 * self.clusters.rise_L.sum(), hops_LV, 0.0)
 
     def _averaging_s(self, held_LNU: Floats) -> Floats:
-        """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path."""
+        """Sketch the averaging: each replica of a unit sends a part to every other one, twice, through its line and then
+        along its slowest path."""
         gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
         replicas_LU = np.maximum(held_LNU.sum(axis=1), 1.0)
         parts_LNN = (held_LNU * (gradient_U / replicas_LU)[:, None]) @ held_LNU.transpose(0, 2, 1)
@@ -272,14 +279,14 @@ def _are_alike(one: Floats, other: Floats, least: float = 0.0) -> bool:
 
 
 def _mean(seconds_WX: Floats, sharpness: int) -> Floats:
-    """Power mean of each row: close to its maximum."""
+    """Return the power mean of each row: close to its maximum."""
     most_W1 = np.maximum(seconds_WX.max(axis=1, keepdims=True), 1e-12)
     mean_W: Floats = most_W1[:, 0] * ((seconds_WX / most_W1) ** sharpness).mean(axis=1) ** (1 / sharpness)
     return mean_W
 
 
 def held_units(spans: Sequence[Span], units: int) -> Floats:
-    """[X, U]: 1 where a span has a unit."""
+    """Return [X, U]: 1 if a span contains a unit, else 0."""
     starts_X, ends_X = np.array(spans, dtype=np.intp).reshape(-1, 2).T
     units_U = np.arange(units)
     held_XU: Floats = ((starts_X[:, None] <= units_U) & (units_U < ends_X[:, None])).astype(float)

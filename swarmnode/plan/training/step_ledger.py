@@ -1,4 +1,4 @@
-"""The ledger of one training step: which microbatch is leased to whom, and which one is counted where.
+"""The ledger of one training step: the lease of each microbatch, and the replicas that have counted it.
 
 A microbatch is counted for a unit once its gradient is in the accumulator of a live replica of that unit. A replica that
 dies takes its counts with it; they are then missing, and the microbatch is leased again: through the replicas that have
@@ -22,7 +22,7 @@ from swarmnode.plan.view import Span
 
 @dataclass
 class Holding:
-    """What one live replica has counted: per unit of its span, a bit for each microbatch."""
+    """Counts of one live replica: per unit of its span, a bit for each counted microbatch."""
 
     span: Span
     masks: dict[int, int] = field(default_factory=dict)
@@ -34,12 +34,12 @@ class Holding:
 
 @dataclass(eq=False)
 class OutstandingLease:
-    """One attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
+    """Attempt of `trainer` at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
 
-    `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: peers that may be why it failed;
-    None as long as that is to be seen from the counts of its stages. `failed_at`, `code`: the stage that could not, and its reason,
-    by the trainer's word; empty if it names none. `claimed`: a stage
-    has said that it met NaN in it.
+    `releasing`: the stages that have not yet forgotten the lease since it was called back. `suspects`: the peers that may
+    have caused its failure; None while the counts of the stages are to show that. `failed_at`, `code`: the stage that failed
+    and its reason, as reported by the trainer; empty if the trainer names none. `claimed`: a stage has reported NaN in the
+    microbatch.
     """
 
     lease: int
@@ -107,7 +107,7 @@ class StepLedger:
         return [number for number in self.missing() if number not in leased]
 
     def grant(self, lease: OutstandingLease) -> None:
-        """Note a lease that is given out."""
+        """Add a lease to those of the step."""
         self._leases[lease.lease] = lease
 
     def done(self, lease: OutstandingLease, loss: float) -> None:

@@ -1,7 +1,7 @@
 """The model of a training step: its microbatches go through stages and links in virtual time, wired and computed as they will be.
 
 Stages compute one pass at a time, gradients first; links carry one message after another; each microbatch that is back makes room
-for the next. So what a step takes follows from what its peers and links can do, down to whom it waits for at the end. Averaging
+for the next. So what a step takes follows from what its peers and links can do, down to the peers that finish last. Averaging
 comes on top (`step_forecast.py`). Where peers choose their places, the coordinator expects a step and the simulator carries
 one out it is these passes that count; the simulator alone knows of losses, and of links as they really are.
 """
@@ -26,8 +26,8 @@ from swarmnode.plan.virtual_clock import Action, VirtualClock
 
 FULL_PLAY = 128  # microbatches that go through; further ones take what those in the middle take
 FORWARD_SHARE = 1 / 3  # of what a unit takes there and back
-LONGEST_S = 1e8  # three years: nobody waits for it, and it means nothing
-REMEMBERED = 5  # steps by which the next one is corrected
+LONGEST_S = 1e8  # three years: a longer forecast means nothing
+REMEMBERED = 5  # past steps that correct the next forecast
 
 
 def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> float:
@@ -50,8 +50,8 @@ class Way(IntEnum):
 
 
 class Bench:
-    """What a peer computes of a step: one pass at a time, gradients before new microbatches. `began`: called with the seconds of
-    each pass as it begins."""
+    """Computation of a peer in a step: one pass at a time, gradients before new microbatches. `began`: called with the
+    seconds of each pass as it begins."""
 
     def __init__(self, clock: VirtualClock, began: Callable[[float], None] = lambda _takes_s: None) -> None:
         self._clock = clock
@@ -106,14 +106,14 @@ class Passage(ABC):
 
     @abstractmethod
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
-        """Send what one hop has computed to the next one, at which it has `arrived` then."""
+        """Send a hop's result to the next hop, and call `arrived` for that hop on arrival."""
 
     @abstractmethod
     def done(self) -> None:
         """Hear that the first hop has the gradient."""
 
     def arrived(self, way: Way, hop: int) -> None:
-        """Have a hop compute what has come."""
+        """Submit a pass of this microbatch to the bench of `hop`."""
         self._benches[hop].submit(way, self.takes_s(way, hop), partial(self._computed, way, hop))
 
     def _computed(self, way: Way, hop: int) -> None:
@@ -165,7 +165,7 @@ class _Play:
 
 
 class _PlayedMicrobatch(Passage):
-    """One of a play, along its route."""
+    """A microbatch of a simulated step, along its route."""
 
     def __init__(self, play: _Play, route: Sequence[Wire]) -> None:
         super().__init__([play.benches[peer] for peer, _ in route])
@@ -188,8 +188,8 @@ class _PlayedMicrobatch(Passage):
 
 
 class ExpectedStep:
-    """What a run's next step is expected to take, corrected by how far off the last steps were: trainers, updates and commands are
-    in no model. `expected_s`: of the step in force; 0 where nothing is known."""
+    """Expected seconds of a run's next step, corrected by the errors of the last forecasts: trainers, updates and commands
+    are in no model. `expected_s`: seconds of the current step; 0 if unknown."""
 
     def __init__(self) -> None:
         self.expected_s = 0.0
@@ -201,19 +201,18 @@ class ExpectedStep:
 
     @property
     def correction(self) -> float:
-        """How many times as long as forecast the last steps took."""
+        """Median ratio of real to forecast seconds over the last steps."""
         return statistics.median(self._ratios)
 
     def begin(self, forecast_s: float) -> None:
-        """Begin a step of which this is forecast. What peers tell of themselves may make it anything; a forecast that is not
-        positive, or longer than `LONGEST_S`, is none."""
+        """Begin a step with this forecast. Peers report their own speeds, so a forecast that is not positive, or not below
+        `LONGEST_S`, is ignored."""
         self._forecast_s = forecast_s if 0 < forecast_s < LONGEST_S else 0.0
         self.expected_s = min(self._forecast_s * self.correction, LONGEST_S)
 
     def end(self, step_s: float, forecast_s: float = 0.0) -> None:
-        """Learn from a step that took `step_s`. `forecast_s`: what would be forecast of it by what is known now; 0 where nothing
-        is. So the first step, which stages could only estimate, teaches what their measurements miss, and not what their estimates
-        did."""
+        """Learn from a step that took `step_s`. `forecast_s`: the forecast of that step by present knowledge; 0 if there is
+        none, then the forecast from its beginning counts. So the errors of estimates before the first step are not learnt."""
         forecast_s = forecast_s if 0 < forecast_s < LONGEST_S else self._forecast_s
         if forecast_s > 0 and step_s > 0:
             self._ratios.append(step_s / forecast_s)

@@ -1,6 +1,6 @@
 """Transfers: the cost of handing microbatches on, booked for transfers under way as computing is.
 
-A path takes one message after another, and so does the line of whoever sends: what a peer sends to different ones leaves it at
+A path takes one message after another, and so does the line of the sender: what a peer sends to different ones leaves it at
 the pace of its fastest path; and what peers of one home send to others leaves the home's line at that of the fastest of their paths
 out of it. Every hop carries activations there and gradients of the same size back.
 """
@@ -25,7 +25,7 @@ Path = tuple[int, int]
 
 
 class Transfers:
-    """Between the stages of one training. Of whoever nothing is known, sending costs nothing."""
+    """Transfers between the stages of one training. Sending from or to an unknown peer costs nothing."""
 
     def __init__(self) -> None:
         self._booked: Counter[tuple[PeerId, PeerId]] = Counter()  # messages that a path is yet to carry
@@ -35,10 +35,10 @@ class Transfers:
         return f"<Transfers between {len(self._number)} peers, {self._booked.total()} messages booked>"
 
     def know(self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, homes: Sequence[int] = ()) -> None:
-        """Seconds [from, to] between peers: how long a message is under way, and how long a microbatch's values take to be sent.
-        `homes`: numbers that those have in common who share a line. What is booked stays."""
+        """Set the seconds [from, to] between peers: the delay of a message, and the sending time of a microbatch's values.
+        `homes`: the home number of each peer; peers of one home share a line. Bookings stay."""
         self._number = {peer: number for number, peer in enumerate(peers)}
-        unknown = (0, 1)  # one more, for everybody else
+        unknown = (0, 1)  # one more entry, for unknown peers
         self._delay_NN = np.pad(delay_NN, unknown)
         self._sending_NN = np.pad(sending_NN, unknown)
         apart_NN = np.where(np.eye(len(peers), dtype=bool), np.inf, sending_NN)
@@ -50,7 +50,7 @@ class Transfers:
             self._booked_NN[self._at(sender), self._at(receiver)] += count
 
     def book(self, route: Sequence[PeerId], change: int) -> None:
-        """A microbatch is sent along these peers, or (-1) is back."""
+        """Book (`change` 1) or release (-1) a microbatch on the paths along `route`, in both directions."""
         for here, there in pairwise(route):
             for path in ((here, there), (there, here)):
                 self._booked[path] += change
@@ -59,27 +59,28 @@ class Transfers:
                 self._booked_NN[self._at(path[0]), self._at(path[1])] += change
 
     def idle(self) -> Transfers:
-        """What is known of these links, with nothing booked."""
+        """Return a copy with the same links and no bookings."""
         other = copy(self)
         other._booked, other._booked_NN = Counter(), np.zeros_like(self._booked_NN)
         return other
 
     def lines(self, clock: VirtualClock) -> VirtualLines:
-        """These links as they are when nothing is under way."""
+        """Return these links in virtual time, with no transfer under way."""
         return VirtualLines(clock, list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
 
     def busy_s(self, peer: PeerId) -> float:
-        """How long this sender's line, or the one of its paths that has most to carry, is at it."""
+        """Return the seconds of booked transfers on the line of `peer`, its busiest path or its home's line, whichever takes
+        longest."""
         return float(self._busy_s_N()[self._at(peer)])
 
     def clear(self) -> None:
-        """Nothing is under way any more."""
+        """Delete all bookings."""
         self._booked.clear()
         self._booked_NN[:] = 0.0
 
     def there_and_back_s(self, peers: Sequence[PeerId]) -> Floats:
-        """[N, N]: when one more microbatch would have gone from one of these peers to another and its gradient come back, after
-        all that is booked."""
+        """Return [N, N]: the seconds for one more microbatch between two of `peers` and its gradient back, after all
+        bookings."""
         at_N = np.array([self._at(peer) for peer in peers], dtype=np.intp)
         pairs = np.ix_(at_N, at_N)
         path_NN = (self._booked_NN[pairs] + 1) * self._sending_NN[pairs]
@@ -102,9 +103,9 @@ class Transfers:
 
 @dataclass(eq=False)
 class VirtualLines:
-    """The paths and lines between peers in virtual time: what is handed over follows what was before. What leaves a home takes
-    turns on its line, a piece of a message for each peer that it goes to. `uplink_N`: seconds for which a microbatch takes the
-    line of their sender."""
+    """Paths and lines between peers in virtual time; each message follows the one before. Messages that leave a home take
+    turns on its line, a piece of one message for each receiver. `uplink_N`: the seconds that a microbatch occupies its
+    sender's line."""
 
     clock: VirtualClock
     peers: Sequence[PeerId]
@@ -127,7 +128,7 @@ class VirtualLines:
         if self.homes is None or not self.homes.parts(*path):
             self.clock.at(self._carry(path, 1.0) + self._delay_s[path[0]][path[1]], arrived)
             return
-        self._queues[path].append(arrived)  # over the line of a home nobody waits until others are through
+        self._queues[path].append(arrived)  # paths out of a home share its line piece by piece
         if len(self._queues[path]) == 1:
             self._send_piece(path, PIECES)
 
@@ -159,8 +160,8 @@ class VirtualLines:
 
 
 class SharedLines:
-    """Of the homes of peers, and of everybody else, who is at home with nobody, and whose line nobody knows. `sending_NN`: seconds
-    [from, to] between the peers that a message takes by itself."""
+    """Lines of homes, shared by their peers. Unknown peers form one home of their own, with a line that costs nothing.
+    `sending_NN`: the seconds [from, to] that a message takes alone."""
 
     def __init__(self, homes: Sequence[int], sending_NN: Floats) -> None:
         self._home_N = np.array([*homes, -1])
@@ -171,23 +172,23 @@ class SharedLines:
         self._line_s_N = np.pad(np.where(np.isfinite(line_s_N), line_s_N, 0.0), (0, 1))
 
     def parts(self, sender: int, receiver: int) -> bool:
-        """Whether what one sends to the other leaves a home."""
+        """Return whether a message from `sender` to `receiver` leaves a home."""
         return bool(self._out_NN[sender, receiver])
 
     def home_of(self, peer: int) -> int:
-        """Its number."""
+        """Return the home number of a peer; -1 for an unknown peer."""
         return int(self._home_N[peer])
 
     def line_s(self, peer: int) -> float:
-        """How long a message of this one takes the line of its home."""
+        """Return the seconds that a message of this peer occupies the line of its home."""
         return float(self._line_s_N[peer])
 
     def busy_s(self, booked_NN: Floats) -> Floats:
-        """[N]: how long the line of each one's home is at what is booked."""
+        """Return [N]: the seconds of booked transfers on the line of each peer's home."""
         busy_s_N: Floats = (self._together_NN @ (booked_NN * self._out_NN).sum(axis=1)) * self._line_s_N
         return busy_s_N
 
     def one_more_s(self, booked_NN: Floats) -> Floats:
-        """[N, N]: until it has carried one more from one to another; nothing where that stays at home."""
+        """Return [N, N]: the seconds until the sender's home line has carried one more message; 0 inside a home."""
         one_more_NN: Floats = (self.busy_s(booked_NN) + self._line_s_N)[:, None] * self._out_NN
         return one_more_NN

@@ -1,11 +1,11 @@
-"""Which way a microbatch goes: through the replicas that will be done with it first.
+"""Wiring: the route of a microbatch, through the replicas that will finish it first.
 
-Peers and links are booked for what was sent to them and has not come back (virtual finish times, as SWARM does, 2301.11913
+Peers and links are booked for microbatches sent and not yet back (virtual finish times, as SWARM does, 2301.11913
 section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
-what costs the same a lot decides that no name favours. Who is slow gets nothing more where the others would sooner have
-done all that is left of the step. By Little's law (1961) a stage needs as many microbatches at once, in order not to wait for any,
-as it does while one is on its way through all stages.
+what costs the same a lot decides that no name favours. A slow peer gets no more microbatches if the others would
+finish the rest of the step sooner. By Little's law (1961) a stage needs as many microbatches at once,
+in order not to wait for any, as it does while one is on its way through all stages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.view import Span, draw
 
 UNMEASURED_UNIT_S = 0.01
-SLOW = 2.0  # times as long as most somebody takes for a unit, before others are rather waited for
+SLOW = 2.0  # times the median seconds per unit: only a slower peer can be left out as late
 ENDLESS = 1 << 30
 SAME = 1e-9  # relative: what sums of the same may differ by
-NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes nothing
+NOBODY, ABSENT = -1, -2  # a unit is not fixed, or is fixed to a peer that takes no microbatch
 TRIED = 32  # microbatches that are wired to see which ways they go; more of them go the same ones
-QUEUES = 1.5  # times as long on its way as if it met nobody, between stages of unequal speeds
-BELIEVED = 4.0  # times the usual speed, at most, that who says that it is fast is given microbatches for
+QUEUES = 1.5  # times the unhindered travel time, between stages of unequal speeds
+BELIEVED = 4.0  # times the median speed: the most that counts for the number of microbatches at once
 
 
 @dataclass
@@ -54,11 +54,11 @@ class Replica:
 
     @property
     def assumed_unit_s(self) -> float:
-        """As measured, or a guess where it was not."""
+        """Measured seconds per unit, or `UNMEASURED_UNIT_S` if there is no measurement."""
         return self.unit_s or UNMEASURED_UNIT_S
 
     def finish_s(self, units: int) -> float:
-        """When it would be done with so many units more."""
+        """Return the seconds until the peer would finish its booked units and `units` more."""
         return (self.booked_units + units) * self.assumed_unit_s
 
 
@@ -66,7 +66,8 @@ Wire = tuple[PeerId, Span]
 
 
 def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Transfers, change: int) -> None:
-    """A microbatch is sent along a route, or (-1) expected back no more."""
+    """Book (`change` 1) or release (-1) a microbatch along `route`, on its transfers and on those of its peers that are in
+    `workers`."""
     transfers.book([peer for peer, _ in route], change)
     for peer, span in route:
         worker = workers.get(peer)
@@ -108,10 +109,10 @@ def wire(
     *,
     left: int = ENDLESS,
 ) -> list[Wire] | None:
-    """The route of one microbatch; None where all who could take it have enough already, or would take longer than the
-    others for all that are `left`, or nobody holds a unit.
+    """Return the route of one microbatch; None if no chain of free peers covers all units. Peers that would take longer than
+    the others need for all `left` microbatches are not used.
 
-    `fixed` names, for each unit, the peer that it must pass there, if any.
+    `fixed` names, for each unit, the peer that the microbatch must pass there, or None.
     """
     late = _late(workers, left) - set(fixed)
     free = sorted((peer for peer, worker in workers.items() if worker.is_free and peer not in late), key=_lot)
@@ -126,14 +127,14 @@ def wire(
 
 @lru_cache(maxsize=1024)
 def _cover(spans: Collection[Span], units: int) -> bool:
-    """Whether each unit is in one of them."""
+    """Return whether the spans contain all `units`."""
     return len(set().union(*(range(*span) for span in spans))) >= units
 
 
 def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
-    """Who would be done with one more microbatch only after the others, without it, have done all that are left. Nobody but who is
-    much slower than most; and others count as no faster than these, so that none is waited for because of what it says. Who is
-    late itself is none of the others: where all who hold a unit are slow, one of them takes what is left."""
+    """Return the slow peers that would finish one more microbatch only after the others have done all that are `left`. Only
+    peers much slower than the median can be late; the others count as no faster than the median. A late peer does not count
+    among the others."""
     if left >= ENDLESS:
         return set()
     unit_s_P = np.array([worker.assumed_unit_s for worker in workers.values()])
@@ -156,7 +157,7 @@ def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
 
 
 def _done_s(worker: Replica) -> float:
-    """When it would be with one more microbatch."""
+    """Return the seconds until the worker would finish one more microbatch."""
     return worker.finish_s(worker.span.units)
 
 
@@ -166,8 +167,8 @@ def _lot(peer: PeerId) -> int:
 
 
 class _Cuts(NamedTuple):
-    """The C cuts where a microbatch may be handed on: where what somebody may take begins or ends. And how far each peer may
-    take one that enters at a cut but the last; no further than the cut where it may not take it."""
+    """Unit numbers of the C possible handovers, and the unit that each peer can reach from each cut but the last; the cut
+    itself if none."""
 
     unit_C: Indexes
     reach_PC: Indexes
@@ -175,15 +176,14 @@ class _Cuts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _cuts(spans: Sequence[Span], fixed: Sequence[int]) -> _Cuts:
-    """Of peers with these spans, of whom `fixed` names, by number, who must take each unit. The same for most microbatches of a
-    training."""
+    """Return the cuts for peers with `spans`; `fixed` gives by number the peer that must take each unit."""
     able_PU = _able(spans, fixed)
     unit_C = np.concatenate([[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [len(fixed)]])
     return _Cuts(unit_C, _reach(able_PU)[:, unit_C[:-1]])
 
 
 def _able(spans: Sequence[Span], fixed: Sequence[int]) -> Bools:
-    """[P, U]: whether a peer may take a unit: it holds it, and nobody else must take it."""
+    """Return [P, U]: whether a peer holds a unit, and no other peer must take it."""
     starts_P, ends_P = np.array(spans).T
     fixed_U, units_U = np.array(fixed), np.arange(len(fixed))
     held_PU = (starts_P[:, None] <= units_U) & (units_U < ends_P[:, None])
@@ -200,7 +200,7 @@ def _reach(able_PU: Bools) -> Indexes:
 
 
 class _Cheapest:
-    """The cheapest chain, found from the model's end: what is left to pay by whoever is entered at a cut."""
+    """The cheapest chain, computed from the end of the model backwards."""
 
     def __init__(self, cuts: _Cuts, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
         self.cuts_C, self.reach_PC = cuts
@@ -217,20 +217,20 @@ class _Cheapest:
             self._enter(cut)
 
     def _enter(self, cut: int) -> None:
-        """What whoever is entered at a cut has to pay, leaving at its best later one; and to whom it pays to hand on there."""
+        """Compute the least cost of entering each peer at `cut`, its best later cut, and the best next peer."""
         unit, stops = self.cuts_C[cut], self.cuts_C[cut + 1 :]
         compute_PS = (self.booked_P[:, None] + stops - unit) * self.unit_s_P[:, None]
         within_PS = stops <= self.reach_PC[:, cut, None]
         cost_PS = np.where(within_PS, compute_PS + self.left_PC[:, cut + 1 :], np.inf)
         self.stop_PC[:, cut] = cut + 1 + cost_PS.argmin(axis=1)
         self.entered_PC[:, cut] = cost_PS.min(axis=1)
-        if cut:  # nobody hands on to who takes the first unit
+        if cut:  # no peer hands on to the holder of the first unit
             onward_PP = self.hand_on_PP + self.entered_PC[:, cut]
             self.next_PC[:, cut] = onward_PP.argmin(axis=1)
             self.left_PC[:, cut] = onward_PP.min(axis=1)
 
     def chain(self) -> list[tuple[int, Span]]:
-        """Peers by number, and what each takes; empty where there is no chain."""
+        """Return the peers by number with their spans; empty if there is no chain."""
         peer, cut, route = int(self.entered_PC[:, 0].argmin()), 0, list[tuple[int, Span]]()
         if not np.isfinite(self.entered_PC[peer, 0]):
             return route
