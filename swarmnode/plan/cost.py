@@ -35,7 +35,7 @@ def transfer_s(size_bytes: float | Floats, delay_s: Floats, bandwidth_bps: Float
 def sustained_units_per_s(
     units_per_s: float, span_units: int, position_bytes: float, up_bps: float = 0.0, down_bps: float = 0.0
 ) -> float:
-    """Return the units/s that a peer sustains while each incoming position crosses its span and goes out again.
+    """Return the units/s that a peer sustains while each position crosses its span and goes out again.
 
     Computing and sending overlap, so the slower of both decides: a fast card behind a slow line is a slow peer.
     """
@@ -50,7 +50,7 @@ def sustained_units_per_s(
 def step_s(
     compute_s: Sequence[float], hop_s: Sequence[float], *, beat_s: float, microbatches: float, averaging_s: float
 ) -> float:
-    """Return the seconds of a training step: one microbatch through the pipeline and back, a beat for each further one, then averaging.
+    """Estimate a training step in seconds: one microbatch through the pipeline and back, a beat for each other one, averaging.
 
     `compute_s` per stage (forward and backward), `hop_s` per hop one way; `beat_s` is what the slowest stage or hop needs for
     one microbatch of every pipeline (FusionLLM, arXiv 2410.12707, section 4). The first term is the pipeline's bubble.
