@@ -68,7 +68,7 @@ def known_gpus() -> Mapping[str, Gpu]:
 
 
 def find_gpu(name: str | None) -> Gpu | None:
-    """The card that a name means, whatever its case and maker: "NVIDIA GeForce RTX 3080" is "RTX 3080"."""
+    """Return the card of this name, in any case and with any maker; None if unknown. "NVIDIA GeForce RTX 3080" is "RTX 3080"."""
     if name is None:
         return None
     words = _words(name)
