@@ -1,4 +1,4 @@
-"""How much to compress what crosses a link: no more than takes the link off the critical path.
+"""Compression of the data on a link: just enough to take the link off the critical path.
 
 A pipeline's beat is what one microbatch costs its slowest stage in computing. With several microbatches in flight a link's delay is
 hidden, its throughput is not: a link keeps up where the bytes of a microbatch take less than a beat. So the mildest rung of
@@ -20,22 +20,22 @@ HURRY = 2  # looks in a row that ask for more compression before it is taken up
 PATIENCE = 16  # looks in a row that would allow less
 TOPK, ADATOPK, SLOWEST = "topk", "adatopk", "slowest"
 SPARSE_RULES = (TOPK, ADATOPK, SLOWEST)
-AS_SLOW = 0.9  # of the slowest link's seconds: measurements of one link waver by so much
+AS_SLOW = 0.9  # of the slowest link's seconds: measurements of one link waver
 
 
 def codec_of(rule: str) -> Codec:
-    """The codec that a rule but `auto` may choose."""
+    """Return the codec of `rule`. Raises KeyError if the rule is `auto` or unknown."""
     return Codec.TOPK if rule in SPARSE_RULES else Codec[rule.upper()]
 
 
 def is_allowed(rule: str, codecs: Collection[int]) -> bool:
-    """Whether a swarm of these codecs allows all that a rule may choose."""
+    """Return whether a swarm with `codecs` allows `rule`; always True for `auto`. Raises KeyError if `rule` is unknown."""
     return rule == AUTO or codec_of(rule) in (Codec.NONE, *codecs)
 
 
 def topk_ratio(rule: str, link_s: float, slowest_s: float, largest: float) -> float:
-    """By what to divide the elements on a link that takes `link_s` seconds for them uncompressed, where the slowest link of all
-    takes `slowest_s`: from 1, which is all of them, to `largest`."""
+    """Return the divisor of the number of elements on a link, from 1 (send all) to `largest`. The link takes `link_s` seconds for
+    uncompressed elements, the slowest link of all takes `slowest_s`."""
     if rule == TOPK:
         return largest
     slowness = link_s / slowest_s if slowest_s > 0 else 0.0
@@ -45,7 +45,7 @@ def topk_ratio(rule: str, link_s: float, slowest_s: float, largest: float) -> fl
 
 
 def slowest_link_s(told: Iterable[float]) -> float:
-    """The seconds of the slowest link, from what each peer tells of its own slowest one; 0 where fewer than two know of any.
+    """Return the seconds of the slowest link, given each peer's own slowest; 0 if fewer than two peers report.
 
     The second longest: a link has two ends, and both have measured it. So one peer alone makes no link the slowest that is not, and
     hides none but its own.
@@ -56,7 +56,7 @@ def slowest_link_s(told: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """A codec, the share of elements that top-k keeps, and why, for people."""
+    """Chosen codec, the share of elements that top-k keeps, and the reason in words."""
 
     codec: Codec
     reason: str
@@ -65,8 +65,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Look:
-    """What a sender knows when it is about to send: descriptors of the values as they are, the link and the beat, if known, and
-    how many directions share its uplink."""
+    """Facts that a sender has before it sends: descriptors of the values, the link's bandwidth (None if unknown), the beat (0 if
+    unknown) and the number of directions that share its uplink."""
 
     values: Sequence[TensorInfo]
     bandwidth_bps: float | None
@@ -75,7 +75,7 @@ class Look:
 
 
 class Controller:
-    """Of one direction of one link. `allowed`: the codecs of the swarm; with one alone there is nothing to choose."""
+    """Chooser of the codec for one direction of one link, among the `allowed` codecs of the swarm."""
 
     def __init__(self, allowed: Collection[int]) -> None:
         self._ladder = [codec for codec in LADDER if codec in allowed] or [Codec.NONE]
@@ -88,7 +88,7 @@ class Controller:
         return f"<Controller {self.choice.codec.name}: {self.choice.reason}>"
 
     def look(self, look: Look) -> Choice:
-        """The choice for what is about to be sent."""
+        """Return the choice for the next values; the earlier choice if the bandwidth or the beat is unknown."""
         if len(self._ladder) == 1:
             self.choice = Choice(self._ladder[0], "the only codec that is allowed")
         elif look.bandwidth_bps and look.beat_s > 0:
@@ -133,13 +133,13 @@ class Controller:
 
 
 def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float) -> Codec:
-    """The first of the ladder as which the values cross a link within so many seconds; where none does, the last."""
+    """Return the first codec of `ladder` with which the values cross a link within `room_s` seconds, else the last."""
     fitting = (codec for codec in ladder if encoded_bytes(values, codec) * 8 <= room_s * bandwidth_bps)
     return next(fitting, ladder[-1])
 
 
 def encoded_bytes(values: Sequence[TensorInfo], codec: Codec) -> int:
-    """Of all values, of which only floats are compressed: whole numbers are token ids or labels."""
+    """Return the encoded size of `values` in bytes. Only floats are compressed: whole numbers are token ids or labels."""
     return sum(
         payload_bytes(TensorInfo(codec if info.dtype in FLOAT_DTYPES else Codec.NONE, info.dtype, info.shape))
         for info in values

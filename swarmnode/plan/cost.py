@@ -1,6 +1,6 @@
-"""What computing and sending cost: the one cost model of placement, routing, planning and simulation.
+"""Cost of computing and sending: the one cost model of placement, routing, planning and simulation.
 
-Times in seconds, sizes in bytes, bandwidths in bits/s; a bandwidth or speed of 0 is one that nobody measured, and costs nothing.
+Times in seconds, sizes in bytes, bandwidths in bits/s; a bandwidth or speed of 0 is unmeasured.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ Share = TypeVar("Share", float, Floats)
 
 
 def fragility(missing: Share) -> Share:
-    """How many times as long a step may take where none of the units' further holders is missing, if this share of them is."""
+    """Return the acceptable slowdown of a step with all further holders of units, if the share `missing` is missing now."""
     return 1 + FRAGILE * missing
 
 
 def transfer_s(size_bytes: float | Floats, delay_s: Floats, bandwidth_bps: Floats) -> Floats:
-    """One message over each of some idle links: its delay, and its bytes through the narrowest place. All of one shape."""
+    """Return the seconds of one message over each idle link: the delay plus the transfer. All arrays have one shape.
+
+    A bandwidth of 0 adds no transfer time."""
     sending_s = np.divide(8 * size_bytes, bandwidth_bps, out=np.zeros(bandwidth_bps.shape), where=bandwidth_bps > 0)
     return delay_s + sending_s
 
@@ -33,7 +35,7 @@ def transfer_s(size_bytes: float | Floats, delay_s: Floats, bandwidth_bps: Float
 def sustained_units_per_s(
     units_per_s: float, span_units: int, position_bytes: float, up_bps: float = 0.0, down_bps: float = 0.0
 ) -> float:
-    """Units/s that a peer keeps up while every position that comes in crosses its span and goes out again.
+    """Return the units/s that a peer sustains while each position crosses its span and goes out again.
 
     Computing and sending overlap, so the slower of both decides: a fast card behind a slow line is a slow peer.
     """
@@ -48,7 +50,7 @@ def sustained_units_per_s(
 def step_s(
     compute_s: Sequence[float], hop_s: Sequence[float], *, beat_s: float, microbatches: float, averaging_s: float
 ) -> float:
-    """A training step: one microbatch through the pipeline and back, a beat for each further one, then averaging.
+    """Estimate a training step in seconds: one microbatch through the pipeline and back, a beat for each other one, averaging.
 
     `compute_s` per stage (forward and backward), `hop_s` per hop one way; `beat_s` is what the slowest stage or hop needs for
     one microbatch of every pipeline (FusionLLM, arXiv 2410.12707, section 4). The first term is the pipeline's bubble.

@@ -14,13 +14,13 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.receipt import Receipt
 
 MOST_WEIGHT = 4.0
-HALF_CREDIT = 10_000  # tokens through the whole model, which bring half of what can be had
+HALF_CREDIT = 10_000  # tokens through the whole model that earn half of the largest gain
 TRAINED_WEIGHT = 3  # backward costs twice what forward does
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Of one worker, in units times tokens (samples, where a model has no tokens). `by_client` is weighted work."""
+    """Work of one worker, in units times tokens (samples if the model has no tokens). `by_client` is weighted work."""
 
     served: int
     trained: int
@@ -31,7 +31,7 @@ class Credit:
 
     @property
     def clients(self) -> int:
-        """How many signed."""
+        """Number of clients that signed receipts."""
         return len(self.by_client)
 
     @property
@@ -47,18 +47,18 @@ class Credit:
 
     @property
     def counted(self) -> float:
-        """What is left of all work after the discount."""
+        """Signed work after the discount for concentration."""
         return self.signed * (1.0 - self.concentration)
 
 
 def weight_of(credit: Credit, units: int) -> float:
-    """How many times as much time as others who is credited this may have, in a swarm whose model has so many units."""
+    """Return the weight of an owner with this `credit`, from 1 to below `MOST_WEIGHT`, for a model of `units` units."""
     tokens = credit.counted / units
     return 1.0 + (MOST_WEIGHT - 1.0) * tokens / (tokens + HALF_CREDIT)
 
 
 def credit_of(receipts: Iterable[Receipt]) -> Credit:
-    """What the receipts of one worker add up to; of each batch the last one counts."""
+    """Sum up the receipts of one worker; only the latest receipt of each batch counts."""
     latest: dict[tuple[PeerId, PeerId, int], Receipt] = {}
     for receipt in receipts:
         if receipt.replaces(latest.get(receipt.batch)):

@@ -1,4 +1,4 @@
-"""What every planner sees: the peers at one moment, frozen."""
+"""View: a frozen snapshot of the peers, the input of every planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarmnode.swarm.records.announcement import Announcement, State, peer_diges
 
 DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured
 PREFILL_GAIN = 10.0  # a position within a long chunk, as against one alone, where it was not measured
-MIN_MEASURED = 3  # peers, before it is known what is usual
+MIN_MEASURED = 3  # peers, before their median speed counts as usual
 UNMEASURED_UNITS_PER_S = 100.0  # a home machine with a small model, as a first guess
 
 
@@ -31,17 +31,17 @@ class Span(NamedTuple):
 
     @property
     def units(self) -> int:
-        """How many units it has."""
+        """Number of units in the span."""
         return self.end - self.start
 
     def overlaps(self, other: Span) -> bool:
-        """Whether they have a unit in common."""
+        """Return whether the spans have a unit in common."""
         return max(self.start, other.start) < min(self.end, other.end)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One peer as the planners see it. A speed or bandwidth of 0 is one that nobody measured."""
+    """Peer as the planners see it. A speed or bandwidth of 0 is unmeasured."""
 
     peer: PeerId
     span: Span
@@ -57,20 +57,20 @@ class PeerView:
     memory_bytes: int = 0  # that it lends; 0: it did not say
     parallel_speedup: float = 1.0  # as many times its decode speed do several sessions have together
     has_trained: bool = True  # its units are as they were trained, where anything is
-    home: str = ""  # its address, of the open internet: who has the same shares a line with it
+    home: str = ""  # its address, of the open internet: peers with the same one share a line
 
     @property
     def assumed_units_per_s(self) -> float:
-        """As measured, or the guess where it was not."""
+        """Decode speed in units/s; a default if it is unmeasured."""
         return self.decode_units_per_s or UNMEASURED_UNITS_PER_S
 
     @property
     def assumed_prefill_units_per_s(self) -> float:
-        """As measured, else from the other speed."""
+        """Prefill speed in units/s; derived from the decode speed if it is unmeasured."""
         return self.prefill_units_per_s or PREFILL_GAIN * self.assumed_units_per_s
 
     def has_room(self, tokens: int) -> bool:
-        """Whether its caches can take so many positions more, as far as it said."""
+        """Return whether the peer's caches take `tokens` more positions; True if the peer did not announce its free room."""
         return self.cache_tokens_free is None or tokens <= self.cache_tokens_free
 
     def __repr__(self) -> str:
@@ -94,7 +94,8 @@ class View:
 
     @property
     def default_rtt_s(self) -> float:
-        """What to assume of a link that nobody measured, between peers without coordinates: the median of those measured."""
+        """Round trip in seconds of an unmeasured link between peers without coordinates: the median of the
+        measured ones, or a default if none is."""
         return statistics.median(self.rtt_s.values()) if self.rtt_s else DEFAULT_RTT_S
 
     @property
@@ -170,7 +171,7 @@ def _pairs(
     by_digest: Mapping[bytes, PeerId],
     values_of: Callable[[Announcement], Mapping[bytes, int]],
 ) -> Iterator[tuple[tuple[PeerId, PeerId], int]]:
-    """What peers say of their links to others that announce, too."""
+    """Yield ((from, to), value) for each announced link between two announcing peers."""
     for announcement in announced:
         for digest, value in values_of(announcement).items():
             if digest in by_digest:

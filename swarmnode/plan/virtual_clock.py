@@ -1,4 +1,4 @@
-"""Virtual time: seconds that pass as fast as what happens in them can be worked out."""
+"""Virtual time: seconds that pass as fast as their events can be computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class VirtualClock:
         heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), action))
 
     def after(self, delay_s: float, action: Action) -> None:
-        """Do something so many seconds from now."""
+        """Plan `action` for `delay_s` seconds from now."""
         self.at(self.now_s + delay_s, action)
 
     def run(self, until_s: float) -> None:
@@ -36,7 +36,7 @@ class VirtualClock:
         self.now_s = max(self.now_s, until_s)
 
     def run_out(self) -> None:
-        """Let everything happen, and what comes of it, until nothing is planned any more."""
+        """Run all planned actions, and the actions that they plan, until none is left."""
         self._happen(math.inf)
 
     def _happen(self, until_s: float) -> None:

@@ -1,1 +1,1 @@
-"""Audits: how much of what others computed is looked at, by whom, and what follows."""
+"""Audits: the choice of the sessions and replicas for an audit, and the judgement of its result."""

@@ -21,7 +21,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.net.interfaces import PeerId
 
 CHANCE = 1e-7
-MARGIN = 1.25  # over what was found
+MARGIN = 1.25  # over the measured noise
 BEYOND = 4e-2  # of the positions: between two kernels at most 2.1e-2, of which the half lie twice as far off
 FAR = 64.0  # times the tolerance, at a single position: over Gemma 3 in bfloat16 one of 2,048 honest ones lay at 35
 FAR_EXACT = 128.0  # of float32 that travels as it is: honest ones lay at 21 at most, lies at 1,600 and more
@@ -30,7 +30,7 @@ NEAR_CHANCE = 1e-4
 TABLE_UNITS = 8
 SHALLOW_UNITS = 4
 ROUNDING = 1e-7  # of a sketch itself
-MAX_FACTOR = 4.0  # by which a model may be found to differ from the table's
+MAX_FACTOR = 4.0  # largest factor between a model's noise and the table's
 EXACT_ROOM = (
     4.0  # times as much in float32 that travels as it is: trained models lie at up to 4.8, coarser formats at thousands
 )
@@ -50,8 +50,8 @@ SMALLEST = {Codec.FP16: 2.0**-24}  # that an element can be, but 0
 
 @dataclass(frozen=True)
 class Noise:
-    """Of honest pairs: the median relative deviation of a position, what one position of 10,000 exceeds, and which share of tokens
-    was drawn otherwise."""
+    """Noise between honest replicas: the median relative deviation of a position (`median`), the deviation that one position of
+    10,000 exceeds (`high`) and the share of tokens that are drawn differently (`other_tokens`)."""
 
     median: float
     high: float
@@ -60,8 +60,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Up to which relative deviation a position counts as the same, which share of honest positions may lie `beyond` (of those that
-    lie several times as far off: by the square fewer), and of honest tokens be another; how many times the deviation is `far`."""
+    """Limits for honest work. Positions within the relative `deviation` count as the same; a share `beyond` of honest positions may
+    exceed it, and a share `other_tokens` of honest tokens may differ. A position more than `far` times `deviation` off is false."""
 
     deviation: float
     beyond: float
@@ -69,7 +69,7 @@ class Tolerance:
     far: float = FAR
 
 
-UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: what is grossly false shows
+UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
 _BF16 = Noise(4.1e-3, 1.13e-2, 6e-2)
 _FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
 
@@ -93,19 +93,21 @@ NOISE: Mapping[tuple[str, Codec], Noise] = {
 
 
 def noise_of(number_format: str, codec: Codec) -> Noise:
-    """Of honest pairs. Quantised weights are the same numbers everywhere: only the format of the sums counts."""
+    """Return the noise between honest replicas for `number_format` and `codec`; `UNKNOWN` if the table has no entry.
+
+    Quantised weights are the same numbers everywhere, so only the part of the format before the first "-" counts."""
     return NOISE.get((number_format.partition("-")[0], codec), UNKNOWN)
 
 
 @dataclass
 class Calibration:
-    """By how much the noise of one model differs from the table's. `of`: for each peer the last ratio of medians, so that nobody
-    has more than one voice, and the median of all decides."""
+    """Measured ratio of one model's noise to the table's. `of` maps each peer to its last ratio of medians, so that each peer has
+    one voice; the median over peers decides."""
 
     of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
 
     def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
-        """Deviations of a peer's segment that was found right, `units` units into the model."""
+        """Record the `deviations` of a segment of `peer` that was judged right, `units` units into the model."""
         ratio = _ratio(number_format, codec, deviations, units)
         if ratio is not None:
             self.of[peer] = ratio
@@ -115,7 +117,7 @@ class Calibration:
 
     @property
     def most(self) -> float:
-        """The largest factor that is believed."""
+        """Upper limit of the noise factor; `MAX_FACTOR` until `VOICES` peers are known."""
         if len(self.of) < VOICES:
             return MAX_FACTOR
         return min(MAX_FACTOR, max(1.0, SPREAD * statistics.median(self.of.values())))
@@ -123,8 +125,8 @@ class Calibration:
     def tolerance(
         self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = (), adapted: bool = False
     ) -> Tolerance:
-        """For what came out after so many units of the model, and of which these `deviations` were found; `adapted`: through an
-        adapter."""
+        """Return the tolerance for the output after `units` units of the model. It widens with the measured `deviations`, up to a
+        limit, and if the output is `adapted` (computed through an adapter)."""
         noise = noise_of(number_format, codec)
         most, far = self.most, FAR
         if (number_format, codec) == ("float32", Codec.NONE):
@@ -135,7 +137,7 @@ class Calibration:
 
 
 def _ratio(number_format: str, codec: Codec, deviations: Sequence[float], units: int) -> float | None:
-    """By how much the median of deviations differs from the table's; None where the table has none, or there are none."""
+    """Return the median of `deviations` over the table's; None if the table's is below rounding or there is no finite median."""
     expected = noise_of(number_format, codec).median * _depth(units)
     median = statistics.median(deviations) if deviations else math.nan
     return median / expected if expected > ROUNDING and math.isfinite(median) else None
@@ -147,8 +149,8 @@ def _depth(units: int) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of the first `compared` positions `beyond` were not the same; `worst` is the largest deviation over what is tolerated.
-    `near`: not false, and nearer to that than most honest work is."""
+    """Result of a comparison. Of `compared` positions or tokens `beyond` were not the same. `worst` is the largest deviation over
+    the tolerated deviation; for tokens, the number that differ over the tolerated number. `near`: not false, but suspicious."""
 
     compared: int
     beyond: int
@@ -158,7 +160,7 @@ class Judgement:
 
 
 def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement:
-    """Of what a hop sent on at a segment's positions: relative deviations from what a replica sent on."""
+    """Judge a hop's output by its relative `deviations` from a replica's output, one per position. NaN counts as infinite."""
     ratios = [math.inf if math.isnan(deviation) else deviation / tolerance.deviation for deviation in deviations]
     worst = max(ratios, default=0.0)
     beyond = sorted((ratio for ratio in ratios if ratio > 1.0), reverse=True)
@@ -168,7 +170,7 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
 
 
 def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
-    """Of the tokens that the last hop drew, and those that a replica drew at the same positions after the same text."""
+    """Judge the tokens that the last hop has `drawn` by the tokens that a replica drew `again` at the same positions."""
     compared = min(len(drawn), len(again))
     other = sum(one != two for one, two in zip(drawn, again, strict=False))
     false = _chance_of_at_least(other, compared, tolerance.other_tokens) < CHANCE
@@ -176,8 +178,8 @@ def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Toleranc
 
 
 def _are_too_many(beyond: Sequence[float], compared: int, rate: float, chance: float) -> bool:
-    """Return whether positions that lie so many tolerances off (`beyond`, the farthest first) are more than honest ones would be
-    with this chance. Each number of them is tried: whether as many lie at least as far off as the last of these."""
+    """Return whether honest work would have positions as far off as `beyond` with less than `chance`. `beyond` holds the
+    deviations in tolerances, the largest first; each prefix of it is tested."""
     return any(
         compared * _chance_of_at_least(count, compared, rate / ratio**2) < chance
         for count, ratio in enumerate(beyond, start=1)
@@ -185,7 +187,7 @@ def _are_too_many(beyond: Sequence[float], compared: int, rate: float, chance: f
 
 
 def _chance_of_at_least(beyond: int, compared: int, rate: float) -> float:
-    """That so many of so many happen which each have this chance (the binomial's upper tail)."""
+    """Return the probability of at least `beyond` successes in `compared` trials at `rate` (the binomial's upper tail)."""
     if beyond == 0:
         return 1.0
     counts = range(beyond, compared + 1)

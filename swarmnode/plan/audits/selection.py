@@ -27,10 +27,10 @@ def second_route(
     *,
     avoid: Collection[PeerId] = (),
 ) -> tuple[HopSpec, ...] | None:
-    """The hops of `route` over other peers than its own, drawn at random, so that nobody can arrange whom he is compared with.
+    """Return `route` with each hop moved to a random other peer that can replace it; None if no hop has a replica.
 
-    Where a hop has no replica it stays: it is not judged, those after it are. None where no hop has one. `avoid` take no part
-    unless nobody else can.
+    The choice is random so that no peer can arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are
+    never chosen as replicas.
     """
     used: set[PeerId] = {hop.peer for hop in route}
     second: list[HopSpec] = []
@@ -47,7 +47,9 @@ def second_route(
 
 
 def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announcement]) -> bool:
-    """Whether a peer holds the hop's units, and says that it computes as the hop's peer says that it does."""
+    """Return whether `peer` is ready, holds the hop's units and announces the same number format as the hop's peer.
+
+    Returns False if `peers` does not hold the hop's peer."""
     original = peers.get(hop.peer)
     return (
         original is not None
@@ -60,24 +62,25 @@ def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announc
 
 @dataclass(frozen=True)
 class SessionCost:
-    """What a session came to, and what to compute its first `audited` positions once more would, in seconds of one unit."""
+    """Cost of serving a session and of auditing it, in seconds of one unit."""
 
     served_s: float
     audit_s: float
 
 
 def cost_of(prompt: int, drawn: int, *, decode_s: float, prefill_s: float) -> SessionCost:
-    """Of a session of so many tokens. `decode_s`: of a step; `prefill_s`: of one position of a prompt."""
+    """Return the cost of a session with `prompt` prompt tokens and `drawn` new tokens, at `prefill_s` seconds for a position of a
+    prompt and `decode_s` seconds for a step."""
     return SessionCost(prompt * prefill_s + drawn * decode_s, (prompt + drawn) * prefill_s)
 
 
 def factor(trust: float) -> float:
-    """By how much more or less somebody is audited whose trust is so large: 0 of newcomers, 1 of those of long standing."""
+    """Return the multiple of the mean audit share for a peer of this `trust` (0: newcomer, 1: long standing)."""
     return NEWCOMER + (LONG_STANDING - NEWCOMER) * min(1.0, max(0.0, trust))
 
 
 class AuditBudget:
-    """What may be spent: `share` of what was served, and never more than `burst` audits ahead of it."""
+    """Budget of audits: `share` of the cost of served sessions, with at most about `burst` audits ahead of it."""
 
     def __init__(self, share: float = SHARE, *, burst: float = 4.0) -> None:
         self.share = share
@@ -90,23 +93,24 @@ class AuditBudget:
 
     @property
     def spent_share(self) -> float:
-        """Of what was served, how much was spent on audits."""
+        """Cost of audits as a share of the cost of served sessions; 0 before any was served."""
         return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
 
     def chance(self, cost: SessionCost, trust: float) -> float:
-        """That this session is audited. `trust` is that of the least trusted of its hops. The session counts as served."""
+        """Count the session as served and return the probability with which to audit it; 0 if the budget is spent. `trust` is the
+        trust of its least trusted hop."""
         self._earned_s += self.share * cost.served_s
         if self.share == 0 or self._spent_s > self._earned_s + self._burst * cost.audit_s:
             return 0.0
         return min(1.0, factor(trust) * self.share * cost.served_s / cost.audit_s)
 
     def afford(self, cost: SessionCost) -> bool:
-        """Whether there is as much for what others ask to have looked at; it is spent then."""
+        """Spend an audit that another peer asks for and return True; return False and spend nothing if the budget is spent."""
         able = self.share > 0 and self._spent_s <= self._earned_s + self._burst * cost.audit_s
         if able:
             self.spend(cost)
         return able
 
     def spend(self, cost: SessionCost) -> None:
-        """An audit is made."""
+        """Charge one audit of a session of this `cost` to the budget."""
         self._spent_s += cost.audit_s

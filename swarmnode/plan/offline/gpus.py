@@ -1,4 +1,4 @@
-"""What is known of graphics cards: datasheet figures, and measured times of a transformer layer.
+"""Graphics cards: datasheet figures, and measured times of a transformer layer.
 
 `data/gpu_speeds.csv`: peak speeds, memory and memory bandwidth from the vendors' datasheets. `data/helix_layer_times.json`:
 milliseconds of one layer of LLaMA-30B and LLaMA-2-70B against the tokens in the batch, as profiled by Helix (arXiv 2406.01566).
@@ -42,11 +42,11 @@ class LayerTimes:
     decode: tuple[tuple[float, float], ...]
 
     def prompt_s(self, tokens: float) -> float:
-        """A prompt, or a training microbatch going forward, of so many tokens."""
+        """Return the seconds of a prompt, or of a training microbatch's forward pass, of `tokens` tokens."""
         return _interpolate(self.prompt, tokens)
 
     def decode_s(self, batch: float) -> float:
-        """One token each of so many sessions."""
+        """Return the seconds of one token each of `batch` sessions."""
         return _interpolate(
             self.decode, max(batch, self.decode[1][0])
         )  # the first point is (0, 0): no batch is so fast
@@ -68,7 +68,7 @@ def known_gpus() -> Mapping[str, Gpu]:
 
 
 def find_gpu(name: str | None) -> Gpu | None:
-    """The card that a name means, whatever its case and maker: "NVIDIA GeForce RTX 3080" is "RTX 3080"."""
+    """Return the card of this name, in any case and with any maker; None if unknown. "NVIDIA GeForce RTX 3080" is "RTX 3080"."""
     if name is None:
         return None
     words = _words(name)

@@ -84,7 +84,7 @@ class Problem:
         )
 
     def cost(self, grid: Grid) -> Cost:
-        """What this grid costs."""
+        """Return the cost of `grid`."""
         return Cost(max(map(self.stage_averaging_s, grid)), self.pipeline_s(grid))
 
     def stage_averaging_s(self, members: Members) -> float:
@@ -113,7 +113,7 @@ class Dendrogram:
     gaps: FloatArray
 
     def clusters(self, most: float) -> list[Cluster]:
-        """What is connected by links that cost at most that."""
+        """Return the clusters that links of cost `most` or less connect."""
         cuts = np.flatnonzero(self.gaps > most) + 1
         return [part.tolist() for part in np.split(np.array(self.order), cuts)]
 

@@ -27,7 +27,7 @@ Progress = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class StageRoom:
-    """What the devices of one stage offer together: work per second, and the bytes that fit into the smallest of them."""
+    """Joint work per second of the devices of one stage, and the bytes that fit into the smallest of them."""
 
     work_per_s: float
     room_bytes: float
@@ -76,7 +76,7 @@ def _span_s(work_before: FloatArray, bytes_before: FloatArray, stage: StageRoom)
 
 
 def units_that_fit(unit_bytes: Sequence[int], rooms_bytes: Sequence[float]) -> int:
-    """How many units, from the first on, find room in stages that are filled one after the other."""
+    """Return the number of units, from the first on, that fit into stages filled one after the other."""
     held = 0
     for room_bytes in rooms_bytes:
         left_bytes = room_bytes
@@ -99,7 +99,7 @@ class Workload:
 
     @property
     def units(self) -> int:
-        """How many units the model has."""
+        """Number of units in the model."""
         return len(self.work)
 
     @property
@@ -152,7 +152,7 @@ class Hosting:
         return frozenset(device for stage in self.stages for device in stage.devices)
 
     def units_below(self, holders: int) -> int:
-        """How many units have fewer holders than that."""
+        """Return the number of units with fewer than `holders` holders."""
         return sum(stage.span.units for stage in self.stages if len(stage.devices) < holders)
 
     def missing_holders(self, holders: int) -> float:
@@ -250,7 +250,7 @@ class Planner:
         return np.array(roomiest[: problem.stages * problem.replicas]).reshape(problem.stages, problem.replicas)
 
     def _staged(self, problem: Problem, grid: Grid) -> Hosting | None:
-        """The units cut over a grid, in the better of the two directions in which it can be walked."""
+        """Cut the units over a grid, in its better direction; None if they fit in neither."""
         walks = (self._cut(problem, walk, [tuple(group.tolist()) for group in walk]) for walk in (grid, grid[::-1]))
         fitting = [hosting for hosting in walks if hosting]
         return min(fitting, key=lambda hosting: hosting.step_s, default=None)
@@ -270,7 +270,7 @@ class Planner:
         return hosting
 
     def _cut(self, problem: Problem, grid: Grid, groups: Sequence[tuple[int, ...]]) -> Hosting | None:
-        """The units cut over groups of devices, and what a step takes then."""
+        """Cut the units over groups of devices and estimate a step; None if they do not fit."""
         rooms = [
             StageRoom(self._work_per_s[list(group)].sum(), self._room_bytes[list(group)].min()) for group in groups
         ]

@@ -119,7 +119,7 @@ class Arrangement:
 
     @property
     def cost(self) -> Cost:
-        """What the grid costs as it stands."""
+        """Cost of the present grid."""
         return Cost(float(self._averaging_s.max()), self.problem.pipeline_s(self.grid))
 
     def swap(self, a: int, b: int) -> None:

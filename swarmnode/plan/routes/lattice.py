@@ -32,7 +32,7 @@ Indexes = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """What a route's cost is made of besides the measured speeds and links."""
+    """Weights of a route's cost besides the measured speeds and links."""
 
     hop_s: float = 0.001  # framing, wake-ups and queues of one more peer
     load_weight: float = 0.2  # a peer with five sessions counts as half as fast: batching makes up for most of it
@@ -43,7 +43,7 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """How long a session is to be, in positions of all its rows. 0: not known."""
+    """Planned length of a session, in positions of all its rows; 0 if unknown."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for: the units, who asks, and whether the ring closes from the last hop to the first."""
+    """Request for a route: the units, the client, and whether the ring closes from the last hop to the first."""
 
     span: Span
     client: PeerId | None
@@ -142,7 +142,7 @@ class Lattice:
         )
 
     def _solve(self, exit_s: Floats) -> tuple[Floats, list[Indexes]]:
-        """Cost from the start of segment 0 on each candidate to the end, and for each segment who comes next."""
+        """Cost from the start of segment 0 on each candidate to the end, and for each segment the next candidate."""
         cost: Floats = self._compute[-1] + np.where(self._may_leave[-1], exit_s, np.inf)
         choices: list[Indexes] = []
         for k in range(len(self._holders) - 2, -1, -1):

@@ -47,7 +47,7 @@ def shortlist(
 
 
 def _cover(peers: tuple[PeerView, ...], span: Span) -> bool:
-    """Whether each unit of the span has two holders to choose from."""
+    """Return whether each unit of the span has at least two ready holders."""
     held = [0] * span.end
     for peer in peers:
         if peer.state is State.READY:
@@ -101,7 +101,7 @@ def _candidates(
     size: SessionSize,
     config: RoutingConfig,
 ) -> list[Candidate]:
-    """Everybody who may take part, in an order drawn by the client: ties do not send all clients to the same peer."""
+    """Return all possible hops, in an order drawn by the client, so that ties do not send all clients to the same peer."""
     ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
     kept = [
         Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), exact=True)
@@ -118,14 +118,14 @@ def _candidates(
 
 
 def _unit_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Of one new token, with its share in the prompt."""
+    """Return the seconds per unit of one new token, with its share of the prompt."""
     prompt_share = size.prompt_tokens / max(1, size.new_tokens)
     unit_s = 1 / peer.assumed_units_per_s + prompt_share / peer.assumed_prefill_units_per_s
     return (1 + config.load_weight * peer.sessions) * unit_s
 
 
 def _full_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Of a peer where the session's cache would be new. It is not left out: what it said may be some seconds old."""
+    """Return the penalty per unit of a full peer, else 0. Full peers stay in: their announcement may be some seconds old."""
     return 0.0 if peer.has_room(size.tokens) else config.full_s
 
 
@@ -182,7 +182,7 @@ def _spread(
 
 
 def _shared_group(view: View, hops: Sequence[HopSpec]) -> str | None:
-    """The first address group of which there are several hops."""
+    """Return the first address group with several hops; None if there is none."""
     groups = {peer.peer: peer.group for peer in view.peers}
     counts = Counter(groups[hop.peer] for hop in hops if groups[hop.peer])
     return next((group for group, count in counts.items() if count > 1), None)
@@ -218,7 +218,7 @@ def _restricted(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> l
 
 
 def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
-    """The same candidates, but nobody except `peer` within `place`."""
+    """Return the candidates with only `peer` within `place`."""
     rest: list[Candidate] = []
     for candidate in candidates:
         if candidate.peer == peer:
@@ -234,7 +234,7 @@ def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> lis
 
 
 def _repeated(hops: Sequence[HopSpec]) -> tuple[HopSpec, HopSpec] | None:
-    """The first two places of a peer that has several."""
+    """Return the first two hops of a repeated peer; None if no peer repeats."""
     for index, hop in enumerate(hops):
         again = next((other for other in hops[index + 1 :] if other.peer == hop.peer), None)
         if again is not None:

@@ -1,1 +1,1 @@
-"""What a stage computes next for its sessions."""
+"""Scheduling of the sessions of one stage."""

@@ -1,4 +1,4 @@
-"""As what the states of a session enter one of its units: by position, so that whoever sends them again sends the same.
+"""Codec of a session's states at the entry of a unit, by position, so that a second sender sends the same bytes.
 
 A codec is chosen once for the prompt of a text and once for its steps. Prompts are many positions at once: there a link must
 keep up with the pass that makes them, as in training. A step is a single one: there a transfer is waited for, and what is not
@@ -24,7 +24,7 @@ COARSENESS = (Codec.NONE, Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4, Codec.
 
 @dataclass(frozen=True)
 class LinkView:
-    """What is known of a link on which a pass is about to be sent: bits/s, the round trip, and what the pass itself takes."""
+    """Link for the next pass: its bandwidth, its round trip and the seconds of the pass itself."""
 
     bandwidth_bps: float
     rtt_s: float
@@ -32,7 +32,7 @@ class LinkView:
 
 
 def choose(states: TensorInfo, link: LinkView, allowed: Collection[int], *, is_step: bool) -> Codec:
-    """The mildest codec of those `allowed` as which the states of one pass do not hold up what follows it."""
+    """Return the mildest of the `allowed` codecs with which the link keeps up; the coarsest usable one if none does."""
     ladder = STEP_LADDER if is_step else PROMPT_LADDER
     room_s = STEP_SHARE * (link.pass_s + link.rtt_s) if is_step else SHARE * link.pass_s
     usable = [codec for codec in ladder if codec in allowed] or [Codec.NONE]
@@ -40,12 +40,12 @@ def choose(states: TensorInfo, link: LinkView, allowed: Collection[int], *, is_s
 
 
 def coarsest(codecs: Iterable[Codec]) -> Codec:
-    """The one of them that loses most; NONE of none."""
+    """Return the codec that loses most; `Codec.NONE` if `codecs` is empty."""
     return max(codecs, key=COARSENESS.index, default=Codec.NONE)
 
 
 class CodecSchedule:
-    """From which positions on which codec is used, after `first`."""
+    """Codecs by position: `first`, then a new codec at each change."""
 
     def __init__(self, first: Codec, changes: Iterable[tuple[int, Codec]] = ()) -> None:
         self._first = first
@@ -57,41 +57,41 @@ class CodecSchedule:
 
     @property
     def changes(self) -> tuple[tuple[int, Codec], ...]:
-        """(from which position on, codec), rising."""
+        """Changes as (first position, codec), by rising position."""
         return tuple(self._changes.items())
 
     @property
     def full(self) -> bool:
-        """Whether it takes no change any more."""
+        """Whether the schedule holds `MAX_CHANGES` changes."""
         return len(self._changes) >= MAX_CHANGES
 
     def at(self, position: int) -> Codec:
-        """As what a position travels."""
+        """Return the codec of a position."""
         return next((codec for start, codec in reversed(self.changes) if start <= position), self._first)
 
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Codec]]:
-        """The positions [start, end) as (start, end, codec), cut where the codec changes."""
+        """Yield the positions [start, end) as (start, end, codec), cut at each change of codec."""
         edges = [start, *(at for at, _ in self.changes if start < at < end), end]
         for begin, until in itertools.pairwise(edges):
             yield begin, until, self.at(begin)
 
     def is_chosen(self, start: int, end: int) -> bool:
-        """Whether a codec was chosen for positions from [start, end)."""
+        """Return whether a change lies in [start, end)."""
         return any(start <= at < end for at in self._changes)
 
     def coarsest(self, end: int) -> Codec:
-        """Of all positions below `end`."""
+        """Return the coarsest codec of the positions below `end`; `Codec.NONE` if `end` is 0."""
         return coarsest(codec for _, _, codec in self.pieces(0, end)) if end else Codec.NONE
 
     def change(self, start: int, codec: Codec) -> None:
-        """Use a codec from a position on. What was said of positions behind it is void."""
+        """Use `codec` from position `start` on and drop all changes at or after `start`."""
         self.truncate(start)
         self._changes = {**self._changes, start: codec}  # another thread may be reading the former
 
     def take_up(self, changes: Iterable[tuple[int, Codec]]) -> None:
-        """Know what others have chosen, too; what was chosen here stands."""
+        """Add `changes` of other peers; own changes at the same positions stay. Keeps the first `MAX_CHANGES`."""
         self._changes = dict(sorted({**dict(changes), **self._changes}.items())[:MAX_CHANGES])
 
     def truncate(self, to: int) -> None:
-        """The positions from `to` on are to come again."""
+        """Drop the changes at position `to` and after it."""
         self._changes = {at: codec for at, codec in self._changes.items() if at < to}

@@ -1,7 +1,7 @@
-"""What a pass through a stage takes, learnt from those that were run: a fixed time, and as much again for each position.
+"""Cost of a pass through a stage, learnt from earlier passes: a fixed time, and a time for each position.
 
 The fixed part is reading the weights and starting the operators, the other multiplying. A straight line is fitted to
-(positions, seconds) by least squares, of which older passes count less and less: caches grow, and machines get other work.
+(positions, seconds) by least squares. Older passes count less and less: caches grow, and machines get other work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PassCost:
         return f"<PassCost {self.fixed_s * 1e3:.2f} ms and {self.position_s * 1e6:.1f} us for each position>"
 
     def note(self, positions: int, took_s: float) -> None:
-        """A pass over so many positions took so long."""
+        """Record that a pass over `positions` positions took `took_s` seconds."""
         x, y = float(positions), took_s
         self._weight = KEPT * self._weight + 1.0
         self._x = KEPT * self._x + x
@@ -39,9 +39,9 @@ class PassCost:
         return min(max(slope_s, 0.0), self._y / self._x)
 
     def seconds(self, positions: float) -> float:
-        """What a pass should take."""
+        """Return the expected seconds of a pass over `positions` positions; 0 before the first note."""
         return self.fixed_s + positions * self.position_s
 
     def positions(self, within_s: float) -> float:
-        """How long a pass may be that takes no more than `within_s` seconds."""
+        """Return the positions that fit into `within_s` seconds: infinite if a position costs nothing, maybe negative."""
         return (within_s - self.fixed_s) / self.position_s if self.position_s else float("inf")

@@ -43,7 +43,7 @@ Owner = str | int
 
 
 class DeviceShares:
-    """Who has had how much of one device."""
+    """Shares of one device's time that each owner of sessions has used."""
 
     def __init__(self, cost: PassCost) -> None:
         self._cost = cost
@@ -55,12 +55,12 @@ class DeviceShares:
         return f"<DeviceShares of {len(self._owners)} sessions, {len(self._used_s)} owners>"
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
-        """From now on what the session takes is charged to this owner, and counts as so many times less."""
+        """Charge the session's further time to `owner`, divided by `weight`."""
         self._owners[session] = owner
         self._weights[session] = weight
 
     def close(self, session: int) -> None:
-        """The session is over. What its owner had is remembered."""
+        """Forget the session, but not the time that its named owner has used."""
         self._used_s.pop(session, None)
         self._owners.pop(session, None)
         self._weights.pop(session, None)
@@ -73,7 +73,7 @@ class DeviceShares:
             self._set(owner, max(self._used_s.get(owner, 0.0), least_s))
 
     def charge(self, counts: Mapping[int, int]) -> None:
-        """These positions of these sessions make one pass, all rows filled up to the longest."""
+        """Charge the owners for a pass over `counts` positions by session, with all rows filled up to the longest."""
         each_s = self._cost.seconds(len(counts) * max(counts.values())) / sum(counts.values())
         for session, count in counts.items():
             owner = self._owner(session)
@@ -100,15 +100,15 @@ class DeviceShares:
 
     @property
     def allowed_s(self) -> float:
-        """By how much one may be ahead and not be held back."""
+        """Seconds by which an owner may be ahead without being held back."""
         return self._cost.seconds(ALLOWED_POSITIONS)
 
     def of_others(self, sessions: Iterable[int], session: int) -> list[int]:
-        """Those of the sessions that are not of the same owner as `session`."""
+        """Return the sessions that have another owner than `session`."""
         return [other for other in sessions if self._owner(other) != self._owner(session)]
 
     def steps(self, waiting: Sequence[int], decoding: Collection[int]) -> list[int]:
-        """Which of the sessions whose steps wait, in the order of their turns, go into a pass while these decode."""
+        """Return the sessions from `waiting`, in order, whose steps go into the next pass; each owner has a limit of rows."""
         rows = Counter(self._owner(session) for session in {*waiting, *decoding})
         most = self._rows_of_owner(list(rows.values()))
         taken: Counter[Owner] = Counter()
@@ -121,7 +121,7 @@ class DeviceShares:
         return steps
 
     def _rows_of_owner(self, rows: Sequence[int]) -> int:
-        """The most that one owner may have in a pass, where all together want so many."""
+        """Return the largest number of rows of one owner in a pass, given the `rows` that each owner wants."""
         most, usual = max(rows, default=0), statistics.median_low(rows) if rows else 0
         if usual == most or not self._cost.position_s:
             return most
@@ -155,11 +155,11 @@ class PassScheduler:
         return f"<PassScheduler {len(self._backlogs)} sessions wait, {len(self._stepped_at)} decode, {self.cost!r}>"
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
-        """What the session takes counts for this owner, by its weight."""
+        """Charge the session's time to `owner`, divided by `weight`."""
         self.shares.open(session, owner, weight)
 
     def add(self, session: int, positions: int, *, stages_after: int = 0) -> None:
-        """More of a session waits."""
+        """Add `positions` to the backlog of a session, which passes `stages_after` more stages after this one."""
         if session not in self._backlogs and session not in self._stepped_at:
             self.shares.arrive(session, self._present)
         backlog = self._backlogs.setdefault(session, Backlog())
@@ -178,7 +178,7 @@ class PassScheduler:
         return self._backlogs.keys() | self._stepped_at.keys()
 
     def next(self) -> dict[int, int]:
-        """How many positions of which sessions are to go together; of none where nothing waits."""
+        """Return the number of positions by session for the next pass; empty if nothing waits."""
         if len(self._backlogs) == 1:
             ((session, backlog),) = self._backlogs.items()
             if backlog.positions <= self._longest_step:  # nobody to share with, whoever decodes besides
@@ -215,7 +215,7 @@ class PassScheduler:
         self._stepped_at = {session: number for session, number in self._stepped_at.items() if number > oldest}
 
     def ran(self, positions: int, took_s: float) -> None:
-        """A pass over so many positions, all rows filled up to the longest, is over."""
+        """Record that a pass over `positions` positions, counted with all rows filled up, took `took_s` seconds."""
         self.cost.note(positions, took_s)
 
     def _steps(self, turn: Sequence[int]) -> dict[int, int]:

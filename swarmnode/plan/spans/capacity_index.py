@@ -1,4 +1,4 @@
-"""The capacity index: who holds what, added up by span, so that a swarm of thousands is no larger than its distinct spans."""
+"""Capacity index: holders and speeds summed by span, so that a swarm of thousands is no larger than its distinct spans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CapacityIndex:
         return f"<CapacityIndex {self.spans.total()} peers on {len(self.spans)} spans, {len(self.missing())} units missing>"
 
     def units_per_s(self, peer: PeerView, span_units: int) -> float:
-        """What a peer keeps up on so many units."""
+        """Return the units/s that `peer` sustains on a span of `span_units` units."""
         return sustained_units_per_s(
             peer.assumed_units_per_s, span_units, self.position_bytes, peer.up_bps, peer.down_bps
         )
@@ -55,18 +55,18 @@ class CapacityIndex:
             self.supply_SE[span.start, span.end] = 0.0  # not what rounding has left
 
     def reach(self) -> list[int]:
-        """For each unit the furthest end of all spans that begin there or before: how far a hop from there can go."""
+        """Return for each unit the furthest end of the spans that begin at or before it."""
         ends = [0] * self.units
         for start, end in self.spans:
             ends[start] = max(ends[start], end)
         return list(accumulate(ends, max))
 
     def edges(self) -> frozenset[int]:
-        """Where spans begin or end: the fewer, the more often one peer can stand in for another."""
+        """Return the units at which spans begin or end. The fewer, the more often one peer can stand in for another."""
         return frozenset(unit for span in self.spans for unit in span)
 
     def missing(self) -> list[int]:
-        """The units without a holder."""
+        """Return the units without a holder."""
         return [int(unit) for unit in np.flatnonzero(self.holders_U == 0)]
 
     def _clip(self, span: Span) -> Span:

@@ -1,7 +1,7 @@
-"""How a span lies on the devices of one node: over several of them, one behind another, or once on each of them.
+"""Layout of a span on the devices of one node: a pipeline over several devices, or a replica on each of them.
 
-A replica of the span is a pipeline of parts, and does as many positions per second as its slowest part; replicas add up. What
-does most is chosen, and of what does as much the shorter pipelines, which hand over less often.
+A replica of the span is a pipeline of parts, and does as many positions per second as its slowest part; replicas add up. The
+layout with the highest throughput wins, and among equal ones that with the shorter pipelines, which hand over less often.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from swarmnode.plan.view import Span
 
 @dataclass(frozen=True)
 class DeviceView:
-    """One device as the planner sees it. `fitting(start)`: how many units fit into its memory from that one on. Speeds count
-    against one another alone: where none was measured all are alike."""
+    """Device as the planner sees it. `fitting(start)` is the number of units from `start` on that fit into its memory. Only the
+    ratio of the speeds matters; unmeasured devices keep the default."""
 
     fitting: Callable[[int], int]
     units_per_s: float = 1.0
@@ -24,7 +24,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds of a span."""
+    """Part of a span on one device."""
 
     device: int
     span: Span
@@ -35,7 +35,7 @@ PipelineLayout = tuple[DevicePart, ...]
 
 
 def lay_out(span: Span, devices: Sequence[DeviceView]) -> tuple[PipelineLayout, ...]:
-    """The replicas that together do most; none where the span fits nowhere, not even over all devices."""
+    """Return the replicas with the highest joint throughput; empty if the span does not fit even over all devices."""
     layouts = [_replicate(span, devices, count) for count in range(1, len(devices) + 1)]
     return max(
         (layout for layout in layouts if layout),
@@ -45,13 +45,13 @@ def lay_out(span: Span, devices: Sequence[DeviceView]) -> tuple[PipelineLayout, 
 
 
 def throughput(layout: Sequence[PipelineLayout], devices: Sequence[DeviceView]) -> float:
-    """Positions per second of all replicas together."""
+    """Return the positions per second of all replicas together."""
     slowest_s = (max(part.span.units / devices[part.device].units_per_s for part in replica) for replica in layout)
     return sum(1 / pass_s for pass_s in slowest_s)
 
 
 def _replicate(span: Span, devices: Sequence[DeviceView], count: int) -> tuple[PipelineLayout, ...]:
-    """So many replicas, each on as many neighbouring devices as the next; those that do not fit are left out."""
+    """Lay out up to `count` replicas on even groups of neighbouring devices; leave out replicas that do not fit."""
     numbers = range(len(devices))
     bounds = [len(devices) * number // count for number in range(count + 1)]
     groups = (numbers[start:end] for start, end in pairwise(bounds))
@@ -60,10 +60,10 @@ def _replicate(span: Span, devices: Sequence[DeviceView], count: int) -> tuple[P
 
 
 def _split(span: Span, devices: Sequence[DeviceView], group: Sequence[int]) -> PipelineLayout:
-    """Over the devices of a group, so that the slowest part is done as soon as can be; nothing where it does not fit.
+    """Split `span` over the devices of `group` so that the slowest part is as fast as possible; empty if it does not fit.
 
-    Within a given time each device takes as many units as it can, which leaves least to those behind it (greedy bottleneck
-    partition, as for PipeDream's stages, arXiv 1806.03377 section 3.1, with memory as a bound).
+    Within a given time each device takes as many units as it can, which leaves the least to the devices behind it. This is the
+    greedy bottleneck partition of PipeDream's stages (arXiv 1806.03377 section 3.1), with memory as a bound.
     """
     times_s = sorted({units / devices[number].units_per_s for number in group for units in range(1, span.units + 1)})
     best: PipelineLayout = ()
@@ -79,7 +79,7 @@ def _split(span: Span, devices: Sequence[DeviceView], group: Sequence[int]) -> P
 
 
 def _split_within(span: Span, devices: Sequence[DeviceView], group: Sequence[int], pass_s: float) -> PipelineLayout:
-    """Parts that take at most so long; nothing where there are none."""
+    """Split `span` into parts that take at most `pass_s` seconds each; empty if that is impossible."""
     parts: list[DevicePart] = []
     start = span.start
     for number in group:

@@ -1,4 +1,4 @@
-"""What a placement can do: the throughput of spans as a maximum flow, and how it is shared among the units.
+"""Throughput of a placement as a maximum flow, and its fair share for each unit.
 
 Every token passes every unit once. A peer computes `v` unit passes a second and may spend them on any units of its span,
 so what flows is work: from peers, along "holds", to units that each need the same amount. By max-flow = min-cut the
@@ -29,7 +29,7 @@ SHARPNESS = 30  # of the power mean: close to the minimum, yet two equal bottlen
 
 
 def supply_of(units: int, spans: Iterable[tuple[int, int, float]]) -> Floats:
-    """What the peers of (start, end, units/s) can do, summed by span: `supply_SE`, of units x (units + 1)."""
+    """Sum the speeds of `spans`, given as (start, end, units/s), by span. Returns `supply_SE` of shape units x (units + 1)."""
     supply_SE = np.zeros((units, units + 1))
     for start, end, units_per_s in spans:
         supply_SE[start, end] += units_per_s
@@ -37,14 +37,14 @@ def supply_of(units: int, spans: Iterable[tuple[int, int, float]]) -> Floats:
 
 
 def throughput(supply_SE: Floats) -> float:
-    """Tokens/s that a placement can do: 0 where a unit has no holder."""
+    """Return the tokens/s of a placement; 0 if a unit has no holder."""
     return float(_tightest(supply_SE[None], np.ones((1, len(supply_SE)), bool))[0][0])
 
 
 def fair_levels(supply_BSE: Floats, rounds: int | None = None) -> Floats:
-    """Tokens/s that each unit could do if nobody had to wait for the others: `level_BU`; the least is the throughput.
+    """Return `level_BU`, the tokens/s of each unit if no unit had to wait for another; the least is the throughput.
 
-    The fairest of all divisions of the peers' work. After `rounds` sets of units, all that is left has the last level.
+    The levels are the fairest division of the peers' work. After `rounds` rounds all remaining units share the last level.
     """
     supply_BSE = supply_BSE.copy()
     batch, units = supply_BSE.shape[:2]
@@ -62,7 +62,7 @@ def fair_levels(supply_BSE: Floats, rounds: int | None = None) -> Floats:
 
 
 def worth(level_BU: Floats) -> Floats:
-    """One figure for a placement: nearly its least level, yet every level counts: tokens/s, `worth_B`.
+    """Return `worth_B`, a figure in tokens/s for each placement: nearly its least level, yet every level counts.
 
     The throughput alone has plateaus: of two equal bottlenecks a move can widen only one, and gains nothing. A power mean
     with a large negative exponent sees that one of them is gone.

@@ -7,8 +7,8 @@ routes and aligned spans, so that replicas can stand in for one another; then a 
 together differ.
 
 Peers that join at the same time see one another's claims late. A claim of an earlier joiner stands; where one was made
-before its maker knew better, we work out what it will choose, since the rule is the same for everybody. So all agree
-as soon as they have seen one another.
+before its maker knew better, we work out what it will choose, since all peers follow the same rule. So all agree
+once every peer has seen the others.
 
 Who serves already moves only if that fills a gap or pays: more throughput, beyond a hysteresis, for as long as a place is
 worth something, against the throughput lost while it drains, downloads and warms up. Moves take turns: the wish must
@@ -31,7 +31,7 @@ from swarmnode.plan.spans.flow import Floats, fair_levels, worth
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
-ROUNDS = 2  # levels of the flow that are told apart: the bottleneck and what comes next
+ROUNDS = 2  # distinct levels of the flow: the bottleneck and the next one
 FRAGILE = 0.1  # of the throughput, where every unit hangs on one peer
 ALIKE = 0.003  # relative: placements closer than this are equal, and habit or the draw decides
 MAX_CLAIMS = 16  # of earlier joiners that are worked out; further ones stand as they are
@@ -40,7 +40,7 @@ REAL_CHANGE = 1.25  # a speed that differs by less than this factor from the hel
 
 
 class Hysteresis:
-    """One observer's held speeds, in units/s, by peer. A peer that was not measured yet is not held."""
+    """Held speeds of all peers, in units/s, for one observer. An unmeasured peer has no held speed."""
 
     def __init__(self) -> None:
         self._held: dict[PeerId, float] = {}
@@ -70,7 +70,7 @@ class Joiner:
     started_at: float
 
     def seen_in(self, view: View) -> PeerView:
-        """What the view has of this peer; at the speed that it knows of itself where the view has nothing of it."""
+        """Return this peer's entry in `view`; without an entry, a joining peer without units at its own measured speed."""
         known = next((peer for peer in view.peers if peer.peer == self.peer), None)
         return known or PeerView(
             self.peer, Span(0, 0), State.JOINING, self.decode_units_per_s, started_at=self.started_at
@@ -79,18 +79,18 @@ class Joiner:
 
 @dataclass(frozen=True)
 class MovePolicy:
-    """What a move must bring. `move_s` is measured: draining, downloading, warming up."""
+    """Conditions for a move. `move_s` is the time for draining, downloading and warming up."""
 
     move_s: float = 30.0
     stay_s: float = 1800.0  # how long a place is worth something before the swarm has changed again
-    hysteresis: float = 0.01  # relative gain below which nobody moves
+    hysteresis: float = 0.01  # relative gain below which no peer moves
     turn_s: float = 3.0  # how long a peer needs to make itself seen on the move, so that the next one knows
-    for_gain: bool = True  # without, nobody moves but to fill gaps
+    for_gain: bool = True  # if False, peers move only to fill gaps
 
 
 @dataclass(frozen=True)
 class Move:
-    """Where to go, why, and how long the wish must have stood: it may be somebody else's turn."""
+    """Move to `span`. The wish must last for `delay_s` seconds first, as it may be another peer's turn."""
 
     span: Span
     gain: float  # relative throughput; infinite where a gap is filled
@@ -99,7 +99,7 @@ class Move:
 
     @property
     def fills(self) -> bool:
-        """Whether it gives units a holder that have none."""
+        """Whether the move gives a holder to units without any."""
         return self.gain == float("inf")
 
     def is_same_wish(self, other: Move) -> bool:
@@ -125,7 +125,7 @@ def choose_span(view: View, joiner: Joiner) -> Span:
 
 
 def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy()) -> Move | None:
-    """Where a peer that holds a span should rather be, or None where it should stay."""
+    """Return a better place for a peer that holds a span; None if it should stay, holds no units or is leaving."""
     own = joiner.seen_in(view)
     if own.state not in HOLDING or own.span.units <= 0:
         return None
@@ -140,8 +140,8 @@ def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy(
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """How a peer chooses when it joins, and where it would rather be when it looks again. `awaits_others`: whether work that is to
-    begin had better wait until all are at their places."""
+    """Rule by which a peer chooses its span when it joins (`choose`) and later (`reconsider`). `awaits_others` returns whether new
+    work should wait until all peers are at their places."""
 
     choose: Callable[[View, Joiner], Span]
     reconsider: Callable[[View, Joiner, MovePolicy], Move | None]
@@ -152,7 +152,7 @@ BY_THROUGHPUT = PlacementRule(choose_span, reconsider)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
-    """The units that none of the peers holds."""
+    """Return the units that none of `peers` holds."""
     return CapacityIndex(units, peers).missing()
 
 
@@ -162,7 +162,7 @@ def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
 def _fill(
     capacity_index: CapacityIndex, living: Sequence[PeerView], own: PeerView, capacity: int, move_policy: MovePolicy
 ) -> Move | None:
-    """A move that fills gaps. Who fills most goes first, then the least loaded."""
+    """Return a move that fills gaps, or None if none does. Peers that fill most go first, then the least loaded ones."""
     windows, filled = _filling(capacity_index, own.span, _size(capacity_index.units, capacity))
     if not windows:
         return None
@@ -178,9 +178,10 @@ def _fill(
 
 
 def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list[Span], int]:
-    """The windows that leave fewest gaps when a peer leaves `span` for them, and how many fewer than now.
+    """Return the windows that leave the fewest gaps if a peer leaves `span` for them, and the number of gaps filled; ([], 0) if
+    no window fills any.
 
-    As long as a unit is missing nobody is served, so that it may leave a smaller gap behind: another one's turn.
+    While a unit is missing no client is served, so the peer may leave a smaller gap behind for another peer to fill.
     """
     starts = np.arange(capacity_index.units - size + 1)
     alone_U = capacity_index.holders_U == 1
@@ -192,17 +193,19 @@ def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list
 
 
 def _turn(peer: PeerView, filled: int) -> tuple[int, int, int]:
-    """Whose turn it is to fill a gap: the least first."""
+    """Sort key for turns at filling gaps; the least goes first."""
     return -filled, peer.sessions, draw(peer.peer)
 
 
 def _gain(
     capacity_index: CapacityIndex, peers: int, own: PeerView, capacity: int, move_policy: MovePolicy
 ) -> Move | None:
-    """A move that pays for itself. The delay is drawn over a time in which about a third of all could take turns."""
+    """Return a move that pays for itself; None if none does or if leaving opens a gap.
+
+    The delay is drawn over a time that is enough for about a third of all peers to take turns."""
     capacity_index.change(own, -1)
     if capacity_index.missing():
-        return None  # while it moves, nobody would hold them
+        return None  # no peer would hold them during the move
     windows = _windows(capacity_index.units, _size(capacity_index.units, capacity))
     values = _values(capacity_index, windows, capacity_index.units_per_s(own, windows[0].units))
     stays = float(_values(capacity_index, [own.span], capacity_index.units_per_s(own, own.span.units))[0])
@@ -249,7 +252,7 @@ def _best_window(capacity_index: CapacityIndex, windows: Sequence[Span], peer: P
 
 
 def _aligned(capacity_index: CapacityIndex, windows: Sequence[Span], peer: PeerId) -> Span:
-    """Of windows that are equally good, the one with the shortest routes and the fewest boundaries, then by lot."""
+    """Return the window with the shortest routes, then the fewest boundaries, then by lot."""
     reach, edges = capacity_index.reach(), capacity_index.edges()
     windows = _least(windows, lambda window: (_hops(reach, window), len(edges.union(window))))
     return min(windows, key=lambda window: draw(peer, window.start))
@@ -276,9 +279,9 @@ def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
 
 
 def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s: float) -> Floats:
-    """What the swarm is worth, in tokens/s, with one more peer of this speed on each of the windows: `value_W`.
+    """Return `value_W`: the swarm's worth in tokens/s with one more peer of `units_per_s` on each of the windows.
 
-    Units that nobody holds are left aside: where there are any, it is known already how many remain.
+    Units without a holder are left aside: the rule counts them before.
     """
     starts, ends = np.array(windows).T
     rows = np.arange(len(windows))
@@ -305,7 +308,7 @@ def _hops(reach: Sequence[int], window: Span) -> int:
 
 
 def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
-    """What spoke for `span`: who else is there, which of its units nobody else holds, and what the joiner can do."""
+    """Return the reasons for `span` as sentences: the other holders, the gaps in it, the joiner's memory and speed."""
     others = [peer for peer in view.peers if peer.peer != joiner.peer and peer.state in HOLDING and peer.span.units]
     holders_U = CapacityIndex(view.units, others).holders_U
     held = holders_U[span.start : span.end]
