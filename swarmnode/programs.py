@@ -284,7 +284,7 @@ class _Training:
         self._events.put(report)
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
-        """Pass on the reason for which the training stands still."""
+        """Pass on the reason why the training waits, and the missing units."""
         self._events.put(TrainingWait(why, missing))
 
     def _live(self) -> None:

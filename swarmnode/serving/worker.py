@@ -436,7 +436,7 @@ def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutp
 def _finished(job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
     try:
         return finish(fetched)
-    except ProtocolError as error:  # what was asked of the draw cannot be
+    except ProtocolError as error:  # the draw cannot do what the job asks for
         return JobResult(error=error.code)
     except Exception as error:
         return _failure(job, error)

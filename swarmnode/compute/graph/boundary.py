@@ -24,12 +24,12 @@ from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Description of a tensor: its dtype and shape"""
 ARRAYS_SUFFIX = ".npz"
-ROWS = 1024  # of which labels are counted at a time
+ROWS = 1024  # rows whose labels are counted at a time
 _DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
 def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
-    """Return the arrays of an .npz file by name. Raises UsageError if it is none, or holds more than plain arrays."""
+    """Return the arrays of an .npz file by name. Raises UsageError if `path` is no such file, or holds more than plain arrays."""
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     if not path.is_file() or path.suffix != ARRAYS_SUFFIX:

@@ -1,8 +1,8 @@
-"""Means over labels: the terms of a graph's loss that are one, and the labels that each of them counts in a batch.
+"""Means over labels in a graph's loss, and the number of labels that each of them counts in a batch.
 
-A microbatch knows its own labels alone, and a step's mean is over the labels of all its microbatches: `LabelMean.shares` are the
-factors by which the microbatches' means count. They are exact where a loss adds such means up, each times what the batch does not
-change.
+A microbatch knows its own labels alone, but a step's mean is over the labels of all its microbatches. `LabelMean.shares` returns
+the factors of the microbatches' means. They are exact if the loss is a sum of such means, each times a factor that the batch does
+not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmnode.compute.graph.operators import argument_value, is_random, resolve
 from swarmnode.errors import UsageError
 
 Batch = Mapping[str, Tensor]
-"""By the names that the module's code has for its inputs"""
+"""Tensors of a batch by the names of the inputs in the module's code"""
 
 MEAN, SUM = 1, 2  # reductions of torch's losses
 _IGNORED = -100
@@ -47,7 +47,7 @@ _SAME = frozenset(
     }
     | {"nan_to_num", "neg", "add", "sub", "stack", "cat", "sum", "mean", "select", "slice", "unbind"}
 )
-"""Operators of which a sum of means may be an argument; all are linear in it, where it is finite."""
+"""Operators that may take a sum of means as an argument; each is linear in a finite sum."""
 _DIVIDING = frozenset({"div", "divide", "true_divide"})
 _SCALING = _DIVIDING | {"mul", "multiply"}
 _ROUNDING = "Tensor_mode"
@@ -55,9 +55,12 @@ _ROUNDING = "Tensor_mode"
 
 @dataclass(frozen=True)
 class LabelMean:
-    """A mean over labels: `node` of the `graph`'s loss. `labels` are what it takes, of which those that are `ignored` count for
-    nothing, the others by their class in `weight` or as one each; if `ignored` is None, the module divides by `labels` itself.
-    `obstacle`: the operator on the way to the loss that is no sum."""
+    """Mean over `labels` that a `node` of the `graph` takes and the loss depends on.
+
+    A label equal to `ignored` does not count. Any other counts as the element of `weight` for its class, or as 1 if `weight` is
+    None. If `ignored` is None, the module divides by `labels` itself. `obstacle`: an operator between the mean and the loss that
+    is no sum; empty if there is none.
+    """
 
     graph: Graph
     node: OperatorCall
@@ -68,7 +71,7 @@ class LabelMean:
 
     @property
     def leaves_nothing_out(self) -> bool:
-        """Whether each label counts as one, but for those that are ignored."""
+        """Whether each label counts as 1 unless it is ignored."""
         return self.weight is None and self.ignored is not None
 
     @property
@@ -95,14 +98,16 @@ class LabelMean:
         return float(weight[labels[counted].clamp(0, len(weight) - 1)].sum()), labels.numel()
 
     def shares(self, microbatches: Sequence[Batch]) -> list[float]:
-        """Return the factor of each microbatch's mean in the mean over all of them; 0 where there is no label."""
+        """Return the factor of each microbatch's mean in the mean over all of them; 0 if none of its labels counts."""
         counts = [self.count(batch)[0] for batch in microbatches]
         usual = self._usual_count(microbatches, sum(counts) / len(counts))
         return [count / usual if usual else 0.0 for count in counts]
 
     def _usual_count(self, microbatches: Sequence[Batch], mean: float) -> float:
-        """Return the count of a microbatch that has the factor 1: the `mean` one, but where the module counts by hand, what it says
-        of all microbatches together, since it may bound a count from below or take the mean of a mask."""
+        """Return the count of a microbatch that has the factor 1: `mean`, unless the module itself counts the labels.
+
+        Then the count follows from all microbatches together: the module may bound a count from below or take the mean of a mask.
+        """
         if self.ignored is not None or not self.graph.any_batch:
             return mean
         names = self.inputs
@@ -123,21 +128,24 @@ class LabelMean:
 
 
 def label_means(graph: Graph) -> tuple[LabelMean, ...]:
-    """Return the means over labels that the loss adds up, in order; none in graphs of before, where units before the last one
-    take them in."""
+    """Return the means over labels that the loss adds up, in order. Empty if a unit before the last one computes one of them, as in
+    graphs of earlier versions."""
     means = tuple(mean for mean in _find(graph) if not mean.obstacle)
     last = {node.name for node in graph.nodes[graph.cuts[-1] if graph.cuts else 0 :]}
     return means if all(mean.node.name in last for mean in means) else ()
 
 
 def obstructed_means(graph: Graph) -> tuple[LabelMean, ...]:
-    """Return the means over labels of which the loss is no sum."""
+    """Return the means over labels that an operator other than a sum separates from the loss."""
     return tuple(mean for mean in _find(graph) if mean.obstacle)
 
 
 def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
-    """Return the graph with the constants that labels are counted by, which trainers have no weights for. Raises UsageError where
-    how many labels count is not told by the data."""
+    """Return the graph with the values of the constants that labels are counted by, since trainers have no weights for them.
+
+    Raises UsageError if the data does not determine how many labels count, if a mean weighted by classes is not added to the loss
+    as it is, or if such a constant is not finite or has more than `MAX_TOLD` elements.
+    """
     told: set[str] = set()
     for mean in _find(graph, are_told=True):
         if mean.obstacle and mean.weight is not None:
@@ -163,8 +171,10 @@ def _told(weight: Weight, tensor: Tensor) -> Weight:
 
 
 def _find(graph: Graph, *, are_told: bool = False) -> Iterator[LabelMean]:
-    """Yield the means over labels that a graph's loss follows from. `are_told`: constants will be. Raises UsageError where that is
-    so, and labels are left out as nobody but the graph knows."""
+    """Yield the means over labels that a graph's loss depends on. `are_told`: treat all constants as known.
+
+    Raises UsageError if `are_told` and the number of labels that count depends on values that only a run of the graph computes.
+    """
     if graph.loss is None:
         return
     flow = _Flow(graph, are_told)
@@ -203,7 +213,7 @@ def _over_classes(flow: _Flow, node: OperatorCall) -> Iterator[LabelMean]:
 
 
 def arguments_of(node: OperatorCall) -> dict[str, Any]:
-    """Return the arguments of a call by name, with those that are not given."""
+    """Return the arguments of a call by name, including the defaults of arguments that are not given."""
     arguments = resolve(node.operator)._schema.arguments  # type: ignore[attr-defined]
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return defaults | dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
@@ -214,8 +224,11 @@ def _is_scalar(node: OperatorCall) -> bool:
 
 
 class _Flow:
-    """What follows from what in a graph. `of_batch`: values that inputs change; `hidden`: those that neither inputs nor told
-    constants tell; `trained`: those that learning changes; `in_loss`: nodes that the loss follows from."""
+    """Dependencies between the values of a graph, as sets of names.
+
+    `of_batch`: values that depend on inputs or random numbers; `hidden`: values that depend on weights other than known constants,
+    or on random numbers; `trained`: values that depend on trained weights; `in_loss`: values that the loss depends on.
+    """
 
     def __init__(self, graph: Graph, are_told: bool) -> None:
         self.graph, self.are_told = graph, are_told

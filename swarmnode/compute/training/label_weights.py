@@ -1,4 +1,4 @@
-"""Shares of microbatches in a step's means over labels: the last of the labels of a run that weighs so."""
+"""Shares of microbatches in a step's means over labels: the last labels tensor in a run with `weighs_labels`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from swarmnode.swarm.records.run import MAX_MICROBATCHES
 
 
 def apart(labels: Values, means: int) -> tuple[Values, Shares]:
-    """Return the labels without the shares at their end, and the shares of so many means. Raises ProtocolError if they are none."""
+    """Return the labels without the last tensor, and the shares in it, one for each of the `means`.
+
+    Raises ProtocolError if the last tensor does not hold `means` valid shares in float32.
+    """
     *others, last = labels or (torch.empty(0),)
     if last.dtype == torch.float32 and last.shape == (means,):
         shares = tuple(last.tolist())

@@ -184,7 +184,7 @@ class Learner:
         return bool(self.counted[unit] >> index & 1)
 
     def _begin(self, index: int, start: int, end: int, labels: Values) -> SavedActivations:
-        """A pass of which nothing is computed yet. Raises ProtocolError for shares that a microbatch cannot have."""
+        """Return a pass with no unit computed yet. Raises ProtocolError if the labels lack valid shares."""
         seed = microbatch_seed(self.run.seed, self.step, index)
         shares: Shares = ()
         if self.run.weighs_labels and end == self.segment.units:

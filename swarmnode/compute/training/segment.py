@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from swarmnode.errors import CheckpointError
 
 Shares = tuple[float, ...]
-"""By which the means over labels of a microbatch's loss count, one for each; none: they are as they are."""
+"""Factors of the means over labels in a microbatch's loss, one for each mean; empty if the means have no factors."""
 Values = tuple[Tensor, ...]
 """Values that cross the boundary before a unit: floats (some take gradients), and whole numbers that only pass by.
 
@@ -36,7 +36,7 @@ class Segment(ABC):
     units: int
     device: torch.device
     means: int = 0
-    """How many means over labels the loss adds up."""
+    """Number of means over labels that the loss adds up."""
     is_portable: bool = True
     """Whether other devices compute the same except for rounding: random numbers are not drawn by the device"""
 
@@ -57,12 +57,12 @@ class Segment(ABC):
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """Units [start, end) in training mode on the values at boundary `start`; the values at boundary `end`.
+        """Run units [start, end) in training mode on the values at boundary `start` and return the values at boundary `end`.
 
-        At the end of the model that is the mean loss of the microbatch, a scalar; only there are `labels` looked at: those of the
-        model's inputs that its last unit takes, which cross no boundary for its sake. `shares` are those of its means over labels.
+        At the end of the model that is the mean loss of the microbatch, a scalar. Only the last unit uses `labels`, the inputs of
+        the model that it takes, and `shares`, the factors of the microbatch's means over labels.
 
-        Whatever is random follows from (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
+        Random numbers follow from (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
         """
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:

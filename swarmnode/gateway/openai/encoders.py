@@ -86,7 +86,7 @@ class EncoderRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """The tokens to which texts are cut, -1 for the model's limit; None if longer texts are refused."""
+        """Number of tokens that texts are cut to, -1 for the model's limit; None if longer texts are refused."""
         if self.truncate_prompt_tokens is not None:
             return self.truncate_prompt_tokens
         return -1 if self.truncate in (True, "END") else None

@@ -191,8 +191,10 @@ class Directory:
         return self._peer_table.live
 
     def ready_after(self) -> Mapping[PeerId, int]:
-        """For each peer that is ready with units: the training step at which their holders were when it came (-1: it was there
-        before this machine looked, or was the first)."""
+        """Return, for each peer that is ready with units, the training step of their earlier holders when the peer came.
+
+        The step is -1 if the units had no holder, or if the peer came before this machine watched the swarm.
+        """
         return self._peer_table.ready_after()
 
     def suspects(self) -> Mapping[PeerId, Announcement]:

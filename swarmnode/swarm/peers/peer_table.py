@@ -23,7 +23,7 @@ MAX_PROBATION_S = 60.0
 FORGIVEN_AFTER_S = 120.0
 MAX_PEERS = 16_384
 FIRST_LOOK_S = 20.0  # peers that are seen so soon after the first one were there before
-AWAY_S = 600.0  # for which a peer whose announcement ended keeps its place among the holders
+AWAY_S = 600.0  # how long a peer whose announcement ended keeps its place among the holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Suspicion:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPeer:
-    """Units (`span`) that a peer is ready with, the training step `after` which it came to their holders (-1: there were none, or
-    it was here before this machine), and when it was seen last."""
+    """Units (`span`) that a peer is ready with, the training step of their earlier holders when it came (`after`), and the time
+    when it was last seen. `after` is -1 if the units had no holder, or if the peer came before this machine watched the swarm."""
 
     span: tuple[int, int]
     after: int
@@ -78,7 +78,7 @@ class PeerTable:
         return MappingProxyType(self._live)
 
     def ready_after(self) -> Mapping[PeerId, int]:
-        """Return for each peer that is ready with units after which training step it came to their holders."""
+        """Return `ReadyPeer.after` by peer, including peers that were ready until their announcement ended at most `AWAY_S` ago."""
         return {peer: holding.after for peer, holding in self._holdings.items()}
 
     def suspects(self, now: float) -> Mapping[PeerId, Announcement]:
@@ -137,7 +137,7 @@ class PeerTable:
         return changed
 
     def _note_holders(self, now: float) -> None:
-        """Keep who is ready with which units; for those who came since the last time, note the step of the holders before them."""
+        """Update the units of each ready peer; for newcomers, note the training step of the earlier holders."""
         if self._newest and self._first_look_until is None:
             self._first_look_until = now + FIRST_LOOK_S
         ready = {peer: known for peer, known in self._newest.items() if known.life is State.READY and any(known.span)}

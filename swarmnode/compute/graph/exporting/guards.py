@@ -22,7 +22,7 @@ _LOST: dict[Any, str] = {
     **dict.fromkeys((Tensor.backward, torch.autograd.backward, torch.autograd.grad), _BACKWARD),
     torch._VF._pack_padded_sequence: "rows are packed by their lengths, which are values: run over padded rows, and mask them",
 }
-"""What a graph cannot hold, and tracing would lose or fail at, with the reason"""
+"""Functions that a graph cannot hold, with the reason; tracing would lose them or fail"""
 _DATA: Any = Tensor.data
 _READ_DATA, _WRITE_DATA = _DATA.__get__, _DATA.__set__
 

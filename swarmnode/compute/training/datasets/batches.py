@@ -22,7 +22,7 @@ from swarmnode.swarm.records.run import Run
 ROUNDS = 4
 
 LabelShares = Callable[[Sequence[Mapping[str, Tensor]]], list[float]]
-"""From the rows of a step's microbatches, by the names of their arrays, to the factors of their means over labels"""
+"""Function from the rows (by array name) of each microbatch of a step to the factors of their means over labels"""
 
 
 class Permutation:
@@ -138,8 +138,8 @@ class TokenBatches(Batches):
 
 
 class ArrayBatches(Batches):
-    """Rows of named arrays of equal length, in the order in which the model takes them. `labels`: those that its last unit
-    takes; `inputs`: those that others take."""
+    """Rows of named arrays of equal length. `labels`: names of the arrays that the model's last unit takes; `inputs`: names of
+    those that other units take, all arrays if empty. Both are in the order of the model's inputs."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class ArrayBatches(Batches):
         return Microbatch(*(tuple(values[name] for name in names) for names in (self._inputs, self._labels)))
 
     def weigh(self, label_shares: Sequence[LabelShares]) -> None:
-        """Weigh microbatches by their labels in each mean of the loss; not at all where there is none."""
+        """Weigh microbatches by their labels, with a function for each mean of the loss; do not weigh them if `label_shares` is empty."""
         self._label_shares = label_shares
 
     @property
