@@ -1,4 +1,6 @@
-"""Common parts of the attacks of this folder. The script of an attack has
+"""Common parts of the attacks of this folder.
+
+The script of an attack has
 
 - a docstring, whose first line says what the attacker does and why;
 - `async def attack() -> Outcome`, which founds a swarm, attacks it, and returns the result;

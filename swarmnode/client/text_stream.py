@@ -12,7 +12,7 @@ from swarmnode.serving.client.generation import Generation, RingStream
 
 
 class GeneratedText(NamedTuple):
-    """One generated token, and the text that it adds (None for a checkpoint without tokenizer). `logprobs` if requested."""
+    """Generated token, and the text that it adds (None for a checkpoint without tokenizer). `logprobs` if requested."""
 
     id: int
     text: str | None

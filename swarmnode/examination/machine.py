@@ -153,7 +153,6 @@ def _disk_speed(home: Path) -> Finding:
 
 def _home(home: Path) -> Finding:
     """Check that the home folder can be written, without leaving a file there."""
-
     place = existing(home)
     if may_write(place):
         return Finding("home", "good", str(home))

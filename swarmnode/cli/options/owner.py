@@ -1,4 +1,6 @@
-"""The owner's key at the command line, and the password that opens the key. Sources:
+"""The owner's key at the command line, and the password that opens the key.
+
+Sources:
 
 SWARMNODE_OWNER_KEY        the key itself, as PEM text: for an agent or a secret store that hands it out
 --password-file FILE       its first line is the password

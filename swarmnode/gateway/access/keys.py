@@ -1,4 +1,6 @@
-"""API keys and their limits. A key file holds only hashes of the keys, one line per key:
+"""API keys and their limits.
+
+A key file holds only hashes of the keys, one line per key:
 
 alice 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 per_minute=60 concurrent=4
 

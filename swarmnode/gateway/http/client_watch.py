@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 class TimeLimit:
     """Context manager that raises asyncio.TimeoutError if the code inside takes longer than `seconds`. It costs one timer;
-    `wait_for` costs a task and two turns of the loop. (Python 3.10 lacks `asyncio.timeout`.)"""
+    `wait_for` costs a task and two turns of the loop. Python 3.10 lacks `asyncio.timeout`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

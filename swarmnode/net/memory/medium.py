@@ -74,7 +74,7 @@ class Medium:
         self._paths[one, other], self._paths[other, one] = path, back or path
 
     def hang(self, peer: PeerId) -> None:
-        """Let a peer hang as by SIGSTOP, seen from outside: data to and from it stays on the way. (Its own timers go on.)"""
+        """Let a peer hang as by SIGSTOP, seen from outside: data to and from it stays on the way, and its own timers continue."""
         self._hanging.setdefault(peer, asyncio.Event())
 
     def wake(self, peer: PeerId) -> None:

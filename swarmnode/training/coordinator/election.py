@@ -239,6 +239,6 @@ def term_after(term: int, peer: PeerId) -> int:
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Return the ready peers that hold units, the eldest first. (Bootstrap peers announce themselves too, but hold none.)"""
+    """Return the ready peers that hold units, the eldest first; bootstrap peers hold none."""
     ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]
