@@ -1,4 +1,4 @@
-"""An invite's bootstrap address sets the terminal's title, and clears it, where it is told that nobody can be reached."""
+"""An invite's bootstrap address sets the terminal's title and clears it when an error prints the address of an unreachable peer."""
 
 from __future__ import annotations
 

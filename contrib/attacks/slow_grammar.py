@@ -1,4 +1,4 @@
-"""A session's grammar takes long for every token, to hold up all others that are computed here."""
+"""A session's grammar takes long for every token, to delay all other sessions on the same device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.gateway.speaking import save_speaking_llama
 VIRTUAL, FAST = False, False
 
 AMBIGUOUS = "start: a*\na: b*\nb: /.{1,9}/ | /[^\\n]/ | b b | a a"
-SEES_S = 0.05  # that a mask takes at least, as of a vocabulary of 150,000 tokens
+SEES_S = 0.05  # minimum time of a mask, as with a vocabulary of 150,000 tokens
 PROMPT = [7, 8, 9]
 TEXTS, TOKENS = 3, 12  # of the attacker
 STEPS = 40
@@ -55,7 +55,7 @@ class Heavy(GrammarMatcher):
 
 
 class Hop:
-    """All units of a model on one device, and those who want something of it."""
+    """All units of a model on one device, and the sessions that use them."""
 
     def __init__(self, folder: Path) -> None:
         save_speaking_llama(folder)
@@ -100,7 +100,7 @@ class Hop:
         return TOKENS
 
     async def mean_step_s(self, session: int) -> float:
-        """Of one that has no grammar."""
+        """Return the mean seconds of a decode step of a new session without a grammar."""
         self.worker.open(session, rows=1, max_length=STEPS + 1)
         took_s = []
         for position in range(STEPS):

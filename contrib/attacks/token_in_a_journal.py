@@ -1,4 +1,4 @@
-"""Another user of the machine reads the page's owner token in the log of a service."""
+"""A local user of the machine reads the page's owner token in the log of a service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN = "a-token-of-the-owner"
 
 
 def journal() -> str:
-    """What a service that begins writes to its log."""
+    """Return the text that a starting service writes to its log."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("w") as stream, contextlib.redirect_stdout(stream):

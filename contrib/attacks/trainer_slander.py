@@ -1,4 +1,4 @@
-"""A trainer says of every microbatch that an honest stage sent it NaN, so that the stage is left out or the run of others ends."""
+"""A trainer says of every microbatch that an honest stage sent it NaN, so that the stage is excluded or the run ends for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIRS = (0, 0, 1, 1, 2, 2)
 
 
 class Slanderer(Saboteur):
-    """Names one stage where it should say that a microbatch is done."""
+    """Trainer that accuses one stage instead of reporting a microbatch as done."""
 
     accused = ""
 

@@ -18,7 +18,7 @@ AT = {"lone": "9.9.9.9", "one": "8.8.8.8", "two": "7.7.7.7"}
 
 
 def seen_by_a_node() -> Electorate:
-    """What a node has seen that was there before the two came, at STEP."""
+    """Return the votes of the peers as seen by a node that was there before the two identities came at `STEP`."""
     table = PeerTable()
     for number, name in enumerate(AT):
         announcement = ready_at(**AT)[name]

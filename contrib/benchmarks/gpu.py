@@ -195,7 +195,7 @@ def _one_step(runner: StageRunner, x: torch.Tensor, sessions: int) -> Callable[[
 
 
 def _alone(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
-    """Time transformers' own model of the same layers, embedding and head included, one session with the cache of its `generate`."""
+    """Time transformers' own model of the same layers, with embedding and head, one session, with the cache of its `generate`."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model: Any = AutoModelForCausalLM.from_pretrained(bench.checkpoint.path, dtype=dtype).to(bench.device)

@@ -5,8 +5,8 @@
 Founds a swarm on the checkpoint (a folder, or a GGUF file) in float32, on two nodes of this machine, and serves it. lm_eval, in
 the environment of PYTHON, scores the answers of `evaluation_task/` as `local-completions`: one request each, four together, and
 with prompts as texts. Prints JSON for each of these: accuracies, the largest relative difference of a log-likelihood to that of
-transformers (some 1e-6: matrix products go the way that is fastest here), and whether they agree on what is most likely. FILE is to
-hold the bodies of the requests, a line each. Nothing is taken from the network.
+transformers (some 1e-6: matrix products go the way that is fastest here), and whether both find the same endings most likely.
+FILE receives the bodies of the requests, a line each. Nothing is taken from the network.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ WAYS = {
 
 
 class Score(NamedTuple):
-    """Of an ending after its context."""
+    """Log-likelihood of an ending after its context, and whether greedy decoding gives the ending."""
 
     logprob: float
     is_greedy: bool
 
 
 class BodyRecorder:
-    """An ASGI application that keeps the bodies of what is asked of the one behind it, with their paths."""
+    """ASGI application that passes requests on to another one and records their paths and bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class BodyRecorder:
         return f"<BodyRecorder of {len(self.bodies)} bodies>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Pass a request on, and record its body unless it is empty."""
         body = b""
 
         async def kept() -> Message:
@@ -89,7 +89,7 @@ def write_float32(model: Path, folder: Path) -> None:
 
 
 async def evaluate(python: str, url: str, model: Path, out: Path, *more: str) -> list[dict[str, Any]]:
-    """Run lm_eval; the samples that it logs. Raises RuntimeError with what it printed."""
+    """Run lm_eval and return the samples that it logs. Raises RuntimeError with its output if it fails."""
     arguments = (
         f"model={MODEL},tokenizer={model},tokenizer_backend=huggingface,base_url={url}/completions,max_retries=1"
     )
@@ -120,13 +120,13 @@ async def evaluate(python: str, url: str, model: Path, out: Path, *more: str) ->
 
 
 def samples_in(out: Path) -> list[dict[str, Any]]:
-    """What lm_eval has logged."""
+    """Return the samples that lm_eval has logged under `out`. Raises ValueError unless there is exactly one log."""
     (samples,) = out.rglob("samples_*.jsonl")
     return [json.loads(line) for line in samples.read_text().splitlines()]
 
 
 class Reference:
-    """transformers, asked as lm_eval asks: the tokens of an ending are those of the whole text that the context alone lacks."""
+    """Scores by transformers, with endings cut as lm_eval cuts them: the tokens of the whole text behind those of the context."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -136,7 +136,7 @@ class Reference:
         return f"<Reference {type(self._model).__name__}>"
 
     def score(self, context: str, ending: str) -> Score:
-        """Of an ending after its context."""
+        """Return the score of an ending after its context."""
         begins = len(self._tokenizer(context, add_special_tokens=False).input_ids)
         ids = self._tokenizer(context + ending, return_tensors="pt", add_special_tokens=False).input_ids
         with torch.inference_mode():
@@ -147,7 +147,7 @@ class Reference:
 
 
 def pairs(samples: list[dict[str, Any]], reference: Reference) -> Iterator[tuple[Score, Score]]:
-    """(by the swarm, by transformers) of all endings."""
+    """Yield the scores of each ending: by the swarm, by transformers."""
     for sample in samples:
         asked = sample["arguments"].values() if isinstance(sample["arguments"], dict) else sample["arguments"]
         for one, told in zip(asked, sample["resps"], strict=True):
@@ -157,7 +157,7 @@ def pairs(samples: list[dict[str, Any]], reference: Reference) -> Iterator[tuple
 
 
 def compared(samples: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
-    """What is printed of one way to ask."""
+    """Return the results to print for the samples of one way to ask."""
     both = list(pairs(samples, reference))
     return {
         "endings": len(both),
@@ -169,7 +169,7 @@ def compared(samples: list[dict[str, Any]], reference: Reference) -> dict[str, A
 
 
 async def ask(local: LocalSwarm, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Serve, evaluate in each way, compare."""
+    """Serve the swarm, evaluate it in each of the `WAYS` and return the results by way."""
     reference = Reference(model)
     told: dict[str, Any] = {}
     async with await SwarmClient.join(load_swarm(local.file), home=local.folder / "client") as client:
@@ -186,7 +186,7 @@ async def ask(local: LocalSwarm, model: Path, options: argparse.Namespace) -> di
 
 
 def main(options: argparse.Namespace) -> None:
-    """Found, serve, evaluate, end."""
+    """Found the swarm, evaluate it, print the results and end it."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         write_float32(options.model, model)
@@ -203,6 +203,6 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--python", default=sys.executable, help="with lm_eval and its extra `api`")
-    parser.add_argument("--bodies", type=Path, metavar="FILE", help="for what was asked")
+    parser.add_argument("--python", default=sys.executable, help="Python that has lm_eval with its extra `api`")
+    parser.add_argument("--bodies", type=Path, metavar="FILE", help="file to write the bodies of the requests to")
     main(parser.parse_args())

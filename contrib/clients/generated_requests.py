@@ -2,10 +2,10 @@
 
     python contrib/clients/generated_requests.py --model MODEL --schemathesis ST [--requests 1000] [--only ^/v1/]
 
-Founds a swarm on the checkpoint (a folder, or a GGUF file) on one node of this machine, serves it with the page, and lets the
-program ST ask for everything that the schema has. Texts end after a few tokens. Prints JSON: answers and reasons by path and
-status, and of what is not well the request and the answer: what failed (from 500 on), and refusals without a reason. Exits with 1
-where there is any.
+Founds a swarm on the checkpoint (a folder, or a GGUF file) on one node of this machine, and serves it with the page. The
+program ST calls the schema's operations. Texts end after a few tokens. Prints JSON: answers and reasons by path and status,
+and the faults, each with its request and answer. Faults are server errors (status 500 and above), errors in a stream of events,
+and refusals without a reason. Exits with 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIN_REASON = 8  # characters
 
 
 class Judge:
-    """An ASGI application that looks at each answer of the one behind it, up to `limit`, and then refuses."""
+    """ASGI application that judges the answers of another one to `limit` requests, and refuses all later requests."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
@@ -53,7 +53,7 @@ class Judge:
         return f"<Judge of {self.answers.total()} answers, {len(self.faults)} faults>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Pass a request on and judge its answer; answer 503 after the limit."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -102,7 +102,7 @@ class Judge:
 
 
 def reason_of(told: bytes) -> str:
-    """The message of an error; empty where there is none."""
+    """Return the message of an error answer; empty if it has none."""
     try:
         message = json.loads(told)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -114,8 +114,10 @@ KNOWN = {"model": ["", MODEL], "role": ["system", "user", "assistant"]}
 
 
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The gateway's schema, in which the words that it leaves open are those that are known: else most requests would be refused
-    for these alone."""
+    """Return the gateway's schema with model names and roles limited to the `KNOWN` ones; changes `schema` itself.
+
+    Otherwise most requests would be refused for an unknown model or role alone.
+    """
     for component in schema["components"]["schemas"].values():
         for name in KNOWN.keys() & component.get("properties", {}).keys():
             component["properties"][name] = {"enum": KNOWN[name], "type": "string"}
@@ -123,7 +125,7 @@ def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_soon(client: SwarmClient) -> None:
-    """Let texts end after a few tokens, once it is checked that what was asked for fits."""
+    """Let texts end after `NEW_TOKENS` tokens, after the check that the requested number of tokens fits."""
     ordinary = client.stream
 
     async def stream(prompt: list[int], options: GenerateOptions, **others: Any) -> TextStream:
@@ -136,7 +138,7 @@ def end_soon(client: SwarmClient) -> None:
 
 
 async def ask(local: LocalSwarm, options: argparse.Namespace) -> Judge:
-    """Serve, let schemathesis ask."""
+    """Serve the swarm and let schemathesis send requests."""
     async with await SwarmClient.join(load_swarm(local.file), home=local.folder / "client") as client:
         end_soon(client)
         gateway = Gateway({MODEL: client}, config=GatewayConfig(default_new_tokens=NEW_TOKENS))
@@ -167,7 +169,7 @@ async def ask(local: LocalSwarm, options: argparse.Namespace) -> Judge:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Found, serve, ask, end."""
+    """Found the swarm, send the requests, print the results; return 1 if there are faults, otherwise 0."""
     with tempfile.TemporaryDirectory() as folder, LocalSwarm(Path(folder)) as local:
         local.create(options.model)
         local.bootstrap()
@@ -181,9 +183,9 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--schemathesis", required=True, metavar="ST", help="its program, st")
+    parser.add_argument("--schemathesis", required=True, metavar="ST", help="path of the program st of schemathesis")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--each", type=int, default=120, help="of an operation")
+    parser.add_argument("--each", type=int, default=120, help="examples for each operation")
     parser.add_argument("--only", default=".", help="paths that this regular expression finds")
     parser.add_argument("--mode", default="all", help="all, positive or negative, as of schemathesis")
     parser.add_argument("--seed", type=int, default=1)

@@ -234,7 +234,7 @@ def compute(folder: Path, kernel: str, seed: int) -> None:
 
 
 class Records:
-    """What was recorded in one number format, without an adapter or with it."""
+    """Recordings in one number format, without an adapter or with it."""
 
     def __init__(self, folder: Path, number_format: str, *, adapted: bool) -> None:
         self.number_format, self.adapted = number_format, adapted
@@ -250,7 +250,7 @@ class Records:
 
     @cached_property
     def lies(self) -> dict[str, dict[str, Any]]:
-        """By kind; `last two`: the last two positions zeroed, of which nothing behind the first hop is kept."""
+        """Recorded lies by kind; `last two`: an honest run whose first hop zeroes its output at the last two positions."""
         served = self.honest["own.served"]
         first_STH = served["hidden"][0].clone()
         first_STH[:, -2:] = 0
@@ -261,7 +261,7 @@ class Records:
         return torch.load(self._folder / f"{self._prefix}.{name}.pt")
 
     def run(self, name: str, found: dict[str, Any], text: int, seed: bytes, length: int = LENGTH) -> TextRun:
-        """The first `length` positions of a text as peers called `name` would state them."""
+        """Return the first `length` positions of a text as peers called `name` would state them."""
         sketches = [None, *(sketch(hidden_STH[text, :length], seed) for hidden_STH in found["hidden"])]
         route = [HopSpec(f"{name}{start}", start, end) for start, end in self.hops]
         accounts = [
@@ -282,7 +282,7 @@ class Records:
 
 
 def false_alarms(records: Records, positions: int, dice: random.Random) -> dict[str, Any]:
-    """Of honest pairs, as who compares for the first time judges them, and as who has compared many."""
+    """Count false alarms for honest pairs, as a new auditor and as an auditor with many comparisons judges them."""
     pairs, known = list(itertools.combinations(records.honest, 2)), Calibration()
     done = comparisons = alarms = near = 0
     worst = 0.0
@@ -307,7 +307,7 @@ def false_alarms(records: Records, positions: int, dice: random.Random) -> dict[
 
 
 def texts_until_out(records: Records, kind: str, one_in: int, dice: random.Random) -> int | None:
-    """How many texts a first hop has served that lies in one of `one_in`, when it is found; None after TEXTS of them."""
+    """Return the number of texts until a first hop is found that lies in one of `one_in` texts; None if `TEXTS` do not suffice."""
     budget, calibration, near_misses, audited = AuditBudget(), Calibration(), 0, 0
     cost = cost_of(PROMPT, LENGTH - PROMPT, decode_s=STEP_S, prefill_s=PROMPT_POSITION_S)
     for text in range(1, TEXTS + 1):
@@ -325,7 +325,7 @@ def texts_until_out(records: Records, kind: str, one_in: int, dice: random.Rando
 
 
 def judge_lie(records: Records, kind: str, calibration: Calibration, dice: random.Random) -> str:
-    """One lying text against two honest runs, as an audit does: `false`, `near` or `passed`."""
+    """Judge a lying text against two honest runs, as an audit does, and return `false`, `near` or `passed`."""
     number, seed = dice.randrange(records.texts), dice.randbytes(SEED_BYTES)
     lied = records.run("liar", records.lies[kind], number, seed)
     second, third = (
@@ -343,7 +343,7 @@ def judge_lie(records: Records, kind: str, calibration: Calibration, dice: rando
 
 
 def judge(folder: Path, positions: int, trials: int, seed: int) -> dict[str, Any]:
-    """False alarms, and how soon liars are out, by number format."""
+    """Return false alarms and the texts until liars are found, by number format."""
     dice, results = random.Random(seed), {}
     for number_format, adapted in itertools.product(FORMATS, (False, True)):
         records = Records(folder, number_format, adapted=adapted)

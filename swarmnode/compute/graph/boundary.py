@@ -29,7 +29,10 @@ _DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
 def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
-    """Return the arrays of an .npz file by name. Raises UsageError if `path` is no such file, or holds more than plain arrays."""
+    """Return the arrays of an .npz file by name.
+
+    Raises UsageError if `path` is not a readable .npz file, or holds more than plain arrays.
+    """
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     if not path.is_file() or path.suffix != ARRAYS_SUFFIX:

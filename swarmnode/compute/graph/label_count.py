@@ -86,7 +86,10 @@ class LabelMean:
         return [item.argument for item in self.graph.inputs if item.name in sources]
 
     def count(self, batch: Batch) -> tuple[float, int]:
-        """Return how many labels of a batch count, and how many there are. Raises UsageError where they do not fit."""
+        """Return how many labels of a batch count, weighted by class if there is a `weight`, and how many there are.
+
+        Raises UsageError if the labels cannot be computed from `batch`.
+        """
         values = _evaluate(self.graph, self.refs, batch)
         labels = values[self.labels]
         if self.ignored is None:
@@ -143,8 +146,8 @@ def obstructed_means(graph: Graph) -> tuple[LabelMean, ...]:
 def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
     """Return the graph with the values of the constants that labels are counted by, since trainers have no weights for them.
 
-    Raises UsageError if the data does not determine how many labels count, if a mean weighted by classes is not added to the loss
-    as it is, or if such a constant is not finite or has more than `MAX_TOLD` elements.
+    Raises UsageError if the data does not determine how many labels count, or if an operator other than a sum takes a mean
+    weighted by classes. Also raises it if such a constant is not finite or has more than `MAX_TOLD` elements.
     """
     told: set[str] = set()
     for mean in _find(graph, are_told=True):
@@ -304,7 +307,7 @@ def _sources(graph: Graph, refs: Iterable[Ref]) -> set[str]:
 
 
 def _evaluate(graph: Graph, refs: Iterable[Ref], batch: Batch) -> dict[Ref, Any]:
-    """Return all values that some follow from. Raises UsageError where they cannot be computed."""
+    """Return the values of `refs` and all that they depend on. Raises UsageError if they cannot be computed."""
     sources = _sources(graph, refs)
     items = [item for item in graph.inputs if item.name in sources]
     values: dict[Ref, Any] = {Ref(item.name): batch[item.argument] for item in items}

@@ -39,7 +39,7 @@ class Partition:
 
 
 def partition(graph: Graph, units: int = UNITS) -> Partition:
-    """The graph with its cuts. The means over labels are all in the last unit, where their shares come."""
+    """The graph with its cuts. The last unit computes all means over labels, since it receives their shares."""
     graph, sums = _means_last(graph)
     batch = graph.batch
     seconds = [0.0, *accumulate(reference_seconds(estimate_nodes(graph, batch).values()))]
@@ -54,7 +54,8 @@ def partition(graph: Graph, units: int = UNITS) -> Partition:
 
 
 def _means_last(graph: Graph) -> tuple[Graph, int]:
-    """Return the graph with its means over labels, and what follows from them, behind all else, and the number of the first one."""
+    """Return the graph with its means over labels, and the nodes that depend on them, moved to the end, and the number of the
+    first moved node."""
     moved = {mean.node.name for mean in label_means(graph)}
     for node in graph.nodes:
         if any(ref.name in moved for ref in node.refs()):

@@ -26,7 +26,7 @@ class WeighedMeans:
         self._shares = shares
 
     def guarded(self, node: OperatorCall, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a node, times its share if it is a mean over labels. Of no labels the mean is 0, not NaN."""
+        """Return the function of a node, times its share if it is a mean over labels. A mean over no labels is 0, not NaN."""
         number = self._numbers.get(node.name)
         if number is None:
             return function
