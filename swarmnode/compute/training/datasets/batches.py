@@ -175,11 +175,7 @@ class ArrayBatches(Batches):
         return Microbatch(*(tuple(values[name] for name in names) for names in (self._inputs, self._labels)))
 
     def weigh(self, label_shares: Sequence[LabelShares]) -> None:
-<<<<<<< HEAD
-        """Weigh microbatches by their labels, with a function for each mean of the loss; without `label_shares` weigh none."""
-=======
         """Weigh microbatches by their labels in each mean of the loss. If `label_shares` is empty, weigh none."""
->>>>>>> t13
         self._label_shares = label_shares
 
     @property
