@@ -95,9 +95,10 @@ def _ends(graph: Graph) -> tuple[list[str], list[str]]:
 
 
 def _label_shares(path: Path, graph: Graph, arrays: Mapping[str, np.ndarray]) -> list[LabelShares]:
-    """Return how microbatches share in each mean over labels of the loss; none where all share alike.
+    """Return the share function of each mean over labels in the loss; empty if all microbatches have equal shares.
 
-    Raises UsageError if no label counts, or if labels are uneven and the loss is no sum of their means."""
+    Raises UsageError if no label counts, or if label counts are uneven and the loss is not linear in their mean.
+    """
     rows = ROWS if graph.any_batch else graph.batch
     samples = len(next(iter(arrays.values())))
 

@@ -58,8 +58,8 @@ class LabelMean:
     """Mean over `labels` that a `node` of the `graph` takes and the loss depends on.
 
     A label equal to `ignored` does not count. Any other counts as the element of `weight` for its class, or as 1 if `weight` is
-    None. If `ignored` is None, the module divides by `labels` itself. `obstacle`: an operator between the mean and the loss that
-    is no sum; empty if there is none.
+    None. If `ignored` is None, the module divides by `labels` itself. `obstacle`: the first operator between the mean and the
+    loss that is not linear in the mean; empty if there is none.
     """
 
     graph: Graph
@@ -139,14 +139,14 @@ def label_means(graph: Graph) -> tuple[LabelMean, ...]:
 
 
 def obstructed_means(graph: Graph) -> tuple[LabelMean, ...]:
-    """Return the means over labels that an operator other than a sum separates from the loss."""
+    """Return the means over labels that the loss is not linear in (those with an `obstacle`)."""
     return tuple(mean for mean in _find(graph) if mean.obstacle)
 
 
 def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
     """Return the graph with the values of the constants that labels are counted by, since trainers have no weights for them.
 
-    Raises UsageError if the data does not determine how many labels count, or if an operator other than a sum takes a mean
+    Raises UsageError if the data does not determine how many labels count, or if the loss is not linear in a mean
     weighted by classes. Also raises it if such a constant is not finite or has more than `MAX_TOLD` elements.
     """
     told: set[str] = set()
@@ -255,20 +255,20 @@ class _Flow:
                 self._types[node.name] = node.types[0]
 
     def divides(self, whole: Ref, count: Ref) -> bool:
-        """Return whether something learnt is divided by what a batch alone tells."""
+        """Return whether `whole` depends on trained weights, and `count` on the batch and known constants alone."""
         return whole.name in self.trained and count.name in self.of_batch and count.name not in self.hidden
 
     def is_float(self, ref: Ref) -> bool:
         return bool(torch_constant(self._types[ref.name].dtype).is_floating_point)
 
     def takes(self, ref: Ref, label: int) -> bool:
-        """Return whether a value follows from a number, such as the label that is ignored."""
+        """Return whether a node that `ref` depends on has the number `label` as an argument."""
         sources = _sources(self.graph, [ref])
         nodes = [node for node in self.graph.nodes if node.name in sources]
         return any(argument == label for node in nodes for argument in (*node.args, *node.kwargs.values()))
 
     def obstacle(self, node: OperatorCall) -> str:
-        """Return the first operator on the way to the loss that is not linear in the node's value, else ""."""
+        """Return the first operator on the way to the loss that is not linear in the node's value; empty if there is none."""
         left, seen = [node.name], set()
         while left:
             name = left.pop()
@@ -298,7 +298,7 @@ class _Flow:
 
 
 def _sources(graph: Graph, refs: Iterable[Ref]) -> set[str]:
-    """Return the names of all that some values follow from, with their own."""
+    """Return the names of `refs` and of all values that they depend on."""
     wanted = {ref.name for ref in refs}
     for node in reversed(graph.nodes):
         if node.name in wanted:

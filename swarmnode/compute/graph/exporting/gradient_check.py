@@ -116,7 +116,7 @@ class _Check:
         self.functions: set[type] = set()  # autograd.Functions that the loss went through
 
     def run(self) -> None:
-        """Run all comparisons. Raises UsageError."""
+        """Run all comparisons. Raises UsageError if one fails."""
         with untouched(self.module), SameDraws():
             own = self._compare(1.0)
             if self.functions:
@@ -238,7 +238,7 @@ class _Check:
 
 
 def _foreign_draws() -> tuple[Any, ...]:
-    """Return where the generators of Python and numpy are."""
+    """Return the states of the random generators of Python and numpy."""
     state = np.random.get_state(legacy=False)
     return random.getstate(), str(state)
 
