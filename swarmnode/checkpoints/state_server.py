@@ -67,7 +67,8 @@ class StateServer(ChunkServer):
     # -- listings
 
     async def _list(self, channel: Channel, question: ListStates) -> None:
-        """Send the list of states, newest step first. If there are more than MAX_LISTED, the oldest are left out."""
+        """Send the list of states that the question asks for, newest step first, after a snapshot if it asks for a newer step.
+        If there are more than MAX_LISTED, the oldest are left out."""
         run = self._run_asked_for(question)
         if self._store is not None and self._store.run == run:
             await self._make_fresh(self._store, question.at_least)

@@ -106,8 +106,8 @@ class Spectators:
 
 
 class Lesson:
-    """The training's `Listener` in the demo: it reports each step to the spectators, and calls `half_way` after half of the
-    steps."""
+    """The training's `Listener` in the demo: it reports each step to the spectators, and calls `half_way` at the end of step
+    `steps // 2`, counted from 0."""
 
     def __init__(self, spectators: Spectators, steps: int, half_way: Callable[[], None]) -> None:
         self.reports: list[StepSummary] = []

@@ -117,7 +117,7 @@ class Lookout:
         return f"<Lookout of process {self._own.pid}>"
 
     def __call__(self, rules: Rules) -> Surroundings:
-        """Return the present observations."""
+        """Return the time and the present observations that `rules` need; the others are None or empty."""
         return Surroundings(
             when=datetime.datetime.now(),  # local time, which hours are in
             idle_s=self._idle.idle_s() if rules.only_idle_s is not None else None,

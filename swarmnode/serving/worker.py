@@ -202,7 +202,8 @@ class Worker:
         await self.executor.add(self)
 
     def submit(self, job: Job) -> None:
-        """Queue a job. `job.done` is called on the loop, also if the job fails."""
+        """Queue a job. `job.done` is called on the loop for each pass over its positions, also if it fails, but not after
+        `forget`. Jobs of a session that are computed as one call only the `done` of the first."""
         self.executor.submit(self, job)
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:

@@ -28,8 +28,8 @@ class DoorOptions:
 
 
 def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
-    """Return the adapters' folders by the adapters' names. Raises UsageError if a text is not NAME=DIR, or a name is not
-    possible."""
+    """Return the adapters' folders by the adapters' names. Raises UsageError if a text is not NAME=DIR, a name is invalid or
+    occurs twice, or there are too many."""
     from swarmnode.founding.swarm_creation import check_adapter_names
 
     for text in texts:

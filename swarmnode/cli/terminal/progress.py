@@ -83,7 +83,8 @@ class Effort:
         return time.monotonic() - self._begun_s
 
     def expired(self) -> bool:
-        """Return whether the time limit is reached; if so, remember that the search was cut short."""
+        """Return whether the time limit, less a reserve for printing the result, is reached; always False without a limit. If
+        so, remember that the search was cut short."""
         self._cut = self._cut or (
             self._limit_s is not None and self.taken_s >= (1 - RESERVE_SHARE) * self._limit_s - RESERVE_S
         )

@@ -81,9 +81,9 @@ def generate(
 
 
 def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:
-    """Return the swarm and the prompt that the arguments mean. A single argument that names no swarm is the prompt for the swarm
-    used last. A prompt of -, or none if the input is piped, is read from standard input, after the swarm if that comes from there
-    too."""
+    """Return the swarm and the prompt that the arguments mean. A single argument that names no swarm is the prompt for the
+    swarm used last. A prompt of -, or none (nor `ids`) if the input is piped, is read from standard input, after the swarm
+    if that comes from there too. Fails if nothing comes."""
     from swarmnode.swarm.storage.swarmfile import names_a_swarm
 
     alone = swarm and not prompt and not ids

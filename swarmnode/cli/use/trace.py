@@ -65,7 +65,8 @@ def parse_trace_id(text: str) -> bytes:
 
 
 def hops_table(timeline: Timeline) -> Table:
-    """Return a table with one row per hop: the median and the worst of its tokens, in milliseconds."""
+    """Return a table with one row per hop: its number of tokens, and the median and the worst of their waits and computing (in
+    milliseconds) and batch sizes."""
     from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("tokens", "wait ms", "compute ms", "batch")

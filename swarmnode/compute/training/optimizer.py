@@ -90,7 +90,8 @@ def dequantize(codes_N: Tensor, absmax_G: Tensor, *, signed: bool) -> Tensor:
 
 
 def dynamic_map(*, signed: bool) -> list[float]:
-    """Return the 256 levels of the codes in order, from -1 or 0 to 1. Each decade has twice as many as the next smaller one."""
+    """Return the 256 levels of the codes in order, from 0 to 1; signed from -0.993 to 1. Each decade has twice as many as the
+    next smaller one."""
     levels = [0.0, 1.0]
     for decade in range(DECADES):
         count = (1 if signed else 2) << decade

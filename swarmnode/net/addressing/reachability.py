@@ -95,7 +95,8 @@ def is_hidden(listening: Sequence[str], interfaces: Collection[str]) -> bool:
 
 
 def _hosts(listening: Sequence[str], interfaces: Collection[str]) -> Iterator[str]:
-    """Yield the IP addresses in the listening addresses; for a wildcard, those of the interfaces."""
+    """Yield the hosts in the listening addresses; for a wildcard the IP addresses of the interfaces, for 0.0.0.0 only those of
+    IPv4."""
     for address in listening:
         host = host_of(address)
         if host == "0.0.0.0":  # nosec B104  # only compared

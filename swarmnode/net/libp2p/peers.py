@@ -24,7 +24,8 @@ Connected = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
 
 
 class AddressGroups:
-    """Address groups of peers, remembered from the first meeting. Callers at the same time share one question to p2pd."""
+    """Address groups of the latest MOST_GROUPS peers, each as p2pd told it last. p2pd is asked only about peers that are not
+    known; callers at the same time share one question."""
 
     def __init__(self, connected: Connected) -> None:
         self._connected = connected

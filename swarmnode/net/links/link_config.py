@@ -39,7 +39,8 @@ class PeerVersions:
         return len(self._newest)
 
     def greeted(self, by: Claimant, hello: Hello) -> None:
-        """Record the newest version in a peer's greeting."""
+        """Record the newest version in a greeting. The peers of an address group on the open internet count as one; its latest
+        greeting decides."""
         self._newest[owner_of(by)] = hello.spoken[1]
 
     @property

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Selector that does not wait, and adds up the times that it should have waited."""
+    """Selector that does not wait while a timer is due, and adds up the times that it should have waited. Without a timer it
+    waits for events."""
 
     def __init__(self) -> None:
         super().__init__()

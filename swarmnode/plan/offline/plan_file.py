@@ -43,8 +43,8 @@ class PlanFile:
             raise UsageError(f"{path}: not a plan as `swarmnode plan --model … --json` prints it: {fault}") from None
 
     def spans(self, devices: int, units: int) -> list[Span]:
-        """What each device of a network holds; nothing, where it is not used. Raises UsageError where the plan is for another
-        network or model."""
+        """Return what each device of a network holds; an empty span if it is not used. Raises UsageError if the plan has
+        another number of units or names a device that the network does not have."""
         if self.units != units:
             raise UsageError(f"the plan is for {self.units} units, and the model has {units}")
         named = [device for _, members in self.stages for device in members]

@@ -230,8 +230,12 @@ class PassScheduler:
         return steps
 
     def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
-        """Steps, and as much of a prompt, to which all rows are filled up, as lengthens the steps of others by half; at least as
-        much as a step of its owner would."""
+        """Return the steps, and beside them as much of a prompt as lengthens the steps of other owners by half, with all rows
+        filled up.
+
+        That is at least as much as the longest step, and at most `longest_step` positions. If it would be less, and the
+        owner of the prompt has a step in the pass, the prompt is left out.
+        """
         longest, rows = max(steps.values()), len(steps) + 1
         others = self.shares.of_others(steps, prompt)
         fit = self.cost.positions(SLOWDOWN * self.cost.seconds(len(others) * longest)) / rows

@@ -157,10 +157,11 @@ MAX_STOP_CHARS = 1024
 
 
 class GenerateKeywords(TypedDict, total=False):
-    """Keyword arguments of `generate`, `stream` and `chat`: `max_tokens`, `stop`, and the fields of GenerateOptions.
+    """Keyword arguments of `generate`, `stream`, `chat` and `stream_chat`: `max_tokens`, `stop`, and the fields of
+    GenerateOptions.
 
-    `max_tokens` is the largest number of new tokens; `max_new_tokens` is transformers' name for it. The text ends before the first
-    of the `stop` strings (at most 16).
+    `max_tokens` is the largest number of new tokens; `max_new_tokens` is transformers' name for it. The text ends before
+    the first of the `stop` strings (at most 16).
     """
 
     max_tokens: int

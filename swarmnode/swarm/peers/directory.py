@@ -114,10 +114,11 @@ class DhtMeter:
 
 
 class Directory:
-    """The live peers of a swarm. Call `start` before use and `close` at the end, which publishes a goodbye.
+    """The live peers of a swarm. Call `start` before use and `close` at the end, which publishes a goodbye if this peer has
+    announced itself.
 
-    A client never calls `announce` and needs no `sign`. In a private swarm `vouch` decides whose announcements count.
-    `now` returns unix time in seconds.
+    A client never calls `announce` and needs no `sign`. In a swarm that has an owner `vouch` decides whose announcements
+    count. `now` returns unix time in seconds.
     """
 
     def __init__(

@@ -81,7 +81,8 @@ def issued_invites_path(swarm_file: Path) -> Path:
 
 
 def open_issued_invites(path: Path) -> IssuedInvites:
-    """Read the list in a file; it is empty if there is no file. Raises UsageError if the file is not such a list."""
+    """Read the list in a file; it is empty if there is no file. Raises UsageError if the file cannot be read or is not such a
+    list."""
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         return IssuedInvites(path)

@@ -153,7 +153,8 @@ class AllReduceAttempt:
         return math.sqrt(math.fsum(squares.values()))
 
     def _square(self, group: Group) -> float:
-        """Return the group's square; 0 if none was reported. Replicas that sum report the same square, so the median is taken,
-        which one liar cannot move. Replicas that update apart report different squares, so the mean is taken."""
+        """Return the group's square; 0 if none was reported. Replicas that sum report the same square, so the lower median is
+        taken: one liar of two can only lower it, one of three or more cannot move it. Replicas that update apart report
+        different squares, so the mean is taken."""
         told = [*self._squares.get(group.number, {}).values()] or [0.0]
         return statistics.median_low(told) if group.how == How.SUM else math.fsum(told) / len(told)

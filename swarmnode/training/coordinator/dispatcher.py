@@ -127,8 +127,9 @@ class Dispatcher:
         return min(able, key=lambda line: load[line], default=None)
 
     def hopeless_unit(self) -> int | None:
-        """Return a unit whose stages have all failed the same microbatch for good; None if there is none. If trainers have fed
-        something, each of them must say so."""
+        """Return the first unit whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
+        or at the all-reduce; None if there is none. For failures at microbatches each connected trainer that has fed
+        something must have reported some."""
         usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
         holders = [
             {member.peer for member in usable if member.span.start <= unit < member.span.end}

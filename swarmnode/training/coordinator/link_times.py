@@ -78,8 +78,8 @@ class LinkTimes:
         return np.array([[path_bps.get((here, there), 0.0) for there in peers] for here in peers], dtype=float)
 
     def averaged_bytes(self, blocks: Sequence[int], how: Averaging) -> float:
-        """Return the bytes that each replica sends to average these blocks; 0 if the parameters are unknown. The shared
-        block counts as the larger of both ends."""
+        """Estimate the encoded bytes of the gradients of these blocks; 0 if the parameters are unknown. The shared block
+        counts as the larger of both ends."""
         if not self.parameters:
             return 0.0
         ends = max(self.parameters[0], self.parameters[-1])

@@ -49,7 +49,7 @@ class TrainerConnections:
         return iter(list(self._lines.values()))
 
     def add(self, line: TrainerLine, since: int) -> None:
-        """Add a trainer, and send it the reports of the steps from `since` on."""
+        """Add a trainer. Send it the kept reports of the steps from `since` on, and the end of the run if it has ended."""
         self._lines[line.channel] = line
         for report in self.history:
             if report.step >= since:

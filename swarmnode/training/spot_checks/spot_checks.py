@@ -277,7 +277,8 @@ class SpotChecks:
             log.info("peer %s did not receive your accusation: %s", other, error or "no answer in time")
 
     def _hear(self, author: PeerId, accusation: Accusation) -> None:
-        """Record an accusation if it shows a commitment that the accused signed; that peer is checked next."""
+        """Record an accusation if it shows a commitment that the accused signed in the same run, unless `Suspicions.hear`
+        ignores it. The accused is checked before others when the budget affords it."""
         try:
             commitment = open_commitment(accusation.commitment, self.committer.swarm, self.committer.verify)
         except ProtocolError as error:

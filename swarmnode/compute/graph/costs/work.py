@@ -70,7 +70,7 @@ def total(works: Iterable[ComputeWork]) -> ComputeWork:
 
 
 class WorkCounter(TorchDispatchMode):
-    """Counter of the operators that are dispatched while it is entered. Meant for fake tensors, which cost nothing."""
+    """Counter of the work of the aten operators that are dispatched while it is entered. With fake tensors they cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

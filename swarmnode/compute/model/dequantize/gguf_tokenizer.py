@@ -60,7 +60,7 @@ class GgufTokenizer:
         return None if field is None else field.contents()
 
     def _check(self) -> None:
-        """Raise CheckpointError if a key changes the meaning of texts and is not supported here."""
+        """Raise CheckpointError if a tokenizer key is set that is neither read here nor known to have no effect."""
         for name in self._fields:
             key = name.removeprefix(PREFIX)
             known = key in READ or key in WITHOUT_EFFECT or key.startswith("chat_template.")
