@@ -67,7 +67,7 @@ class MonthlyTraffic:
         return counted[self._month]
 
     def keep(self) -> None:
-        """Write the counts. A failure is logged."""
+        """Drop the oldest months beyond `MONTHS`, and write the counts. A failure is logged."""
         self._unkept_bytes = 0
         for month in sorted(self._kept.bytes.keys() - {self._month})[: 1 - MONTHS]:
             del self._kept.bytes[month]

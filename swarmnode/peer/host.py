@@ -227,7 +227,7 @@ class Host:
         return self._of_others([*self._named_bootstraps(), *self._known.addresses(), *near])
 
     def _named_bootstraps(self) -> list[str]:
-        """Return the addresses that the user and the invite name."""
+        """Return the addresses of other peers that the user and the invite name, each once."""
         return self._of_others([*self.config.peers, *self.swarm.bootstraps])
 
     def _of_others(self, addresses: Sequence[str]) -> list[str]:

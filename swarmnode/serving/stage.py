@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 class Stage(Protocol):
     """Units of a model that are loaded, and that answer requests of other peers until `close`.
 
-    Each kind has its own `load` (`ServingStage`, `InferenceStage`, `TrainingWorker`). One owner calls, on the event
-    loop, in this order: `finish` and `take_on` in turn, any number of times; `drain`, at most once; `close`, also
-    without a `drain`; `keep`, at most once. `sections`, `readings`, `bound` and `rest_s` answer at once, at any time
-    before `close`.
+    Each kind has its own `load` (`ServingStage`, `InferenceStage`, `TrainingWorker`). One owner calls, in this order:
+    `finish` and `take_on` in turn, any number of times; `drain`, at most once; `close`, also without a `drain`; `keep`, at
+    most once. All are called on the event loop but `keep`, which blocks and has a thread of its own. `settled` may be
+    awaited before `drain` and `close`. `sections`, `readings`, `bound` and `rest_s` answer at once, at any time before
+    `close`.
     """
 
     @property

@@ -144,7 +144,8 @@ def _positions(config: Any) -> int | None:
 
 
 def _ends(model: Any, positions: int | None) -> bool:
-    """Return whether the whole model fails at one position more than its config says."""
+    """Return whether the whole model fails at one position more than the `positions` of its config; False, without a trial, if
+    these are unknown or too many to try."""
     if positions is None or positions > TINY_SIZES["max_position_embeddings"]:
         return False
     try:

@@ -58,7 +58,7 @@ class AddressGroups:
 
 
 def peer_name(raw: bytes) -> PeerId:
-    """Return the peer id in text form; empty if the bytes are no peer id."""
+    """Return the bytes of a peer id as text, without a check that they are one; empty if they are more than `MAX_ID_BYTES`."""
     return _name(raw) if len(raw) <= MAX_ID_BYTES else ""  # strangers send them: long ones do not enter the cache
 
 

@@ -63,7 +63,7 @@ class SendQueue:
         return size_bytes
 
     def count(self) -> None:
-        """Update the ledger's reservation to the bytes held now."""
+        """Update the ledger's reservation: the stream's buffers for receiving, and the unsent bytes, at least `SMALL_BYTES`."""
         held_bytes = self._stream.receive_bytes + max(SMALL_BYTES, self.unsent_bytes)
         if held_bytes != self._reservation.size_bytes:
             self._reservation.count(held_bytes)

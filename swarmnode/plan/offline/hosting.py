@@ -353,7 +353,7 @@ class Planner:
         )
 
     def _offer(self, stages: int, replicas: int) -> list[float]:
-        """What each of so many groups of the roomiest devices has room for."""
+        """Room of the smallest device in each of `stages` groups of `replicas`, made of the roomiest devices."""
         roomiest = np.sort(self._room_bytes)[::-1][: stages * replicas]
         rooms: list[float] = roomiest.reshape(stages, replicas).min(axis=1).tolist()
         return rooms

@@ -139,7 +139,8 @@ class Backlog:
 
 
 class PassScheduler:
-    """Of one stage. A session of which at most `longest_step` positions wait is at a step, else in its prompt."""
+    """Scheduler of one stage's passes. A session of which at most `longest_step` positions wait may go as a step; others are
+    in their prompts."""
 
     def __init__(self, *, longest_step: int, longest_chunk: int) -> None:
         self.cost = PassCost()

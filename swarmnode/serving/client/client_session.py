@@ -427,7 +427,7 @@ class ClientSession:
 
     @staticmethod
     def _why(error: SwarmnodeError | None, no_route: NoRoute) -> SwarmnodeError:
-        """Return the error to show if no route is left: that peers are full or refuse says more than `no_route`."""
+        """Return the error to show if no route is left: Busy if peers are full, a refusal in `TOLD`, else `no_route`."""
         if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
             retry_s = error.retry_s or 1.0
             return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)

@@ -27,8 +27,8 @@ BLOCK = 256
 class SharedText:
     """Text of one owner whose positions the hops of a session hold, or will hold once they are `computed`.
 
-    `kept` says that the text is finished: its session is idle until another text continues it. `settled` is set as soon
-    as the positions are computed, or never will be.
+    `kept` says that the text is finished: its session is idle until another text continues it. For other texts, `settled`
+    is set as soon as the positions are computed, or never will be.
     """
 
     def __init__(self, owner: str, ids: Sequence[int], session: ClientSession, *, kept: bool = False) -> None:

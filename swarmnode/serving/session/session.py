@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StageSession:
-    """A session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later OPEN."""
+    """A session at one hop. Created for its first OPEN; `rebind` binds it to the epoch of each OPEN, the first included."""
 
     host: SessionHost
     pipeline: SessionPipeline

@@ -31,8 +31,8 @@ LEAST_LABEL = 10.0  # height of a line that can be read
 
 def network_matrix(machines: Machines, carried: str) -> str:
     """Draw the bandwidth from each machine (row) to each other (column) as HTML: the stronger the colour, the more bandwidth,
-    on a logarithmic scale. Dots show the traffic, named by `carried`: the larger, the more. Clusters are framed; a bar beside
-    each row shows its role."""
+    on a logarithmic scale. Dots show the traffic, named by `carried`: the larger, the more. Clusters are framed; a bar
+    beside each row shows its role, none that it is idle."""
     count = len(machines.names)
     cell = min(MOST_CELL, max(1, SIDE // max(1, count)))  # whole, or there are gaps between neighbours
     least_bps, most_bps = _ends(machines)

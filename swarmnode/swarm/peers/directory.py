@@ -67,7 +67,7 @@ class DirectoryConfig:
     save_s: float = 30.0
 
     def read_period_s(self, peers: float) -> float:
-        """Return the seconds between two reads in a swarm of `peers` peers."""
+        """Return the seconds between two reads in a swarm of `peers` peers, while its peers change."""
         return min(self.max_read_s, self.read_s * max(1.0, peers / self.crowd))
 
     def publish_period_s(self, peers: float) -> float:
@@ -242,7 +242,8 @@ class Directory:
             self._speak.set()
 
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """Drop a failed peer from the view at once. It comes back with its own next announcement, after a probation."""
+        """Drop a failed peer from the view at once. It comes back after a restart, or with an announcement that it issues
+        later, after a probation. Nothing happens if it is this peer itself, unknown or paused."""
         if peer == self.network.peer_id:
             return
         logger.info("peer %s suspected: %s", peer, reason)

@@ -238,7 +238,7 @@ class WorkerGroup:
         return iter(list(self.members.values()))
 
     async def close(self) -> None:
-        """Close all connections."""
+        """End all conversations, and the calls that are under way."""
         await self._tasks.close()
         for member in self:
             member.line.close()

@@ -178,7 +178,8 @@ class TrainingParts:
     # -- microbatches
 
     def admit(self, body: Forward, place: int) -> bool:
-        """Reserve memory for a microbatch on all devices that it passes, until it is `ended`. Returns False if there is no room."""
+        """Choose the replica for a microbatch, and reserve memory on all its devices until the microbatch is `ended`. Returns
+        False, and reserves nothing, if one of them has no room."""
         replica = self._choose(body)
         admitted: list[TrainingPart] = []
         for part in self.replicas[replica]:

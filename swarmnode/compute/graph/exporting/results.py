@@ -51,7 +51,8 @@ class Outputs(nn.Module):
 
 
 def _named(value: Any, name: str, module: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a module's result, named by the keys and numbers that lead to them, as "hidden_states_2".
+    """Yield the tensors in a module's result, named by the keys and numbers that lead to them, as "hidden_states_2"; a lone
+    tensor is named `OUTPUT`. None is left out.
 
     Raises UsageError for other results than tensors.
     """

@@ -230,9 +230,11 @@ class AdapterFile:
         return dtype.itemsize * sum(layer.elements for layer in self.layers_of(family, start, end).values())
 
     def check(self, family: Family, model: nn.Module, start: int, end: int) -> None:
-        """Check the adapter's layers in units [start, end) against `model`, which may be on the meta device.
+        """Check that all layers of the adapter exist, and those in units [start, end) against `model`, which may be on the
+        meta device.
 
-        Raises CheckpointError if the model lacks a layer of the adapter, or one of these has another shape.
+        Raises CheckpointError if the model lacks a layer of the adapter, or one in these units is not linear or has another
+        shape.
         """
         for module in self.layers:
             if not family.units_of_tensor(f"{module}.weight"):
