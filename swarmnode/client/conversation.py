@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from swarmnode.client.tokenizer import Turn
-from swarmnode.serving.client.generation import GenerateOptions
+from swarmnode.client.tokenizer import SYSTEM, Turn
+from swarmnode.serving.client.generation import GenerateOptions, Generation
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -28,21 +28,34 @@ class Conversation:
         """`system` is a system text, for models that know that role; empty for none."""
         self._client = client
         self._options = options
-        self._begin = (Turn("system", system),) if system else ()
-        self.turns = list(self._begin)
+        self.turns: list[Turn] = []
+        self.system = system
+        self.result: Generation | None = None  # of the latest answer; None if it has not begun
 
     def __repr__(self) -> str:
         return f"<Conversation of {len(self.turns)} turns>"
 
+    @property
+    def system(self) -> str:
+        """System text; empty if there is none. A new text replaces the old one, and the other turns stay."""
+        return "".join(turn.content for turn in self.turns[:1] if turn.role == SYSTEM)
+
+    @system.setter
+    def system(self, text: str) -> None:
+        begin = [Turn(SYSTEM, text)] if text else []
+        self.turns = [*begin, *(turn for turn in self.turns if turn.role != SYSTEM)]
+
     def forget(self) -> None:
         """Start again, with only the system text."""
-        self.turns = list(self._begin)
+        self.turns = [turn for turn in self.turns if turn.role == SYSTEM]
 
     async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:
         """Send `text` as the user's next turn and return the answer as a stream of pieces. Raises what `SwarmClient.stream_chat`
         raises; the conversation is then unchanged."""
+        self.result = None
         asked = [*self.turns, Turn("user", text)]
         stream = await self._client.stream_chat(asked, self._options, kept_for=KEPT_FOR)
+        self.result = stream.result
         return self._listen(asked, stream)
 
     async def _listen(self, asked: list[Turn], stream: TextStream) -> AsyncGenerator[GeneratedText, None]:
