@@ -144,7 +144,7 @@ def chat(
         fail("standard input was empty: pipe a message into this command", 2)
 
     async def talk(stop: asyncio.Event) -> bool:
-        """Return whether the user has got what was asked for."""
+        """Return False if the user interrupted the answer to a pipe, else True."""
         async with asking(swarm, home, patience_s=patience, trust=trust) as client:
             dialogue = Dialogue(client, options, system=system, as_json=as_json)
             await dialogue.check_model()
@@ -209,7 +209,7 @@ class Dialogue:
             say()
 
     def interrupt(self) -> None:
-        """Stop the answer that is being written. If there is none, or it was told before, ask the process to end."""
+        """Stop the answer that is being written. If there is none, or the user has stopped it already, ask the process to end."""
         if self._answer is not None and not self._interrupted:
             self._interrupted = True
             self._answer.cancel()
