@@ -313,7 +313,7 @@ class _MessageStyle:
         if part.kind is PartKind.REASONING:
             return ThinkingBlock(thinking=part.text)
         assert part.call is not None
-        id = f"toolu_{self._answer.trace}_{part.index}"
+        id = f"toolu_{self._answer.stem}_{part.index}"
         return ToolUseBlock(id=id, name=part.call.name, input=json.loads(part.text or "{}"))
 
     def _message(self, content: list[ReplyBlock], reason: str | None) -> MessageReply:

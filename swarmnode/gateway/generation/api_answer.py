@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.http.event_stream import EventStream, event
 
 REQUEST_ID = "X-Request-Id"
+UNIQUE_BYTES = 6
 
 
 @dataclass
@@ -84,6 +86,7 @@ class ApiAnswer:
         self.created = int(time.time())
         self.choices = choices
         self._prefix = prefix
+        self._unique = secrets.token_hex(UNIQUE_BYTES)
         self._prompt_tokens = sum(map(len, prompts))
 
     def __repr__(self) -> str:
@@ -95,9 +98,15 @@ class ApiAnswer:
         return self.choices[0].trace
 
     @property
+    def stem(self) -> str:
+        """Ending of the ids of the answer and of its parts: random digits and the trace. Answers of one conversation may share
+        their trace, because they continue one session."""
+        return f"{self._unique}-{self.trace}"
+
+    @property
     def id(self) -> str:
-        """Id of the answer: the API's prefix and the trace."""
-        return f"{self._prefix}{self.trace}"
+        """Id of the answer: the API's prefix and the stem."""
+        return f"{self._prefix}{self.stem}"
 
     def usage(self) -> TokenUsage:
         """Return the token counts up to now. A prompt that several choices continue counts once."""

@@ -83,11 +83,11 @@ class _ChatStyle:
         return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
 
     def _calls(self, choice: int, calls: Sequence[ToolCall]) -> list[ToolCallReply] | None:
-        """Return the calls in this API's format, with ids derived from the answer's trace; None if there are none."""
+        """Return the calls in this API's format, with ids that are unique in a conversation; None if there are none."""
         told = [
             ToolCallReply(
                 index=number,
-                id=f"call_{self._answer.trace}_{choice}_{number}",
+                id=f"call_{self._answer.stem}_{choice}_{number}",
                 function=FunctionCall(name=call.name, arguments=call.arguments),
             )
             for number, call in enumerate(calls)

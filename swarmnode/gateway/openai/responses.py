@@ -208,7 +208,7 @@ class _ResponseStyle:
 
     def _item_id(self, part: AnswerPart) -> str:
         prefix = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}[part.kind]
-        return f"{prefix}_{self._answer.trace}_{part.index}"
+        return f"{prefix}_{self._answer.stem}_{part.index}"
 
     def _content(self, part: AnswerPart) -> dict[str, Any]:
         content = OutputText if part.kind is PartKind.TEXT else ReasoningText
@@ -221,7 +221,7 @@ class _ResponseStyle:
         if part.kind is PartKind.REASONING:
             return ReasoningItem(id=id, status=status, content=[ReasoningText(text=part.text)])
         assert part.call is not None
-        call_id = f"call_{self._answer.trace}_{part.index}"
+        call_id = f"call_{self._answer.stem}_{part.index}"
         return FunctionCallItem(id=id, status=status, call_id=call_id, name=part.call.name, arguments=part.text)
 
     @property
