@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,11 +27,13 @@ from swarmnode.cli.terminal.console import (
 from swarmnode.cli.terminal.formatting import one_line
 from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 from swarmnode.cli.use.generate import generation_json, tell_missing
+from swarmnode.client.tokenizer import SYSTEM, Turn
 from swarmnode.errors import SwarmnodeError
 from swarmnode.net.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.client.text_stream import GeneratedText, TextStream
     from swarmnode.serving.client.generation import GenerateOptions, Generation
     from swarmnode.swarm.peers.standing import Trust
 
@@ -56,6 +59,7 @@ NO_TEMPLATE = (
 )
 DESCRIPTOR = 0  # of standard input
 MAX_PIPED_BYTES = 1 << 24
+KEPT_FOR = "conversations"  # owner of the kept caches
 PIECE_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20  # a longer line is split
 
@@ -112,6 +116,54 @@ class TypedLines:
             return b""
 
 
+class Conversation:
+    """Conversation with one answer at a time. If the caller stops reading an answer, the part that was read becomes the model's
+    turn."""
+
+    def __init__(self, client: SwarmClient, options: GenerateOptions | None = None, *, system: str = "") -> None:
+        """`system` is a system text, for models that know that role; empty for none."""
+        self._client = client
+        self._options = options
+        self.turns: list[Turn] = []
+        self.system = system
+        self.result: Generation | None = None  # of the latest answer; None if it has not begun
+
+    def __repr__(self) -> str:
+        return f"<Conversation of {len(self.turns)} turns>"
+
+    @property
+    def system(self) -> str:
+        """System text; empty if there is none. A new text replaces the old one, and the other turns stay."""
+        return "".join(turn.content for turn in self.turns[:1] if turn.role == SYSTEM)
+
+    @system.setter
+    def system(self, text: str) -> None:
+        begin = [Turn(SYSTEM, text)] if text else []
+        self.turns = [*begin, *(turn for turn in self.turns if turn.role != SYSTEM)]
+
+    def forget(self) -> None:
+        """Start again, with only the system text."""
+        self.turns = [turn for turn in self.turns if turn.role == SYSTEM]
+
+    async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:
+        """Send `text` as the user's next turn and return the answer as a stream of pieces. Raises what `SwarmClient.stream_chat`
+        raises; the conversation is then unchanged."""
+        self.result = None
+        asked = [*self.turns, Turn("user", text)]
+        stream = await self._client.stream_chat(asked, self._options, kept_for=KEPT_FOR)
+        self.result = stream.result
+        return self._listen(asked, stream)
+
+    async def _listen(self, asked: list[Turn], stream: TextStream) -> AsyncGenerator[GeneratedText, None]:
+        heard = ""
+        try:
+            async for piece in stream:
+                heard += piece.text or ""
+                yield piece
+        finally:
+            self.turns = [*asked, Turn("assistant", heard)]
+
+
 @command
 def chat(
     *,
@@ -166,8 +218,6 @@ class Dialogue:
     def __init__(
         self, client: SwarmClient, options: GenerateOptions, *, system: str = "", as_json: bool = False
     ) -> None:
-        from swarmnode.client.conversation import Conversation
-
         self._client = client
         self._conversation = Conversation(client, options, system=system)
         self._as_json = as_json
