@@ -48,7 +48,7 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(gateway.config.origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

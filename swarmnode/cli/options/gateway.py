@@ -52,7 +52,7 @@ class GatewayAddress:
         from swarmnode.gateway.page.page import Page
         from swarmnode.lending.control_server import CommandSocket
 
-        gateway = Gateway(clients, keys, config or GatewayConfig())
+        gateway = Gateway(clients, keys, config or GatewayConfig(), home=self.home)
         page = Page(gateway, self.home)
         async with (
             gateway.loading(),

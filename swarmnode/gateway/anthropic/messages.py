@@ -277,7 +277,7 @@ class _MessageStyle:
         self._parts = Parts()
         self._begun = False
 
-    def whole(self, texts: Sequence[Text]) -> MessageReply:
+    async def whole(self, texts: Sequence[Text]) -> MessageReply:
         [text] = texts
         for _ in self._parts.push(text.reasoning, text.text, text.calls, over=True):
             pass
@@ -294,7 +294,7 @@ class _MessageStyle:
             events.append(NamedEvent.of("message_delta", delta=delta, usage=self._usage().model_dump()))
         return events
 
-    def ending(self) -> Sequence[BaseModel | str]:
+    async def ending(self) -> Sequence[BaseModel | str]:
         return [NamedEvent.of("message_stop")]
 
     def _step(self, event: PartEvent) -> NamedEvent:

@@ -47,7 +47,7 @@ class Text:
 class Style(Protocol):
     """Response format of one API (OpenAI, Anthropic, …)."""
 
-    def whole(self, texts: Sequence[Text]) -> BaseModel:
+    async def whole(self, texts: Sequence[Text]) -> BaseModel:
         """Build the complete response body.
 
         Args:
@@ -69,7 +69,7 @@ class Style(Protocol):
         """
         ...
 
-    def ending(self) -> Sequence[BaseModel | str]:
+    async def ending(self) -> Sequence[BaseModel | str]:
         """Build the events that end a stream, after the last piece of the last choice.
 
         Returns:
@@ -128,8 +128,8 @@ class ApiAnswer:
             return events
         with ClientWatch(request.receive) as client:
             texts = await client.run(self._texts())
-        whole = style.whole(texts).model_dump_json()
-        return Response(whole, media_type="application/json", headers={REQUEST_ID: self.trace})
+        whole = await style.whole(texts)
+        return Response(whole.model_dump_json(), media_type="application/json", headers={REQUEST_ID: self.trace})
 
     async def _texts(self) -> list[Text]:
         texts = [Text(choice.index) for choice in self.choices]
@@ -151,7 +151,7 @@ class ApiAnswer:
                     running -= piece.finish_reason is not None
                     told: list[BaseModel | bytes | str] = list(style.events(piece))
                     if not running:
-                        told += style.ending()  # sent together with the last piece
+                        told += await style.ending()  # sent together with the last piece
                     yield b"".join(map(event, told))
                     begun = True
         except (SwarmnodeError, ApiError) as error:

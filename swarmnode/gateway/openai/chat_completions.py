@@ -37,7 +37,7 @@ class _ChatStyle:
         self._begun: set[int] = set()  # choices whose role has been sent
         self._texts = TextEvents(lambda index, text: self._chunk(index, ChatMessage(content=text)))
 
-    def whole(self, texts: Sequence[Text]) -> ChatReply:
+    async def whole(self, texts: Sequence[Text]) -> ChatReply:
         choices = [
             ChatChoice(
                 index=text.index,
@@ -77,7 +77,7 @@ class _ChatStyle:
     def _chunk(self, index: int, delta: ChatMessage) -> ChatReply:
         return self._told("chat.completion.chunk", [ChatChoice(index=index, delta=delta)])
 
-    def ending(self) -> Sequence[ChatReply | str]:
+    async def ending(self) -> Sequence[ChatReply | str]:
         if not self._tells_usage:
             return [DONE]
         return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
