@@ -95,11 +95,11 @@ def replace_durably(new: Path, path: Path) -> None:
 def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None:
     """Write `data` to a file of mode 0600, atomically: a reader sees the old content or the new.
 
-    `make_folder` also creates its parent folder if missing, with mode 0700. Raises LocalError if the file cannot be written.
+    `make_folder` also creates its missing parent folders, with mode 0700. Raises LocalError if the file cannot be written.
     """
     try:
         if make_folder:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path.parent)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -113,6 +113,14 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
             raise
     except OSError as error:
         raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def make_private(folder: Path) -> None:
+    """Create the folder and its missing parents with mode 0700: `Path.mkdir` gives that mode to the last one only. Raises
+    OSError."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def default_home() -> Path:

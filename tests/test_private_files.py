@@ -18,14 +18,14 @@ def test_under_an_open_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         lock = lock_alone(tmp_path / "a.lock")
-        write_private(tmp_path / "folder" / "file", b"", make_folder=True)
+        write_private(tmp_path / "new" / "folder" / "file", b"", make_folder=True)
         slot = IdentitySlot(tmp_path / "home", "node")
     finally:
         os.umask(before)
     assert lock is not None and not slot.path.is_dir()
     lock.close()
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
-    assert modes.pop("folder") == modes.pop("home") == 0o700
+    assert modes.pop("new") == modes.pop("folder") == modes.pop("home") == 0o700
     assert set(modes.values()) == {0o600}, modes
 
 

@@ -104,9 +104,7 @@ class KeptResponses:
         path, key = self._path(owner, id), self._key()
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
-            for folder in (self._folder, path.parent):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_private(path, nonce + AESGCM(key).encrypt(nonce, content, _names(owner, id)))
+            write_private(path, nonce + AESGCM(key).encrypt(nonce, content, _names(owner, id)), make_folder=True)
             _bound(path.parent)
         except OSError as error:
             raise LocalError(f"cannot write {self._folder}: {error.strerror or error}") from error
