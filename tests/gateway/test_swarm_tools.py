@@ -45,7 +45,7 @@ async def test_agents_generate_look_and_trace(founded: Founded, tmp_path: Path) 
 
 @in_virtual_time
 async def test_agents_chat_by_the_models_template(founded: Founded, tmp_path: Path) -> None:
-    """By the SDK's own client, as an agent does."""
+    """The SDK's own client calls the server, as an agent does."""
     mcp = pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools
 

@@ -99,9 +99,9 @@ class SwarmTools:
     ) -> dict[str, Any]:
         """Let the swarm's model continue a text, which ends before the first of the `stop` strings. Returns the new text, why it
         ended ("stop" or "length"), the trace, and the machines that computed it. Raises ToolError."""
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         with _told_in_words():
-            return _written(await self._client.generate(prompt, stop=stop or (), **options))
+            options = GenerateOptions(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+            return _written(await self._client.generate(prompt, options, stop=stop or ()))
 
     async def embed(self, texts: list[str]) -> dict[str, list[list[float]]]:
         """Return the vector that the swarm's model makes of each text: texts with a similar meaning have vectors of a similar

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
@@ -29,7 +29,23 @@ LOGPROBS = "message.output_text.logprobs"
 COMPLETED = "completed"
 SPOKEN_BY = {True: "output_text", False: "input_text"}  # types of text parts, by whether the model wrote them
 ID_BYTES = 12
-Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+MAX_PAIRS, MAX_NAME_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # of metadata, as at OpenAI
+
+
+def _checked_metadata(pairs: Any) -> Any:
+    """Raise ValueError unless metadata are few short texts by short names."""
+    if isinstance(pairs, dict) and (
+        len(pairs) > MAX_PAIRS
+        or any(len(name) > MAX_NAME_CHARS for name in pairs)
+        or any(not isinstance(value, str) or len(value) > MAX_VALUE_CHARS for value in pairs.values())
+    ):
+        raise ValueError(
+            f"metadata are at most {MAX_PAIRS} texts of {MAX_VALUE_CHARS} characters, with names of {MAX_NAME_CHARS}"
+        )
+    return pairs
+
+
+Metadata = Annotated[dict[str, Any], BeforeValidator(_checked_metadata)]
 
 
 class InputItem(BaseModel):
@@ -84,7 +100,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: int | None = None
     instructions: str | None = None
     store: bool | None = None
-    metadata: Metadata | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
     max_output_tokens: NewTokens | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -147,8 +163,14 @@ def _item(given: InputItem) -> Item:
     """Return an item of a request in the form that is kept. Raises ApiError if it is not supported."""
     random = secrets.token_hex(ID_BYTES)
     if given.type == "function_call":
-        called = {"call_id": given.call_id, "name": given.name, "arguments": given.arguments}
-        return Item(f"fc_{random}", given.type, COMPLETED, **called)
+        return Item(
+            f"fc_{random}",
+            given.type,
+            COMPLETED,
+            call_id=given.call_id,
+            name=given.name,
+            arguments=given.arguments,
+        )
     if given.type == "function_call_output":
         return Item(f"fco_{random}", given.type, COMPLETED, call_id=given.call_id, output=text_of(given.output))
     if given.type == "reasoning":
