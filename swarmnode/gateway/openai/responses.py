@@ -258,11 +258,10 @@ class _ResponseStyle:
     def events(self, piece: Piece) -> list[NamedEvent]:
         begins = [] if self._begun else [self._told("created"), self._told("in_progress")]
         self._begun = True
+        self._reason = piece.finish_reason
         over = piece.finish_reason is not None
         parts = self._parts.push(piece.reasoning, piece.text, piece.calls, over=over)
-        events = [event for step in parts for event in self._step(step)]
-        self._reason = piece.finish_reason
-        return [*begins, *events]
+        return [*begins, *(event for step in parts for event in self._step(step))]
 
     async def ending(self) -> Sequence[BaseModel | str]:
         response = await self._kept()
@@ -315,7 +314,8 @@ class _ResponseStyle:
         return [told, self._done(part)]
 
     def _done(self, part: AnswerPart) -> NamedEvent:
-        return self._event("output_item.done", output_index=part.index, item=self._item(part, COMPLETED).model_dump())
+        item = self._item(part, INCOMPLETE if self._reason == LENGTH else COMPLETED)
+        return self._event("output_item.done", output_index=part.index, item=item.model_dump())
 
     def _told(self, what: str) -> NamedEvent:
         return self._event(what, response=self._response().model_dump())
