@@ -79,6 +79,25 @@ async def test_a_conversation_goes_on_from_an_id(founded: Founded, tmp_path: Pat
             await assert_missing(served.openai, missing)
 
 
+@in_virtual_time
+async def test_an_item_is_sent_by_its_id(founded: Founded, tmp_path: Path) -> None:
+    """Vercel's AI SDK refers to the items of the answers that it has got."""
+    keys = KeyRing({_hash(name): ApiKey(name) for name in ("alice", "bob")})
+    async with serving(founded, tmp_path, keys=keys, api_key="alice") as served:
+        create = served.openai.responses.create
+        told: list[Any] = [said("user", HELLO)]
+        sent = list(told)
+        for question in ("And?", "So?"):
+            answer = await create(input=sent, **ASK)
+            told += [said("assistant", answer.output_text), said("user", question)]
+            sent += [{"type": "item_reference", "id": answer.output[0].id}, said("user", question)]
+            assert (await create(input=sent, **ASK)).output_text == (await create(input=told, **ASK)).output_text
+        for stranger, words in ((served.openai.with_options(api_key="bob"), "names no item"), (served.openai, "msg_x")):
+            wrong = sent if words == "names no item" else [{"type": "item_reference", "id": "msg_x"}]
+            with pytest.raises(openai.NotFoundError, match=words):
+                await stranger.responses.create(input=wrong, **ASK)
+
+
 async def assert_missing(client: openai.AsyncOpenAI, id: str) -> None:
     """Assert that the API reports a missing response in OpenAI's form."""
     for call in (client.responses.retrieve(id), client.responses.delete(id), client.responses.input_items.list(id)):

@@ -112,7 +112,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, 400, "chat template"),
     (RESPONSES, {"input": []}, 400, "1 to 4096 items"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "only text"),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, 404, "item_reference"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, 400, "not JSON"),
     (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "web_search"),
     (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 404, "'x' not found"),

@@ -27,6 +27,7 @@ from swarmnode.gateway.openai.kept_responses import Item, ItemPart
 
 LOGPROBS = "message.output_text.logprobs"
 COMPLETED = "completed"
+REFERENCE = "item_reference"
 SPOKEN_BY = {True: "output_text", False: "input_text"}  # types of text parts, by whether the model wrote them
 ID_BYTES = 12
 MAX_PAIRS, MAX_NAME_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # of metadata, as at OpenAI
@@ -49,9 +50,11 @@ Metadata = Annotated[dict[str, Any], BeforeValidator(_checked_metadata)]
 
 
 class InputItem(BaseModel):
-    """Item of a conversation: a message, a tool call, a tool's result, or reasoning of the model."""
+    """Item of a conversation: a message, a tool call, a tool's result, reasoning of the model, or a reference to an item of a kept
+    response by its id."""
 
     type: str = "message"
+    id: str | None = None
     role: str = ""
     content: str | Items[ContentPart] | None = None
     call_id: str = ""
@@ -151,7 +154,8 @@ class ResponsesRequest(SamplingFields):
             )
 
     def items(self) -> list[Item]:
-        """Return the input as items. Raises ApiError if there are none or too many, or one is not supported."""
+        """Return the input as items, with references as they are. Raises ApiError if there are none or too many, or one is not
+        supported."""
         if isinstance(self.input, str):
             return [_item(InputItem(role="user", content=self.input))]
         if not 0 < len(self.input) <= MAX_MESSAGES:
@@ -161,6 +165,8 @@ class ResponsesRequest(SamplingFields):
 
 def _item(given: InputItem) -> Item:
     """Return an item of a request in the form that is kept. Raises ApiError if it is not supported."""
+    if given.type == REFERENCE:
+        return Item(given.id or "", REFERENCE, COMPLETED)
     random = secrets.token_hex(ID_BYTES)
     if given.type == "function_call":
         return Item(

@@ -25,7 +25,7 @@ from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
 from swarmnode.gateway.openai.kept_responses import Item, KeptResponse
 from swarmnode.gateway.openai.replies import PromptTokens
-from swarmnode.gateway.openai.response_requests import COMPLETED, ResponsesRequest, turns_of
+from swarmnode.gateway.openai.response_requests import COMPLETED, REFERENCE, ResponsesRequest, turns_of
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,8 @@ async def responses(asked: ResponsesRequest, request: Request) -> Response:
     """Generate the next message of a conversation. The response is kept for a day unless `store` is false."""
     model = gateway_of(request).model(asked.model)
     asked.check_supported()
-    items = [*await _earlier(asked.previous_response_id, request), *asked.items()]
+    earlier = await _earlier(asked.previous_response_id, request)
+    items = await _with_referenced([*earlier, *asked.items()], request)
     turns = turns_of(items, asked.instructions)
     prompt = await model.encode_chat(turns, asked.tool_use, asked.template_variables)
     answer = ApiAnswer("resp_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
@@ -223,6 +224,23 @@ async def _earlier(id: str | None, request: Request) -> list[Item]:
     except ApiError as error:
         sentence = f"Previous response with id {id[:MAX_ID_CHARS]!r} not found: responses are kept for a day; send the whole input"
         raise ApiError(404, sentence, code="previous_response_not_found", parameter="previous_response_id") from error
+
+
+async def _with_referenced(items: list[Item], request: Request) -> list[Item]:
+    """Return the conversation with each reference replaced by the item that it names. The item belongs to a kept response of the
+    request's API key, or precedes it. Raises ApiError (404) if there is no such item."""
+    known = {item.id: item for item in items if item.type != REFERENCE}
+    kept, owner = gateway_of(request).responses, key_of(request).name
+    for item in reversed(items):  # a later response has the items of those before it
+        if item.id in known or item.type != REFERENCE:
+            continue
+        _, _, place = item.id.partition("_")
+        found = None if kept is None else await asyncio.to_thread(kept.find, owner, f"resp_{place.rpartition('_')[0]}")
+        known |= {each.id: each for each in ([] if found is None else found.conversation())}
+        if item.id not in known:
+            sentence = f"the item_reference {item.id[:MAX_ID_CHARS]!r} names no item of a kept response: send the item"
+            raise ApiError(404, sentence, parameter="input")
+    return [known[item.id] for item in items]
 
 
 async def _kept(id: str, request: Request) -> KeptResponse:
