@@ -22,8 +22,9 @@ import msgspec
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Hello, Revocations
-from swarmnode.errors import ErrorCode, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
-from swarmnode.net.identity import SigningKey
+from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
+from swarmnode.files import lock_in_turn
+from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.interfaces import Network, PeerId, Stream
 from swarmnode.net.links.gate import Gate, GuardedLink
 from swarmnode.net.links.link import Link
@@ -283,7 +284,7 @@ def access_control_of(
     if swarm.private and not swarm.grant:
         raise NotAdmitted(f"the swarm {swarm.name} is private: ask its owner for an invite of your own")
     file = MembershipFile(home / "membership" / f"{swarm.id.hex()[:16]}-{peer[-8:]}.json")
-    certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate, clock())
+    certificate = b"" if not swarm.grant else _certificate(swarm, peer, load_home_key(home), file.certificate, clock())
     membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
     access_control = AccessControl(membership, file, clock=clock, on_crash=on_crash)
     if swarm.revocations:
@@ -294,14 +295,26 @@ def access_control_of(
     return access_control
 
 
-def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes, now: float) -> bytes:
-    """Return the certificate of an earlier run if it is of the same invite, else a new one. Raises NotAdmitted if the invite is not
-    valid for this peer."""
-    new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now)
+def load_home_key(home: Path) -> Identity:
+    """Return the key of a home folder, which makes its programs one user of an invite; a new one if it has none yet. Raises
+    LocalError if it cannot be read or written."""
+    try:
+        with lock_in_turn(home / "home.lock"):
+            return Identity.load_or_create(home / "home.key")
+    except OSError as error:
+        raise LocalError(f"cannot keep state in {home}: {error.strerror or error}") from error
+
+
+def _certificate(swarm: Swarm, peer: PeerId, home: SigningKey, earlier: bytes, now: float) -> bytes:
+    """Return the certificate of an earlier run if it is of the same invite and home, else a new one. Raises NotAdmitted if the
+    invite is not valid for this peer."""
+    new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now, home=home)
     try:
         member = open_certificate(new, swarm.id, swarm.owner)
-        if earlier and open_certificate(earlier, swarm.id, swarm.owner).invite == member.invite:
-            return earlier
+        if earlier:
+            known = open_certificate(earlier, swarm.id, swarm.owner)
+            if (known.invite, known.home) == (member.invite, member.home):
+                return earlier
     except ProtocolError as error:
         raise NotAdmitted(f"this invite to {swarm.name} does not admit peer {peer}: {error}") from None
     return new
