@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -33,8 +33,9 @@ from swarmnode.net.measuring.traffic import protocol_name
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.notices import LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate
+from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate, open_grant
 from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.storage.issued_invites import AdmittedPeer
 from swarmnode.swarm.storage.remembered import MembershipFile
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -147,6 +148,31 @@ class AccessControl(Gate):
     def vouch(self, announcement: Announcement, certificate: bytes) -> None:
         """Check that the author of the announcement may announce it. Raises ProtocolError if not; see `Membership.vouch`."""
         self.membership.vouch(announcement, certificate, self.clock())
+
+    def admitted(self, names: Mapping[PeerId, str]) -> list[AdmittedPeer]:
+        """Return the members by invite that this peer knows of; `names` are those of announced peers. Peers that are announced or
+        linked are seen now, others when they were admitted."""
+        now = self.clock()
+        here = {*names, *self.linked}
+        return [
+            AdmittedPeer(
+                member.peer,
+                member.invite.hex(),
+                member.home.hex(),
+                member.role.name.lower(),
+                member.group,
+                member.expires_at,
+                member.admitted_at,
+                int(now) if member.peer in here else member.admitted_at,
+                names.get(member.peer, ""),
+            )
+            for member in self.membership.members(now)
+        ]
+
+    @property
+    def linked(self) -> set[PeerId]:
+        """Peers with an open link to this peer."""
+        return {link.peer for link in self._links}
 
     def group(self, peer: PeerId) -> str:
         """Return the group in the peer's certificate; empty if it has none or showed no certificate."""
@@ -303,6 +329,19 @@ def load_home_key(home: Path) -> Identity:
             return Identity.load_or_create(home / "home.key")
     except OSError as error:
         raise LocalError(f"cannot keep state in {home}: {error.strerror or error}") from error
+
+
+def is_first_use(swarm: Swarm, home: Path) -> bool:
+    """Return whether joining would count a use of the swarm's invite: its uses are limited, and no program of `home` has joined by
+    it. Raises ProtocolError if the invite is not the owner's."""
+    if not swarm.private or not swarm.grant:
+        return False
+    grant = open_grant(swarm.grant, swarm.id, swarm.owner)
+    used = False
+    for path in (home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"):
+        with contextlib.suppress(ProtocolError):
+            used |= open_certificate(MembershipFile(path).certificate, swarm.id, swarm.owner).invite == grant.invite_id
+    return bool(grant.uses) and not used
 
 
 def _certificate(swarm: Swarm, peer: PeerId, home: SigningKey, earlier: bytes, now: float) -> bytes:

@@ -145,6 +145,8 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
 def invite_somebody(page: BrowserPage) -> None:
     """As the swarm's owner, who mistypes the password first, with a note that is markup."""
     page.wait_until("document.querySelectorAll('#members .member').length")
+    form = "[...document.querySelectorAll('#invite-role option, #invite-life, #invite-uses')].map((each) => each.value)"
+    assert page.evaluate(form) == ["volunteer", "client", "bootstrap", "31536000", "1"], "as `swarmnode invite`"
     page.evaluate("document.getElementById('invite-note').value = '<img src=x onerror=alert(2)>'")
     page.evaluate("document.getElementById('invite-make').click()")
     page.type_and_enter("#owner-password", "guess")
@@ -153,6 +155,8 @@ def invite_somebody(page: BrowserPage) -> None:
     page.wait_until(
         "document.querySelector('#new-invite textarea')?.value && document.querySelector('#new-invite .qr path')"
     )
+    steps = page.evaluate("[...document.querySelectorAll('#new-invite li code')].map((each) => each.textContent)")
+    assert steps[0] == "swarmnode join" and steps[1].startswith("swarmnode run "), "what the friend types"
     page.wait_until("document.querySelector('#invites').textContent.includes('onerror=alert(2)')")
     assert not page.evaluate(
         "document.getElementById('owner-dialog').open || document.getElementById('owner-password').value"
