@@ -81,6 +81,11 @@ def test_as_json_and_for_ever(file: Path) -> None:
     assert told == {"role": "volunteer", "expires_at": None, "uses": 1, "peer": None, "group": None}
 
 
+def test_an_invite_is_for_a_volunteer_with_one_machine_for_a_year(file: Path) -> None:
+    grant = invite_in(invoke("invite", str(file)).stdout).opened_grant()
+    assert (grant.allows, grant.uses, grant.expires_at - grant.issued_at) == (Role.VOLUNTEER, 1, 365 * 86_400)
+
+
 def test_as_a_qr_code(file: Path) -> None:
     line, *code = invoke("invite", str(file), "--qr").stdout.splitlines()
     assert invite_in(line) and len(code) > 30

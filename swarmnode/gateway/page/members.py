@@ -67,7 +67,7 @@ async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
     book = None if swarm.file is None else await asyncio.to_thread(_book_beside, swarm.file)
     owned = swarm.file is not None and swarm.file.with_suffix(OWNER_SUFFIX).is_file()
     view = await OwnersView.read(swarm, book, owner_client)
-    usual = InviteCommand(password=SecretStr("")).model_dump(include={"role", "life_s", "uses"})
+    usual = {field: InviteCommand.model_fields[field].default for field in ("role", "life_s", "uses")}
     return {"owned": owned, "roles": [role.name.lower() for role in roles_of(swarm)], "usual": usual, **view.told()}
 
 

@@ -95,6 +95,7 @@ async def test_who_is_invited_on_the_page_joins_is_seen_and_is_revoked(private: 
             seen = {member["invite"]: member for member in picture["members"]}
         assert picture["owned"] and picture["membership"] == PRIVATE
         assert picture["roles"] == ["client", "bootstrap", "volunteer"], "no one trains in a swarm that serves"
+        assert picture["usual"] == {"role": "volunteer", "life_s": 365 * 86_400, "uses": 1}, "as `swarmnode invite`"
         member = seen[made["id"]]
         assert (member["name"], member["note"], member["group"]) == (MARKUP, MARKUP, "berlin")
         assert [each["peer"] for each in member["peers"]] == [guest.peer] and not member["revoked"]
