@@ -280,7 +280,7 @@ def _is_on(revocations: RevocationList, peer: AdmittedPeer) -> bool:
 
 @dataclass(frozen=True)
 class Revocation:
-    """What a revocation ends; `name` is for people."""
+    """Peers, homes and invites that one revocation ends; `name` is for people."""
 
     name: str
     peers: tuple[PeerId, ...] = ()

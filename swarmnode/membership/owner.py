@@ -91,7 +91,7 @@ def make_grant(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issued
     """
     if terms.role not in roles_of(swarm):
         raise UsageError(
-            f"{swarm.name} serves, so it has no trainers: invite a volunteer, who lends, or a client, who asks"
+            f"{swarm.name} serves, so it has no trainers: invite a volunteer (to lend) or a client (to use it)"
         )
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")

@@ -136,7 +136,7 @@ class AdmittedPeers:
         return iter(self._peers.values())
 
     def take_in(self, seen: Iterable[AdmittedPeer]) -> bool:
-        """Add what is `seen` now, of an invite at most `MAX_PEERS_OF_AN_INVITE` peers. Returns whether the file should be written;
+        """Add the peers `seen` now, of an invite at most `MAX_PEERS_OF_AN_INVITE` peers. Returns whether the file should be written;
         not if a peer was merely seen again within `SEEN_STEP_S`."""
         news = False
         counts = Counter(peer.invite for peer in self)
@@ -185,7 +185,7 @@ def open_admitted_peers(swarm_file: Path) -> AdmittedPeers:
 
 
 def note_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeers:
-    """Add what is `seen` now to the members' file beside a .swarm file, and return its content. Raises UsageError if the file
+    """Add the peers `seen` now to the members' file beside a .swarm file, and return its content. Raises UsageError if the file
     cannot be read, LocalError if it cannot be written."""
     admitted = open_admitted_peers(swarm_file)
     if admitted.take_in(seen):
