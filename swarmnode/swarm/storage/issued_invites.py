@@ -136,7 +136,7 @@ class AdmittedPeers:
         return iter(self._peers.values())
 
     def take_in(self, seen: Iterable[AdmittedPeer]) -> bool:
-        """Add the peers `seen` now, of an invite at most `MAX_PEERS_OF_AN_INVITE` peers. Returns whether the file should be written;
+        """Add the peers `seen` now, at most `MAX_PEERS_OF_AN_INVITE` of an invite. Returns whether the file should be written;
         not if a peer was merely seen again within `SEEN_STEP_S`."""
         news = False
         counts = Counter(peer.invite for peer in self)
