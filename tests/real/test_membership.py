@@ -75,7 +75,9 @@ def test_invited_nodes_serve_an_invited_client(club: Club, tiny: TinyModel) -> N
     assert club.generate(club.client_invite, *trusted) == tiny.alone(PROMPT, NEW)
     picture = club.members()
     roles = {member["name"]: member["role"] for member in picture["members"]}
-    assert {name: roles[name] for name in ("a", "b", "bootstrap")} == dict.fromkeys(("a", "b", "bootstrap"), "volunteer")
+    assert {name: roles[name] for name in ("a", "b", "bootstrap")} == dict.fromkeys(
+        ("a", "b", "bootstrap"), "volunteer"
+    )
     assert [invite["role"] for invite in picture["invites"]] == ["volunteer", "volunteer", "client"]
 
 
@@ -99,7 +101,7 @@ def test_a_friend_looks_fails_lends_and_asks_by_one_use(club: Club, tiny: TinyMo
     assert node.finish(START_TIMEOUT_S) == 0
     told = json.loads(club.local.command("revoke", str(club.local.file), "Carol", "--json"))
     assert len(told["invites"]) == 1 and told["told"] >= 1
-    with pytest.raises(LocalError, match="revoked|does not admit"):
+    with pytest.raises(LocalError, match=r"revoked|does not admit"):
         club.local.command(*ask, "--home", used["home"])
     (carol,) = [member for member in club.members()["members"] if member["note"] == "Carol"]
     assert carol["revoked"] and carol["state"] == "offline" and len(carol["peers"]) == 2
