@@ -100,10 +100,12 @@ class OwnerClient:
 
 @dataclass
 class MemberEntry:
-    """A member with all peers of its home that were ever seen. `name` and the terms are those of the peer seen last."""
+    """A member with all peers of its home that were ever seen. The terms are those of the peer seen last; `is_alone` means that its
+    invite is for one machine, so that the note says who it is."""
 
     peers: list[AdmittedPeer]
     note: str
+    is_alone: bool
     revoked: bool
     states: Mapping[PeerId, str] = field(default_factory=dict)
 
@@ -120,8 +122,8 @@ class MemberEntry:
 
     @property
     def label(self) -> str:
-        """Short text for people: the invite's note, the name, or the end of a peer's id."""
-        return self.note or self.name or self.last.peer[-8:]
+        """Short text for people: the note of an invite for it alone, the name, the note, or the end of a peer's id."""
+        return (self.is_alone and self.note) or self.name or self.note or self.last.peer[-8:]
 
     def state(self, peer: PeerId) -> str:
         """Return the state of a peer of it; `OFFLINE` if the swarm does not know one."""
@@ -140,6 +142,7 @@ class MemberEntry:
         last, states = self.last, {peer.peer: self.state(peer.peer) for peer in self.peers}
         return {
             "id": last.user,
+            "label": self.label,
             "name": self.name,
             "note": self.note,
             "state": next((state for state in states.values() if state != OFFLINE), OFFLINE),
@@ -181,12 +184,12 @@ class OwnersView:
             swarm, [swarm.revocations, book.revocations if book else b"", client.revocations if client else b""]
         )
         revocations = open_list(listed, swarm.id, swarm.owner) if listed else nobody(swarm.id)
-        notes = {guest.invite: guest.note for guest in book.guests} if book else {}
+        guests = {guest.invite: guest for guest in book.guests} if book else {}
         by_user: dict[str, list[AdmittedPeer]] = defaultdict(list)
         for peer in admitted:
             by_user[peer.user].append(peer)
         states = client.states() if client else {}
-        members = [_entry(peers, notes, revocations, states) for peers in by_user.values()]
+        members = [_entry(peers, guests, revocations, states) for peers in by_user.values()]
         users: dict[str, int] = defaultdict(int)
         for peers in by_user.values():
             for invite in {peer.invite for peer in peers if peer.invite}:
@@ -264,10 +267,14 @@ class OwnersView:
 
 
 def _entry(
-    peers: list[AdmittedPeer], notes: Mapping[str, str], revocations: RevocationList, states: Mapping[PeerId, str]
+    peers: list[AdmittedPeer],
+    guests: Mapping[str, IssuedInvite],
+    revocations: RevocationList,
+    states: Mapping[PeerId, str],
 ) -> MemberEntry:
-    note = next((notes[peer.invite] for peer in reversed(peers) if notes.get(peer.invite)), "")
-    return MemberEntry(peers, note, all(_is_on(revocations, peer) for peer in peers), states)
+    noted = [guest for peer in reversed(peers) if (guest := guests.get(peer.invite)) and guest.note]
+    note, is_alone = (noted[0].note, noted[0].uses == 1) if noted else ("", False)
+    return MemberEntry(peers, note, is_alone, all(_is_on(revocations, peer) for peer in peers), states)
 
 
 def _is_on(revocations: RevocationList, peer: AdmittedPeer) -> bool:

@@ -200,14 +200,14 @@ def members_table(picture: dict[str, Any]) -> Table:
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
     title += f", {counted(count, 'revocation')}" + ("" if picture["online"] else "; no machine is online")
-    table = new_table(title, ("member", "name", "state", "role", "group", "ids", "invite", "until"))
+    table = new_table(title, ("member", "name", "state", "seen", "role", "group", "ids", "invite", "until"))
     for member in picture["members"]:
         state = "revoked" if member["revoked"] else member["state"]
-        seen = f", seen {ago(member['seen_at'])}" if member["state"] == "offline" else ""
+        seen = ago(member["seen_at"]) if member["state"] == "offline" else "now"
         until = end(member["expires_at"]) if member["invite"] else ""
         ids = " ".join(peer["peer"][-SHOWN_CHARS:] for peer in member["peers"])
         texts = (member["role"], member["group"], ids, member["invite"][:SHOWN_CHARS], until)
-        table.add_row(member["note"], member["name"], state + seen, *texts)
+        table.add_row(member["label"], member["name"], state, seen, *texts)
     return table
 
 

@@ -137,11 +137,12 @@ class MemberPeer(BaseModel):
 
 
 class MemberReply(BaseModel):
-    """Member of a swarm, with all peers of its machine. `name` is the one announced last, `note` that of the invite; both may be
-    empty. `role`, `group` and `invite` are empty in a public swarm. The state `offline` means that no peer of it is online;
-    `expires_at` null means never."""
+    """Member of a swarm, with all peers of its machine. `label` is for people; `name` is the one announced last and `note` that of
+    the invite, and these may be empty. `role`, `group` and `invite` are empty in a public swarm. The state `offline` means that no
+    peer of it is online; `expires_at` null means never."""
 
     id: str
+    label: str
     name: str
     note: str
     state: str

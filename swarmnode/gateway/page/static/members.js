@@ -84,17 +84,17 @@ export class Members {
   }
 
   showMember(card, member) {
-    const name = member.note || member.name || member.peers[0].peer.slice(-8);
+    const name = member.label;
     const state = member.revoked ? "revoked" : member.state;
     const seen = member.state === "offline" && `seen ${when(member.seen_at)}`;
-    const facts = [member.role, member.group && `group ${member.group}`, member.role && until(member.expires_at), seen];
+    const facts = [member.role, member.group && `group ${member.group}`, seen, member.role && until(member.expires_at)];
     const text = facts.filter(Boolean).join(" · ") || "joined without an invite";
     const ids = member.peers.map((each) => each.peer).join(" ");
     fill(
       card,
       h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: ids }, name), h("b", { class: `state ${state}` }, state)),
       h("p", { class: "fine", title: text }, text),
-      h("p", { class: "fine", title: ids }, [member.note && member.name, ids].filter(Boolean).join(" · ")),
+      h("p", { class: "fine", title: ids }, [[member.note, member.name].find((each) => each !== name), ids].filter(Boolean).join(" · ")),
       member.revoked ? null : this.revoker(member.peers[0].peer, name),
     );
     styled(card, { "--hue": hue(member.peers[0].peer) });
