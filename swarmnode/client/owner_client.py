@@ -177,7 +177,7 @@ class OwnersView:
         """
         seen = client.seen() if client else []
         admitted: Iterable[AdmittedPeer] = seen
-        if book is not None and swarm.file is not None:
+        if book is not None and swarm.file is not None and book.path.is_file():
             noted = await asyncio.to_thread(note_members, swarm.file, [peer for peer in seen if peer.invite])
             admitted = [*noted, *(peer for peer in seen if not peer.invite)]
         listed = newest_list(

@@ -68,17 +68,15 @@ class InviteUses:
         if member.invite not in self._by_invite and len(self._by_invite) >= MAX_INVITES:
             return "too many invites are in use"
         users = self._by_invite.setdefault(member.invite, {})
-        if not member.home and any(member.peer in peers for peers in users.values()):
+        peers = users.get(member.user, {})
+        if member.peer in peers or (not member.home and any(member.peer in each for each in users.values())):
             return None
         use, alone = InviteUse(member, now), users.get(member.peer.encode())
-        if member.home and alone:
+        if alone:
             if not shown:
                 return None
             use = InviteUse(member, alone[member.peer].heard_at)
             del users[member.peer.encode()]
-        peers = users.get(member.user, {})
-        if member.peer in peers:
-            return None
         if not peers and len(users) >= member.uses and not _make_room(users, _first_uses(users), use, now):
             return "its invite was used up by others"
         if len(peers) >= MAX_PEERS_OF_A_HOME and not _make_room(peers, peers, use, now):
