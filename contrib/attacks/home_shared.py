@@ -1,5 +1,4 @@
-"""A member gives its home's key and its invite for one machine to others, and they come as programs of its home. A thief with the
-invite alone moves a home's signature into its own certificate."""
+"""Friends of a member come as programs of its home, with its key and its invite for one machine; a thief copies its signature."""
 
 from __future__ import annotations
 
