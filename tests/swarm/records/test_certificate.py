@@ -89,6 +89,24 @@ def test_a_home_countersigns_one_admission():
             opened(msgspec.msgpack.encode(msgspec.structs.replace(ours, home=home)))
 
 
+class OlderCertificate(msgspec.Struct, array_like=True, frozen=True):
+    """As a version that knows no homes reads it."""
+
+    grant: bytes
+    peer: str
+    admitted_at: int
+    signature: bytes
+
+
+def test_an_older_version_reads_a_certificate_with_a_home_and_this_one_reads_an_older_one():
+    ticket = Ticket(uses=1)
+    with_home, without = ticket.certificate(ALICE, home=HOME), ticket.certificate(ALICE)
+    read = msgspec.msgpack.decode(with_home, type=OlderCertificate)
+    assert read == msgspec.msgpack.decode(without, type=OlderCertificate), "the same admission, with the same signature"
+    member = opened(msgspec.msgpack.encode(read))
+    assert not member.home and member.user == ALICE.encode() and opened(with_home).user == HOME.public
+
+
 def test_a_home_is_left_out_where_a_newer_grant_leaves_no_room():
     body = msgspec.msgpack.encode(Ticket().value)
     fields = [*msgspec.msgpack.decode(body), "x" * 150]
