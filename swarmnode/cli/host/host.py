@@ -46,7 +46,7 @@ class AdmissionOptions:
     """Options of membership. `uses` and `life_s` are fields of InviteTerms."""
 
     private: bool = option(False, "Admit only machines that you invite.")
-    uses: int = option(USES, "With --private: how many machines can use the invite, for all they do; 0: any number.")
+    uses: int = option(USES, "With --private: how many machines can use the invite; 0: any number.")
     life_s: float | None = option(
         "30d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
     )

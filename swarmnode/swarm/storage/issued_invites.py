@@ -1,7 +1,7 @@
-"""The owner's book: `NAME.guests` lists issued invites, without their secrets, and revocations; `NAME.members` the peers that came.
+"""`NAME.guests`, the owner's list of issued invites, without their secrets, and of revocations.
 
-It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id or by their note, and
-members only while they are online.
+It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id or by their note. Nor can
+members that are offline, without `NAME.members` beside it: the list of peers that came by invites.
 """
 
 from __future__ import annotations
@@ -51,50 +51,6 @@ class IssuedInvite(msgspec.Struct, frozen=True):
             "peer": self.peer or None,
             "group": self.group,
         }
-
-
-class _File(VersionedFile):
-    guests: list[IssuedInvite] = msgspec.field(default_factory=list)
-    revocations: bytes = b""
-
-
-@dataclass
-class IssuedInvites:
-    """Issued invites and revocations of one swarm. Read by `open_issued_invites`, written by `save`."""
-
-    path: Path
-    guests: list[IssuedInvite] = field(default_factory=list)
-    revocations: bytes = b""  # newest revocation list as it was signed; empty before the first
-
-    def __repr__(self) -> str:
-        return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
-
-    def enter(self, grant: Grant, note: str = "") -> IssuedInvite:
-        """Add an invite that is handed out, and return its entry."""
-        role = grant.allows.name.lower()
-        times = (grant.issued_at, grant.expires_at)
-        guest = IssuedInvite(grant.invite_id.hex(), role, *times, grant.uses, grant.peer, grant.group, note)
-        self.guests.append(guest)
-        return guest
-
-    def save(self) -> None:
-        """Write the file, readable by its owner alone. Raises LocalError if it cannot be written."""
-        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
-
-
-def issued_invites_path(swarm_file: Path) -> Path:
-    """Return the path of the list that belongs to a .swarm file: beside it."""
-    return swarm_file.with_suffix(SUFFIX)
-
-
-def open_issued_invites(path: Path) -> IssuedInvites:
-    """Read the list in a file; it is empty if there is no file. Raises UsageError if the file cannot be read or is not such a
-    list."""
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
-    if data is None:
-        return IssuedInvites(path)
-    content = parse_user_file(data, _File, source=path, what=WHAT)
-    return IssuedInvites(path, content.guests, content.revocations)
 
 
 class AdmittedPeer(msgspec.Struct, frozen=True):
@@ -191,3 +147,47 @@ def note_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeer
     if admitted.take_in(seen):
         admitted.save()
     return admitted
+
+
+class _File(VersionedFile):
+    guests: list[IssuedInvite] = msgspec.field(default_factory=list)
+    revocations: bytes = b""
+
+
+@dataclass
+class IssuedInvites:
+    """Issued invites and revocations of one swarm. Read by `open_issued_invites`, written by `save`."""
+
+    path: Path
+    guests: list[IssuedInvite] = field(default_factory=list)
+    revocations: bytes = b""  # newest revocation list as it was signed; empty before the first
+
+    def __repr__(self) -> str:
+        return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
+
+    def enter(self, grant: Grant, note: str = "") -> IssuedInvite:
+        """Add an invite that is handed out, and return its entry."""
+        role = grant.allows.name.lower()
+        times = (grant.issued_at, grant.expires_at)
+        guest = IssuedInvite(grant.invite_id.hex(), role, *times, grant.uses, grant.peer, grant.group, note)
+        self.guests.append(guest)
+        return guest
+
+    def save(self) -> None:
+        """Write the file, readable by its owner alone. Raises LocalError if it cannot be written."""
+        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
+
+
+def issued_invites_path(swarm_file: Path) -> Path:
+    """Return the path of the list that belongs to a .swarm file: beside it."""
+    return swarm_file.with_suffix(SUFFIX)
+
+
+def open_issued_invites(path: Path) -> IssuedInvites:
+    """Read the list in a file; it is empty if there is no file. Raises UsageError if the file cannot be read or is not such a
+    list."""
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    if data is None:
+        return IssuedInvites(path)
+    content = parse_user_file(data, _File, source=path, what=WHAT)
+    return IssuedInvites(path, content.guests, content.revocations)
