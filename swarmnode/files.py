@@ -35,24 +35,32 @@ def lock_alone(path: Path) -> IO[bytes] | None:
     return _locked(path, alone=True)
 
 
+def lock_in_turn(path: Path) -> IO[bytes]:
+    """Lock the file `path` exclusively, as `lock_alone`, after waiting while others hold it. Raises OSError if it cannot be opened,
+    LocalError on Windows."""
+    file = _locked(path, alone=True, wait=True)
+    assert file is not None
+    return file
+
+
 def lock_with_others(path: Path) -> IO[bytes]:
     """Lock the file `path` together with others until the returned file is closed; it is created if missing, and emptied.
 
     Waits while a process holds it alone. Raises OSError if it cannot be opened, LocalError on Windows.
     """
-    file = _locked(path, alone=False)
+    file = _locked(path, alone=False, wait=True)
     assert file is not None
     return file
 
 
-def _locked(path: Path, *, alone: bool) -> IO[bytes] | None:
+def _locked(path: Path, *, alone: bool, wait: bool = False) -> IO[bytes] | None:
     if sys.platform == "win32":
         raise LocalError("Windows has no such locks on files: run swarmnode in WSL 2 or in Docker")
     import fcntl
 
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")  # whatever the umask
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         return None
