@@ -149,6 +149,10 @@ class Lending:
         self._wishes.pop(by, None)
         self._settle()
 
+    def wants_pause(self, by: str) -> bool:
+        """Return whether `by`, the owner or the rules, wants the node not to lend."""
+        return by in self._wishes
+
     def follow(self, rules: Rules) -> None:
         """Replace the rules."""
         self.rules = rules

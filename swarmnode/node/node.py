@@ -347,7 +347,8 @@ class Node:
     async def _follow_rules(self, host: Host) -> None:
         """Let the rules pause and resume the node. Never ends."""
         traffic, clock = host.link_config.traffic, self.platform.clock.monotonic
-        await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, clock=clock)
+        notify = self.config.notify
+        await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, notify=notify, clock=clock)
 
     def _busy(self, host: Host) -> bool:
         """Return whether sessions or downloads need the links more than a bandwidth test does."""
