@@ -8,6 +8,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def layers(start: int, end: int) -> str:
+    """Return the layers from `start` to before `end` in words: "layers 0 to 15", "layer 3", "no layers"."""
+    if end - start < 2:
+        return f"layer {start}" if end > start else "no layers"
+    return f"layers {start} to {end - 1}"
+
+
 def format_bytes(count: float) -> str:
     """Return `count` bytes with a unit of a power of 1000: "5.1 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
