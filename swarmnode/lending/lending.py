@@ -17,6 +17,7 @@ from swarmnode.metrics.metric import Reading, Readings
 OWNER, RULES = "owner", "rules"  # sources of wishes
 LENDS = ("running", "finishing")  # values of the states that count as lending
 WANTS = {OWNER: "wants", RULES: "want"}
+ENDS = {OWNER: "`swarmnode resume` ends that", RULES: "that ends when all rules allow it for a while"}
 
 
 class LendingState(Enum):
@@ -214,12 +215,17 @@ class Lending:
         self._enter(next_state(self.state, self._wanted))
 
     def _facts(self) -> tuple[str, ...]:
-        wishes = (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}" for by, wish in self._wishes.items())
+        wishes = (
+            fact
+            for by, wish in self._wishes.items()
+            for fact in (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}", ENDS[by])
+        )
         return tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
 
     def _enter(self, state: LendingState) -> None:
         if state is not self.state:
-            self.decisions.note(Topic.LENDING, f"was {self.state.value}, is {state.value}", self._facts())
+            what = f"is {state.value} now, and was {self.state.value} before"
+            self.decisions.note(Topic.LENDING, what, self._facts())
             self._lent_s, self._since_s = self.lent_s, self._clock()
             self.state = state
             self._pauses += state is LendingState.PAUSED

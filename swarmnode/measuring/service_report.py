@@ -26,13 +26,6 @@ from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, rea
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
-REACHED = {
-    Reachability.UNKNOWN: "it is not known whether others can reach this machine",
-    Reachability.PUBLIC: "others reach this machine directly",
-    Reachability.MAPPED: "others reach this machine through a mapped port of the router",
-    Reachability.PUNCHED: "others reach this machine through holes punched in the router",
-    Reachability.RELAYED: "others reach this machine over a relay only",
-}
 FAULTS = {
     "peer_lost": "the next machine was lost",
     "not_finite": "numbers became too large for this device",
@@ -126,7 +119,7 @@ class ServiceReporter:
     def _of_reachability(self, reachability: Reachability) -> Iterator[str]:
         if reachability is not self._reachability:
             self._reachability = reachability
-            yield REACHED[reachability]
+            yield reachability.in_words
 
 
 @dataclass(frozen=True)

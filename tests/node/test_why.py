@@ -30,12 +30,14 @@ async def test_what_was_decided_is_told_with_its_facts(founded: Founded, tmp_pat
         member = swarm.member(result.route[0].peer)
         node, start = member.node, result.route[0].start
         session = node.why(result.trace)
-        assert "takes a session" in told(session, "admission") and "MB of cache are free" in told(session, "admission")
+        assert "takes a text" in told(session, "admission") and "MB for texts are free" in told(session, "admission")
         assert "fixed with --span" in told(node.why(str(start)), "placement")
-        assert f"unit {start} is held by 2 peers, or about to be" in client.why(str(start))["facts"]
+        assert f"layer {start} is on 2 machines, or will be soon" in client.why(str(start))["facts"]
         node.lending.pause("a film")
         await node.lending.until(LendingState.PAUSED)
-        assert "a film" in told(node.why(), "lending") and node.why()["facts"][0].startswith("it is paused")
+        assert "a film" in told(node.why(), "lending") and node.why()["facts"][0].startswith(
+            "it is paused, and had layers"
+        )
         everybody = frozenset(one.peer for one in swarm.members.values())
         with pytest.raises(NoRoute):
             client._router(Span(0, client.units), ring=True).route(everybody, ())
@@ -50,10 +52,10 @@ async def test_a_route_and_a_place_are_explained(founded: Founded, tmp_path: Pat
         member = swarm.node("a")
         assert member.node.why() == {"facts": [], "decisions": []}
         await member.wait_for("ready")
-        assert "takes units" in told(member.node.why(), "placement")
+        assert "takes layers 0 to 5" in told(member.node.why(), "placement")
         async with swarm.client() as client:
             routing = told(client.why(), "routing")
-            assert "takes a route" in routing and member.peer[-8:] in routing and "units/s" in routing
-            assert client.why("a")["facts"][0].startswith("it is ready")
-            assert "no peer holds unit 99" in client.why("99")["facts"]
+            assert "takes a route" in routing and member.peer[-8:] in routing and "layers/s" in routing
+            assert client.why("a")["facts"][0].startswith("it has layers 0 to 5")
+            assert "no machine has layer 99" in client.why("99")["facts"]
             assert client.why("nobody") == {"facts": [], "decisions": []}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,17 @@ from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
 from swarmnode.cli.terminal.formatting import format_duration, one_line
+
+TOPICS = {
+    "placement": "layers",
+    "routing": "route",
+    "admission": "text",
+    "lending": "lending",
+    "audit": "check",
+    "reachability": "connection",
+    "training": "training",
+}
+LEAST_WIDTH = 40
 
 
 @command
@@ -57,13 +71,24 @@ def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
 def _tell(node: dict[str, Any], about: str) -> None:
     say(f"{node['node']}: {state_text(node)}")
     for fact in node["facts"]:
-        say(f"  {one_line(fact)}")
+        _say(fact, "  ")
     for decision in node["decisions"]:
         ago = format_duration(max(0.0, time.time() - decision["at"]))
         often = f", {decision['times']} times" if decision["times"] > 1 else ""
-        whom = f" ({', '.join(decision['about'])})" if decision["about"] else ""
-        say(f"  {decision['topic']}, {ago} ago{often}: {one_line(decision['what'] + whom)}")
+        whom = f" ({', '.join(map(_called, decision['about']))})" if decision["about"] else ""
+        _say(f"{TOPICS[decision['topic']]}, {ago} ago{often}: it {decision['what']}{whom}", "  ")
         for fact in decision["facts"]:
-            say(f"    - {one_line(fact)}")
+            _say(fact, "    - ")
     if not node["facts"] and not node["decisions"]:
         say(f"  nothing is known about {one_line(about) or 'it'} here")
+
+
+def _say(sentence: str, indent: str) -> None:
+    """Print a sentence, wrapped to the terminal."""
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
+    say(textwrap.fill(one_line(sentence), width, initial_indent=indent, subsequent_indent=" " * (len(indent) + 2)))
+
+
+def _called(subject: str) -> str:
+    """Return the part of an id that names it: the end of a peer's, the beginning of a session's."""
+    return subject[:8] if re.fullmatch("[0-9a-f]{32}", subject) else subject[-8:]
