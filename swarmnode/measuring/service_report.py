@@ -79,13 +79,14 @@ class ServiceReporter:
     ) -> ServiceReport | None:
         """Return the news since the last call; None if there are none.
 
-        `peers` are the known peers. In the first call, those that started later than `since` (unix time) have joined.
+        `peers` are the known peers; those without layers do not count. In the first call, those that started later than `since`
+        (unix time) have joined.
         """
         before, now = self._now, _Counts.of(self._readings())
         self._now = now
         speed = now.speed_since(before)
         faults = _grown(now.faults, before.faults)
-        named = {peer: announced.name or peer[-8:] for peer, announced in peers.items()}
+        named = {peer: one.name or peer[-8:] for peer, one in peers.items() if one.span[1] > one.span[0]}
         known = {peer for peer, one in peers.items() if one.started_at <= since} if self._peers is None else self._peers
         came = [f"{named[peer]} ({layers(*peers[peer].span)})" for peer in named if peer not in known]
         left = [name for peer, name in (self._peers or {}).items() if peer not in named]
@@ -195,7 +196,7 @@ class Donation:
         return self.answers > 0 or self.lent_s >= 60
 
     def __str__(self) -> str:
-        hours = f"{self.lent_s / 3600:,.1f} hours" if self.lent_s >= 3600 else f"{self.lent_s / 60:.0f} minutes"
+        hours = f"{self.lent_s / 3600:,.1f} hours" if self.lent_s >= 3600 else counted(round(self.lent_s / 60), "minute")
         people = "person" if self.people == 1 else "people"
         parts = [f"{counted(self.answers, 'answer')} in {hours}" if self.answers else hours]
         if self.people:

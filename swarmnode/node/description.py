@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmnode.codec.body import VERSION
 from swarmnode.config import StageConfig
-from swarmnode.counting import counted
+from swarmnode.counting import counted, layers
 from swarmnode.lending.energy import energy_used
 from swarmnode.lending.lending import LendingState
 from swarmnode.lending.rules import DAYS, Rules
@@ -39,7 +39,7 @@ def introduce(manifest: Manifest) -> str:
     model = manifest.model
     named = model.hub_id or f"a {model.family}"
     does = "trains" if manifest.mode == TRAIN else "serves"
-    return f"It {does} {named}: {counted(model.units, 'unit')}, {manifest.total_bytes / 1e9:.1f} GB"
+    return f"It {does} {named}: {counted(model.units, 'layer')}, {manifest.total_bytes / 1e9:.1f} GB"
 
 
 def farewell(donation: Donation) -> str:
@@ -61,8 +61,8 @@ def reason_of(move: Move) -> str:
     if not move.span.units:
         return "Training is faster without this node at the moment: it gives up its layers and stands by"
     if move.fills:
-        return f"Units {move.span} lack a holder: moving there"
-    return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"
+        return f"No machine has {layers(*move.span)}: moving there"
+    return f"With this node at {layers(*move.span)} the swarm is {move.gain:.0%} faster: moving there"
 
 
 def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:

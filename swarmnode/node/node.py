@@ -23,6 +23,7 @@ import msgspec
 
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.counting import layers
 from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import LocalError, SwarmnodeError
 from swarmnode.lending.cards import CardGuard, Cards
@@ -392,7 +393,7 @@ class Node:
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
-        self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
+        self._tell("loading", f"Loading {layers(*span)}: {hardware.describe(span)}", span=list(span))
         if self._kept is not None and self._kept.units == span:
             kept, self._kept = self._kept, None
             self._stage = await loader.take_up(kept)
@@ -400,7 +401,7 @@ class Node:
             self._stage = await loader.load(span)
         host.directory.announce(Place(state=State.READY, seeds=loader.seeder.units), *self._stage.sections())
         doing = "Training" if hardware.trains else "Serving"
-        self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+        self._tell("ready", f"{doing} {layers(*span)} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     # -- pausing
 

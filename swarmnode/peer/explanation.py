@@ -17,6 +17,7 @@ from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement, State
 
 MOST = 24  # decisions in one explanation
+LEAST_TRUST = 0.005  # that is shown as a figure
 DOES = {
     State.JOINING: "is about to take",
     State.LOADING: "loads",
@@ -86,7 +87,9 @@ def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
 
 def _announced(peer: Announcement) -> Iterator[str]:
     yield f"it {DOES[peer.life]} {layers(*peer.span)} on {peer.device or 'a device that it does not name'}"
-    yield f"it has {_load(peer)}, and memory for {counted(peer.cache_tokens_free, 'token')} more"
+    if peer.life is State.PAUSED:
+        return
+    yield f"it has {_load(peer)}, and memory for {peer.cache_tokens_free:,} more tokens"
     speeds = (
         ("writes", peer.decode_units_per_s),
         ("reads prompts at", peer.prefill_units_per_s),
@@ -114,7 +117,12 @@ def _known(host: Host, peer: Announcement) -> Iterator[str]:
         yield "checks found wrong results of it, so this machine does not use it for a week"
     elif peer.peer in host.standing.doubted:
         yield "its result contradicted another machine's, and one of the two is wrong"
-    yield f"this machine trusts it {host.standing.trust(peer.peer):.0%}; results that are checked and right raise that"
+    trust = host.standing.trust(peer.peer)
+    yield (
+        f"this machine trusts it {trust:.0%}; results that are checked and right raise that"
+        if trust >= LEAST_TRUST
+        else "its results have hardly been checked from here yet"
+    )
 
 
 def _load(peer: Announcement) -> str:

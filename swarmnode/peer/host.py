@@ -279,7 +279,7 @@ class Host:
                     visitors, addresses = await self.network.visitors(), await self.network.addresses()
                     evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
                     reached = self.paths.reachability.in_words
-                    self.decisions.note(Topic.REACHABILITY, f"finds that {reached}", evidence.told())
+                    self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
                     self.directory.announce(self._introduction(addresses))  # a relay may have accepted this peer
                 self.directory.announce(self.paths.section(), self.observed_latency.section())
 

@@ -89,7 +89,9 @@ def test_the_line_of_a_minute_is_news_or_nothing() -> None:
 def test_machines_that_come_and_go_are_news() -> None:
     """In the first minute only those that began after this node."""
     worker = Worker()
-    worker.peers = {one.peer: one for one in (peer("old", (0, 4), 50.0), peer("ada", (4, 8), 150.0))}
+    worker.peers = {
+        one.peer: one for one in (peer("old", (0, 4), 50.0), peer("ada", (4, 8), 150.0), peer("door", (0, 0), 160.0))
+    }
     assert worker.minute() == "Joined: ada (layers 4 to 7)."
     assert worker.minute() == ""
     worker.peers = {one.peer: one for one in (peer(f"m{number}", (number, number + 1), 20.0) for number in range(5))}

@@ -16,13 +16,13 @@ from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail
 from swarmnode.cli.terminal.formatting import format_duration, one_line
 
 TOPICS = {
-    "placement": "layers",
-    "routing": "route",
-    "admission": "text",
-    "lending": "lending",
-    "audit": "check",
-    "reachability": "connection",
-    "training": "training",
+    "placement": "Layers",
+    "routing": "Route",
+    "admission": "Text",
+    "lending": "Lending",
+    "audit": "Check",
+    "reachability": "Connection",
+    "training": "Training",
 }
 LEAST_WIDTH = 40
 
@@ -76,7 +76,7 @@ def _tell(node: dict[str, Any], about: str) -> None:
         ago = format_duration(max(0.0, time.time() - decision["at"]))
         often = f", {decision['times']} times" if decision["times"] > 1 else ""
         whom = f" ({', '.join(map(_called, decision['about']))})" if decision["about"] else ""
-        _say(f"{TOPICS[decision['topic']]}, {ago} ago{often}: it {decision['what']}{whom}", "  ")
+        _say(f"{TOPICS[decision['topic']]}, {ago} ago{often}: {decision['what']}{whom}", "  ")
         for fact in decision["facts"]:
             _say(fact, "    - ")
     if not node["facts"] and not node["decisions"]:
@@ -86,7 +86,14 @@ def _tell(node: dict[str, Any], about: str) -> None:
 def _say(sentence: str, indent: str) -> None:
     """Print a sentence, wrapped to the terminal."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
-    say(textwrap.fill(one_line(sentence), width, initial_indent=indent, subsequent_indent=" " * (len(indent) + 2)))
+    say(
+        textwrap.fill(
+            one_line(sentence),
+            width,
+            initial_indent=indent,
+            subsequent_indent=" " * (len(indent) + (not indent.endswith("- ")) * 2),
+        )
+    )
 
 
 def _called(subject: str) -> str:
