@@ -196,7 +196,9 @@ class Donation:
         return self.answers > 0 or self.lent_s >= 60
 
     def __str__(self) -> str:
-        hours = f"{self.lent_s / 3600:,.1f} hours" if self.lent_s >= 3600 else counted(round(self.lent_s / 60), "minute")
+        hours = (
+            f"{self.lent_s / 3600:,.1f} hours" if self.lent_s >= 3600 else counted(round(self.lent_s / 60), "minute")
+        )
         people = "person" if self.people == 1 else "people"
         parts = [f"{counted(self.answers, 'answer')} in {hours}" if self.answers else hours]
         if self.people:
