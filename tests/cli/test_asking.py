@@ -27,7 +27,7 @@ from tests.swarm.storage.test_joined_swarms import FRIENDS
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
     done = invoke("doctor", "--json", home=tmp_path / "home")
     findings = {one["what"]: one for one in json.loads(done.stdout)}
-    assert {"python", "device", "memory", "disk", "home", "p2pd"} <= findings.keys()
+    assert {"python", "device", "memory", "disk", "home", "network program"} <= findings.keys()
     assert all(one["verdict"] == "good" or one["remedy"] for one in findings.values())
     assert done.returncode == int(any(one["verdict"] == "bad" for one in findings.values()))
     assert not list(tmp_path.iterdir())
@@ -37,7 +37,16 @@ def test_what_is_bad_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(examination, "TRY_S", 0.2)
     monkeypatch.setattr(examination, "nvidia_cards", lambda: (None, ["a card"]))
     done = invoke("doctor", FRIENDS, home=tmp_path)
-    assert done.returncode == 1 and "bootstrap peer" in done.stdout and "-> " in done.stdout
+    assert done.returncode == 1 and "way in: " in done.stdout and "-> " in done.stdout
+
+
+def test_findings_fit_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of 80 columns is full, but for words that are longer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(examination, "TRY_S", 0.2)
+    lines = invoke("doctor", FRIENDS, home=tmp_path).stdout.splitlines()
+    assert all(len(line) <= 80 or len(line.split()[-1]) > 60 for line in lines)
+    assert {line[:5] for line in lines} <= {"ok   ", "?    ", "BAD  ", "     "}
 
 
 @pytest.mark.parametrize(
@@ -49,12 +58,12 @@ def test_the_doctor_asks_before_it_sends(arguments: list[str], words: str, tmp_p
 
 def test_findings_about_a_swarm() -> None:
     met = PeerVersions()
-    assert "peers" not in judge_versions(met).seen
+    assert "machines" not in judge_versions(met).seen
     for name in "ab":
         met.greeted(Claimant(name, name), Hello(VERSION, bytes(32), newest=VERSION + 1))
     assert judge_versions(met).verdict == "doubtful" and "upgrade" in judge_versions(met).remedy
     assert [one.verdict for one in judge_bandwidth(Bandwidth(20e6, 100e6, 2))] == ["good"]
-    assert "2 peers" in judge_bandwidth(Bandwidth(20e6, 100e6, 2))[0].seen
+    assert judge_bandwidth(Bandwidth(20e6, 3380e6, 2))[0].seen == "20 Mbit/s up, 3,400 down, with 2 machines"
     for poor in (Bandwidth(1e6, 100e6, 1), Bandwidth(0, 0, 0)):
         assert judge_bandwidth(poor)[0].verdict == "doubtful" and judge_bandwidth(poor)[0].remedy
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from swarmnode.cli.options.option import argument
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.cli.terminal.formatting import wrapped
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ def credit(
         print_json({"given": None if given is None else given.to_json(), "nodes": nodes})
         return
     if given is not None and given.any:
-        say(f"This machine gave {given}.{_today(home)}")
+        say(wrapped(f"This machine gave {given}.{_today(home)}"))
     if not found:
         say("No receipts here yet. The people that you work for sign them when an answer ends.")
         return
     from swarmnode.cli.terminal.tables import show
 
     for one in found:
-        say(_sentence(one))
+        say(wrapped(_sentence(one)))
         show(_table(one))
 
 
@@ -72,7 +73,8 @@ def _sentence(one: WorkerCredit) -> str:
     credit, signers = one.credit, "1 person" if one.credit.clients == 1 else f"{one.credit.clients:,} people"
     kinds = f" ({credit.served:,} for answers, {credit.trained:,} for training, which counts three times)"
     return (
-        f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} layers x tokens{kinds if credit.trained else ''}. "
+        f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} layers x tokens{kinds if credit.trained else ''}; "
+        "a token through one layer is 1. "
         f"{_discount(credit)}"
     )
 

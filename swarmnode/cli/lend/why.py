@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
-from swarmnode.cli.terminal.formatting import format_duration, one_line
+from swarmnode.cli.terminal.formatting import format_duration, one_line, wrapped
 
 TOPICS = {
     "placement": "Layers",
@@ -24,7 +22,6 @@ TOPICS = {
     "reachability": "Connection",
     "training": "Training",
 }
-LEAST_WIDTH = 40
 
 
 @command
@@ -71,29 +68,16 @@ def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
 def _tell(node: dict[str, Any], about: str) -> None:
     say(f"{node['node']}: {state_text(node)}")
     for fact in node["facts"]:
-        _say(fact, "  ")
+        say(wrapped(fact, "  ", "    "))
     for decision in node["decisions"]:
         ago = format_duration(max(0.0, time.time() - decision["at"]))
         often = f", {decision['times']} times" if decision["times"] > 1 else ""
         whom = f" ({', '.join(map(_called, decision['about']))})" if decision["about"] else ""
-        _say(f"{TOPICS[decision['topic']]}, {ago} ago{often}: {decision['what']}{whom}", "  ")
+        say(wrapped(f"{TOPICS[decision['topic']]}, {ago} ago{often}: {decision['what']}{whom}", "  ", "    "))
         for fact in decision["facts"]:
-            _say(fact, "    - ")
+            say(wrapped(fact, "    - ", "      "))
     if not node["facts"] and not node["decisions"]:
         say(f"  nothing is known about {one_line(about) or 'it'} here")
-
-
-def _say(sentence: str, indent: str) -> None:
-    """Print a sentence, wrapped to the terminal."""
-    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
-    say(
-        textwrap.fill(
-            one_line(sentence),
-            width,
-            initial_indent=indent,
-            subsequent_indent=" " * (len(indent) + (not indent.endswith("- ")) * 2),
-        )
-    )
 
 
 def _called(subject: str) -> str:
