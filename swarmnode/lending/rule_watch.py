@@ -193,9 +193,7 @@ class RuleWatch:
         owner_holds = self._lending.wants_pause(OWNER)
         if reason:
             if self._broken_s is None and not owner_holds:
-                self._show(
-                    "swarmnode has paused", f"{reason[0].upper()}{reason[1:]}. It lends again when its rules allow it."
-                )
+                self._show("swarmnode has paused", f"Reason: {reason}. It lends again when its rules allow it.")
             self._broken_s = now_s
             self._lending.pause(reason, by=RULES)
         elif self._broken_s is not None and now_s - self._broken_s >= CALM_S:

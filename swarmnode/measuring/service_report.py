@@ -22,8 +22,9 @@ from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, read_receipts
+from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, read_receipts, receipts_of
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.swarmfile import Swarm
 
 GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 FAULTS = {
@@ -181,13 +182,15 @@ class Donation:
     Attributes:
         answers: Texts that they have worked on.
         lent_s: Seconds of lending, of all nodes together.
-        people: Distinct clients that signed receipts in the last `PEOPLE_DAYS` days, without those of this home.
+        people: Distinct members of private swarms that signed receipts in the last `PEOPLE_DAYS` days, without those of this home.
+        visits: Distinct clients of other swarms that did; these are new clients each time, so that nobody can tell who they are.
         energy_j: Joules that the cards drew while nodes ran, as the driver measures; None if no card reports it.
     """
 
     answers: int
     lent_s: float
     people: int
+    visits: int
     energy_j: float | None
 
     @property
@@ -199,10 +202,11 @@ class Donation:
         hours = (
             f"{self.lent_s / 3600:,.1f} hours" if self.lent_s >= 3600 else counted(round(self.lent_s / 60), "minute")
         )
-        people = "person" if self.people == 1 else "people"
         parts = [f"{counted(self.answers, 'answer')} in {hours}" if self.answers else hours]
-        if self.people:
-            parts.append(f"{self.people:,} {people} served in the last {PEOPLE_DAYS} days")
+        served = [f"{self.people:,} {'person' if self.people == 1 else 'people'}"] if self.people else []
+        served += [f"{counted(self.visits, 'visit')} to open swarms"] if self.visits else []
+        if served:
+            parts.append(f"in the last {PEOPLE_DAYS} days for {' and '.join(served)}")
         if self.energy_j is not None:
             parts.append(f"{self.energy_j / JOULES_PER_KWH:,.2f} kWh drawn by its GPUs")
         return "; ".join(parts)
@@ -215,17 +219,19 @@ class Donation:
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """Answers and lent seconds of one node, over all its runs."""
+    """Answers and lent seconds of one node, over all its runs, and the private swarms in them by the beginning of their ids."""
 
     answers: int = 0
     lent_s: float = 0.0
+    private: tuple[str, ...] = ()
 
 
 class WorkRecord:
     """Record of the answers and hours of one node over all its runs, in a file of the home."""
 
-    def __init__(self, home: Path, peer: PeerId, readings: Source) -> None:
+    def __init__(self, home: Path, peer: PeerId, swarm: Swarm, readings: Source) -> None:
         self._home = home
+        self._private = {receipts_of(home, swarm.id).name} if swarm.private else set()
         self._path = home / FOLDER / f"{peer}.json"
         self._readings = readings
         self._before = read_kept(self._path, _Given, max_bytes=MAX_FILE_BYTES) or _Given()
@@ -240,7 +246,8 @@ class WorkRecord:
 
     def keep(self, given: _Given) -> Donation:
         """Write the sums of this run, `given`, and all earlier ones. Returns the home's donation. Blocks for some milliseconds."""
-        sums = _Given(self._before.answers + given.answers, self._before.lent_s + given.lent_s)
+        private = tuple(sorted(self._private.union(self._before.private)))
+        sums = _Given(self._before.answers + given.answers, self._before.lent_s + given.lent_s, private)
         if sums != _Given():
             try_to_keep(self._path, sums, "the record of this machine's work is")
         return donation(self._home)
@@ -249,24 +256,32 @@ class WorkRecord:
 def donation(home: Path, now: Callable[[], float] = time.time) -> Donation:
     """Return all that the nodes of this home have given. Damaged files count as empty."""
     kept = [read_kept(path, _Given, max_bytes=MAX_FILE_BYTES) or _Given() for path in (home / FOLDER).glob("*.json")]
-    energy = energy_used(home)
+    energy, private = energy_used(home), {swarm for one in kept for swarm in one.private}
+    members, visitors = set[PeerId](), set[PeerId]()
+    for folder in (home / RECEIPTS).glob("*"):
+        (members if folder.name in private else visitors).update(_clients(folder, now()))
+    own = set(_identities(home))
     return Donation(
         sum(one.answers for one in kept),
         sum(one.lent_s for one in kept),
-        len(_clients(home, now())),
+        len(members - own),
+        len(visitors - own),
         None if energy is None else energy.total_j,
     )
 
 
-def _clients(home: Path, now: float) -> set[PeerId]:
-    """Return the clients of other homes whose receipts are kept and count; empty if the receipts cannot be read."""
-    own = set()
+def _clients(folder: Path, now: float) -> set[PeerId]:
+    """Return the clients whose receipts in `folder` count; empty if it cannot be read."""
+    with contextlib.suppress(LocalError):
+        return {receipt.client for receipt in read_receipts(folder, None, verify) if counts(receipt, now)}
+    return set()
+
+
+def _identities(home: Path) -> Iterator[PeerId]:
+    """Yield the ids of this home's keys; unreadable files are skipped."""
     for path in home.glob("*.key"):
         with contextlib.suppress(OSError, LocalError):
-            own.add(Identity.from_bytes(path.read_bytes()).peer_id)
-    with contextlib.suppress(LocalError):
-        return {one.client for one in read_receipts(home / RECEIPTS, None, verify) if counts(one, now)} - own
-    return set()
+            yield Identity.from_bytes(path.read_bytes()).peer_id
 
 
 def given(readings: Readings) -> dict[str, Any]:

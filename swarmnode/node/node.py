@@ -213,7 +213,7 @@ class Node:
                 self._executors.append(executor)
             services = await closing.enter_async_context(AsyncExitStack())
             closing.push_async_callback(self._close_stage)
-            record = await asyncio.to_thread(WorkRecord, self.config.host.home, host.peer_id, self.readings)
+            record = await asyncio.to_thread(WorkRecord, self.config.host.home, host.peer_id, host.swarm, self.readings)
             living = asyncio.ensure_future(self._live(host, heavy, services))
             closing.push_async_callback(cancel_and_wait, living)
             await self._until(stop, living, host, record)
@@ -393,7 +393,7 @@ class Node:
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
-        self._tell("loading", f"Loading {layers(*span)}: {hardware.describe(span)}", span=list(span))
+        self._tell("loading", f"Loading {layers(*span)}, {hardware.describe(span)}", span=list(span))
         if self._kept is not None and self._kept.units == span:
             kept, self._kept = self._kept, None
             self._stage = await loader.take_up(kept)

@@ -36,7 +36,7 @@ def test_a_swarm_or_a_folder_of_receipts(tmp_path: Path) -> None:
     done = invoke("credit", "friends", "--json", home=home)
     shown = json.loads(done.stdout)
     (told,) = shown["nodes"]
-    assert (shown["given"]["answers"], shown["given"]["people"], shown["given"]["kwh"]) == (0, 2, None)
+    assert [shown["given"][name] for name in ("answers", "people", "visits", "kwh")] == [0, 0, 2, None]
     assert told == {
         "swarm": SWARM.hex(),
         "worker": worker.peer_id,
@@ -53,14 +53,14 @@ def test_a_swarm_or_a_folder_of_receipts(tmp_path: Path) -> None:
         "nodes": [told],
     }
     text = invoke("credit", home=home).stdout
-    assert "2 people signed for 400 layers x tokens" in text and "Of that, 150 counts" in " ".join(text.split())
+    assert "2 clients signed for 400 layers x tokens" in text and "Of that, 150 counts" in " ".join(text.split())
     assert clients[0].peer_id[-8:] in text and "75.0%" in text
 
 
 def test_what_a_single_client_signed_is_shown_with_why_it_does_not_count(tmp_path: Path) -> None:
     sign(tmp_path, 1_234)
     text = " ".join(invoke("credit", str(tmp_path / "receipts"), home=tmp_path).stdout.split())
-    assert "1 person signed for 1,234 layers x tokens" in text and "a single person could be you" in text
+    assert "1 client signed for 1,234 layers x tokens" in text and "a single client could be your own" in text
 
 
 def test_answers_people_hours_and_energy(tmp_path: Path) -> None:
@@ -73,7 +73,10 @@ def test_answers_people_hours_and_energy(tmp_path: Path) -> None:
     write_kept(tmp_path / energy.FILE, {"day": today, "today_j": 3.6e5, "total_j": 7.2e6, "counter_j": 0.0, "at": 0.0})
     sign(tmp_path, 300)
     text = " ".join(invoke("credit", "friends", home=tmp_path).stdout.split())
-    assert "1 person served in the last 30 days; 2.00 kWh drawn by its GPUs. Today its GPUs drew 0.10 kWh." in text
+    assert (
+        "in the last 30 days for 1 visit to open swarms; 2.00 kWh drawn by its GPUs. Today its GPUs drew 0.10 kWh."
+        in text
+    )
 
 
 def test_many_clients_are_summed_up(tmp_path: Path) -> None:

@@ -103,7 +103,9 @@ def test_pauses_and_resumes_by_rule_are_shown_once() -> None:
     game, calm = Surroundings(MONDAY_NOON, programs=frozenset({"game"})), Surroundings(MONDAY_NOON)
     for seen in (calm, game, game):
         watch.judge(seen)
-    assert [title for title, _ in shown] == ["swarmnode has paused"] and shown[0][1].startswith("Game is running.")
+    assert [title for title, _ in shown] == ["swarmnode has paused"] and shown[0][1].startswith(
+        "Reason: game is running."
+    )
     now_s = 2 * CALM_S
     for _ in range(2):
         watch.judge(calm)

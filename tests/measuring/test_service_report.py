@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from swarmnode.lending import energy
 from swarmnode.lending.energy import EnergyMeter
@@ -22,7 +24,15 @@ from swarmnode.net.identity import Identity
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.receipt import Receipt, sign_receipt
 from swarmnode.swarm.storage.receipt_folder import LIFE_S, receipts_of
+from swarmnode.swarm.storage.swarmfile import Swarm
 from tests.swarm.storage.test_receipt_folder import NOW, SWARM
+
+OPEN = bytes([1] * 32)
+
+
+def swarm(of: bytes, *, private: bool) -> Swarm:
+    """A swarm of which only the id and the kind count."""
+    return cast("Swarm", SimpleNamespace(id=of, private=private))
 
 
 class Worker:
@@ -104,24 +114,31 @@ def test_what_was_given_is_kept_over_restarts(tmp_path: Path) -> None:
     first, second = Worker(), Worker()
     assert not donation(tmp_path).any
     for worker, name in ((first, "a"), (second, "b")):
-        record = WorkRecord(tmp_path, name, worker.readings)
+        record = WorkRecord(tmp_path, name, swarm(SWARM, private=True), worker.readings)
         assert record.keep(record.given()) == donation(tmp_path)
         worker.answers, worker.lent_s = 2, 1800.0
         record.keep(record.given())
         record.keep(record.given())
     again = Worker()
-    record = WorkRecord(tmp_path, "a", again.readings)
+    record = WorkRecord(tmp_path, "a", swarm(OPEN, private=False), again.readings)
     again.answers, again.lent_s = 1, 3600.0
     record.keep(record.given())
     own, ada, bob = (Identity.generate() for _ in range(3))
     own.save(tmp_path / "client.key")
     node = Identity.generate()
-    for number, (client, ended) in enumerate(((own, NOW), (ada, NOW), (ada, NOW - 60), (bob, NOW - LIFE_S - 60))):
-        receipt = Receipt(SWARM, client.peer_id, node.peer_id, ended - 50, ended, 5)
-        path = receipts_of(tmp_path, SWARM) / node.peer_id / f"{number}.receipt"
+    signed = (
+        (SWARM, own, NOW),
+        (SWARM, ada, NOW),
+        (SWARM, ada, NOW - 60),
+        (SWARM, bob, NOW - LIFE_S - 60),
+        (OPEN, ada, NOW),
+    )
+    for number, (where, client, ended) in enumerate(signed):
+        receipt = Receipt(where, client.peer_id, node.peer_id, ended - 50, ended, 5)
+        path = receipts_of(tmp_path, where) / node.peer_id / f"{number}.receipt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(sign_receipt(receipt, client.sign))
-    assert donation(tmp_path, lambda: NOW) == Donation(5, 7200.0, 1, None)
+    assert donation(tmp_path, lambda: NOW) == Donation(5, 7200.0, 1, 1, None)
     assert (tmp_path / FOLDER / "a.json").stat().st_mode & 0o077 == 0
     assert ada.peer_id.encode() not in b"".join(path.read_bytes() for path in (tmp_path / FOLDER).iterdir())
     (tmp_path / FOLDER / "a.json").write_text("{")
@@ -133,8 +150,15 @@ def test_energy_is_told_where_a_card_measures_it(tmp_path: Path) -> None:
     for counter_j in (0.0, 1.8e6):
         meter.look(counter_j)
     assert donation(tmp_path).energy_j == 1.8e6 and (tmp_path / energy.FILE).exists()
-    assert str(Donation(1, 90.0, 0, None)) == "1 answer in 2 minutes"
-    assert str(Donation(0, 7200.0, 0, None)) == "2.0 hours"
-    told = Donation(1234, 7200.0, 2, 1.8e6)
-    assert str(told) == "1,234 answers in 2.0 hours; 2 people served in the last 30 days; 0.50 kWh drawn by its GPUs"
-    assert told.to_json() == {"answers": 1234, "lent_s": 7200.0, "people": 2, "people_days": 30, "kwh": 0.5}
+    assert str(Donation(1, 90.0, 0, 0, None)) == "1 answer in 2 minutes"
+    assert str(Donation(0, 7200.0, 0, 1, None)) == "2.0 hours; in the last 30 days for 1 visit to open swarms"
+    told = Donation(1234, 7200.0, 2, 0, 1.8e6)
+    assert str(told) == "1,234 answers in 2.0 hours; in the last 30 days for 2 people; 0.50 kWh drawn by its GPUs"
+    assert told.to_json() == {
+        "answers": 1234,
+        "lent_s": 7200.0,
+        "people": 2,
+        "visits": 0,
+        "people_days": 30,
+        "kwh": 0.5,
+    }

@@ -86,7 +86,9 @@ async def test_a_leaving_node_tells_what_its_home_has_given(founded: Founded, tm
         member.leave()
         await member.wait_for("left")
         given = next(one["given"] for one in member.seen if one["event"] == "left")
-        assert (given["answers"], given["people"], given["kwh"]) == (2, 1, None)
+        assert (given["answers"], given["people"], given["visits"], given["kwh"]) == (2, 0, 1, None), (
+            "nobody can tell who it was"
+        )
         assert given["lent_s"] >= 2 * REPORT_S
 
 

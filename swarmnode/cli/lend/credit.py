@@ -32,9 +32,9 @@ def credit(
 ) -> None:
     """Show what this machine gave, and the receipts for its work.
 
-    Answers, hours and energy are of all nodes of this home. The people that you worked for sign receipts, which count as credit,
-    discounted: receipts of a single person do not count, those of two equal ones count half. Your friends could sign anything for
-    you.
+    Answers, hours and energy are of all nodes of this home. The clients that you worked for sign receipts, which count as credit,
+    discounted: receipts of a single client do not count, those of two equal ones count half. Your friends could sign anything for
+    you. In an open swarm a person is another client each time.
 
     Example: swarmnode credit friends
     """
@@ -52,7 +52,7 @@ def credit(
     if given is not None and given.any:
         say(wrapped(f"This machine gave {given}.{_today(home)}"))
     if not found:
-        say("No receipts here yet. The people that you work for sign them when an answer ends.")
+        say("No receipts here yet. The clients that you work for sign them when an answer ends.")
         return
     from swarmnode.cli.terminal.tables import show
 
@@ -70,7 +70,7 @@ def _today(home: Path) -> str:
 
 
 def _sentence(one: WorkerCredit) -> str:
-    credit, signers = one.credit, "1 person" if one.credit.clients == 1 else f"{one.credit.clients:,} people"
+    credit, signers = one.credit, counted(one.credit.clients, "client")
     kinds = f" ({credit.served:,} for answers, {credit.trained:,} for training, which counts three times)"
     return (
         f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} layers x tokens{kinds if credit.trained else ''}; "
@@ -82,11 +82,11 @@ def _sentence(one: WorkerCredit) -> str:
 def _discount(credit: Credit) -> str:
     if credit.clients == 1:
         return (
-            "None of it counts as credit, because a single person could be you, and sign for anything. "
+            "None of it counts as credit, because a single client could be your own and sign for anything. "
             "Among people who know one another, go by the amount signed."
         )
     return (
-        f"Of that, {credit.counted:,.0f} counts as credit: the fewer the people, and the more of it a single one signed, the less "
+        f"Of that, {credit.counted:,.0f} counts as credit: the fewer the clients, and the more of it a single one signed, the less "
         "it counts."
     )
 

@@ -233,7 +233,7 @@ def cut(text: str, chars: int) -> str:
 
 def credit_line(credit: dict[str, Any]) -> str:
     """Return the sentence about the receipts that clients signed for a node of this home."""
-    by = "1 person" if credit["clients"] == 1 else f"{credit['clients']:,} people"
+    by = counted(credit["clients"], "client")
     return (
         f"your node {credit['worker'][-8:]}: {by} signed for its work; credit {credit['credit']:,} (`swarmnode credit`)"
     )
