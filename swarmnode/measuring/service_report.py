@@ -183,7 +183,7 @@ class Donation:
         answers: Texts that they have worked on.
         lent_s: Seconds of lending, of all nodes together.
         people: Distinct members of private swarms that signed receipts in the last `PEOPLE_DAYS` days, without those of this home.
-        visits: Distinct clients of other swarms that did; these are new clients each time, so that nobody can tell who they are.
+        visits: Distinct clients of other swarms that did; a client of those is a new one each time.
         energy_j: Joules that the cards drew while nodes ran, as the driver measures; None if no card reports it.
     """
 
