@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swarmnode.errors import NoRoute
+from swarmnode.decisions import Topic
+from swarmnode.errors import ErrorCode, NoRoute
 from swarmnode.lending.lending import LendingState
 from swarmnode.plan.view import Span
 from tests.net.virtual import in_virtual_time
@@ -16,11 +18,22 @@ from tests.node.test_faults import two_by_two
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import PROMPT
 
+NO_WORDS = re.compile(
+    rf"\b(?:units?|spans?|quorum|peers?|epoch|hops?|{'|'.join(code.name for code in ErrorCode)})\b", re.ASCII
+)
+
 
 def told(explained: dict[str, Any], topic: str) -> str:
     """All sentences about a topic."""
     decisions = [one for one in explained["decisions"] if one["topic"] == topic]
     return "; ".join(text for one in decisions for text in (one["what"], *one["facts"]))
+
+
+def assert_plain(explained: dict[str, Any]) -> None:
+    """A volunteer understands each sentence: no word of the code, and no code of an error."""
+    sentences = [*explained["facts"], *(told(explained, topic.value) for topic in Topic)]
+    found = [word for text in sentences for word in NO_WORDS.findall(text.replace("--span", ""))]
+    assert not found and sentences, (found, sentences)
 
 
 @in_virtual_time
@@ -42,6 +55,8 @@ async def test_what_was_decided_is_told_with_its_facts(founded: Founded, tmp_pat
         with pytest.raises(NoRoute):
             client._router(Span(0, client.units), ring=True).route(everybody, ())
         assert "finds no route" in told(client.why(), "routing")
+        for explained in (session, node.why(), client.why(), client.why(str(start)), client.why(member.peer)):
+            assert_plain(explained)
 
 
 @in_virtual_time
@@ -58,4 +73,5 @@ async def test_a_route_and_a_place_are_explained(founded: Founded, tmp_path: Pat
             assert "takes a route" in routing and member.peer[-8:] in routing and "layers/s" in routing
             assert client.why("a")["facts"][0].startswith("it has layers 0 to 5")
             assert "no machine has layer 99" in client.why("99")["facts"]
+            assert_plain(member.node.why())
             assert client.why("nobody") == {"facts": [], "decisions": []}
