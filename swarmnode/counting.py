@@ -4,8 +4,15 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `number` with its noun, in the plural unless it is 1: "0 machines", "1 machine", "2,000 machines"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Return `number` with its noun, in the plural unless it is 1: "0 machines", "1 machine", "2,000 addresses"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def layers(start: int, end: int) -> str:
+    """Return the layers from `start` to before `end` in words: "layers 0 to 15", "layer 3", "no layers"."""
+    if end - start < 2:
+        return f"layer {start}" if end > start else "no layers"
+    return f"layers {start} to {end - 1}"
 
 
 def format_bytes(count: float) -> str:

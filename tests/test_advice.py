@@ -74,7 +74,7 @@ def test_a_protocol_error_names_its_peer_once() -> None:
 
 
 def test_the_command_line_says_what_to_do() -> None:
-    assert with_remedy(NoRoute("no live peer holds unit 3")) == f"no live peer holds unit 3. {NoRoute.remedy}"
+    assert with_remedy(NoRoute("no machine has layer 3")) == f"no machine has layer 3. {NoRoute.remedy}"
     assert with_remedy(refusal(ErrorCode.VERSION)).endswith(f". {REMEDY[ErrorCode.VERSION]}")
     assert with_remedy(LocalError("port 1 is in use; choose another")) == "port 1 is in use; choose another"
 

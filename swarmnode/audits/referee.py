@@ -162,7 +162,7 @@ class Referee:
 
     def note(self, what: str, peer: PeerId, *facts: str) -> None:
         """Log the decision `what` about `peer` with the `facts` behind it and the peer's trust."""
-        trust = f"its standing is {self.standing.trust(peer):.2f} of 1"
+        trust = f"this machine trusts it {self.standing.trust(peer):.0%}; results that are right raise that"
         self.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     async def idle(self) -> None:

@@ -76,6 +76,7 @@ class ReceiptKeeper:
     def readings(self) -> Readings:
         """Yield the metrics of work, receipts and credit."""
         credit = self.credit
+        yield Reading(table.ANSWERS, self._completed.answers)
         yield Reading(table.COMPLETED_WORK, self._completed.total)
         yield Reading(table.RECEIPTED_WORK, self._completed.receipted)
         for result in RESULTS:

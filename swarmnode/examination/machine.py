@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
+from swarmnode.counting import counted
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
 from swarmnode.metrics.machine import nvidia_cards
@@ -69,13 +70,13 @@ async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
     """Try to connect to each bootstrap peer of the swarm. An address that does not answer is doubtful if another one
     answers, else bad."""
     if not swarm.bootstraps:
-        return [Finding("bootstrap peers", "bad", "the invite names none", "ask for another invite")]
+        return [Finding("way in", "bad", "the invite names no machine to connect to", "ask for another invite")]
     tried = await asyncio.gather(*(answers(address, TRY_S) for address in swarm.bootstraps))
     remedy = "its machine must be on and reachable at this port and address; is this machine online?"
     return [
-        Finding("bootstrap peer", "good", f"{address} answers")
+        Finding("way in", "good", f"{address} answers")
         if yes
-        else Finding("bootstrap peer", "doubtful" if any(tried) else "bad", f"{address} does not answer", remedy)
+        else Finding("way in", "doubtful" if any(tried) else "bad", f"{address} does not answer", remedy)
         for address, yes in zip(swarm.bootstraps, tried, strict=True)
     ]
 
@@ -95,17 +96,18 @@ def judge_versions(met: PeerVersions) -> Finding:
     newer one."""
     if met.newer is not None:
         remedy = "upgrade when it suits you: pip install --upgrade swarmnode"
-        return Finding("protocol", "doubtful", f"version {VERSION}, most peers speak {met.newer}", remedy)
-    others = f", up to date ({len(met)} peer{'s'[: len(met) > 1]} seen)" if len(met) else ""
+        return Finding("protocol", "doubtful", f"version {VERSION}, most machines speak {met.newer}", remedy)
+    others = f", up to date ({counted(len(met), 'machine')} seen)" if len(met) else ""
     return Finding("protocol", "good", f"version {VERSION}{others}")
 
 
 def judge_bandwidth(seen: Bandwidth) -> list[Finding]:
     """Judge the upload rate that bandwidth tests with peers measured. It is doubtful if no peer answered."""
     if not seen.peers:
-        remedy = "a peer answers one test in ten minutes, and none while it is busy: try again later"
-        return [Finding("bandwidth", "doubtful", "no peer has answered a test", remedy)]
-    rates = f"{seen.up_bps / 1e6:.3g} Mbit/s up, {seen.down_bps / 1e6:.3g} down, with {seen.peers} peer{'s'[: seen.peers > 1]}"
+        remedy = "a machine answers one test in ten minutes, and none while it is busy: try again later"
+        return [Finding("bandwidth", "doubtful", "no machine has answered a test", remedy)]
+    up, down = (f"{float(format(bps / 1e6, '.2g')):,g}" for bps in (seen.up_bps, seen.down_bps))
+    rates = f"{up} Mbit/s up, {down} down, with {counted(seen.peers, 'machine')}"
     remedy = (
         "prompts wait for this connection: hold the first or the last layers, or lend to a training that compresses"
     )
@@ -183,7 +185,7 @@ def _files() -> Finding:
     remedy = (
         f"ulimit -n {wanted}" if may else f"have the system's administrator allow {FILES_LEAST} (nofile in limits.conf)"
     )
-    return _enough("open files", enough, f"{soft} at most", remedy)
+    return _enough("open files", enough, f"at most {soft:,} at a time", remedy)
 
 
 def _daemon() -> Finding:
@@ -192,9 +194,12 @@ def _daemon() -> Finding:
     path = None if found is None else Path(str(found.locate()))
     if path is None or not path.is_file():
         return Finding(
-            "p2pd", "bad", "missing", "install swarmnode again: hivemind's wheel has it for Linux and macOS only"
+            "network program",
+            "bad",
+            "p2pd is missing",
+            "install swarmnode again: hivemind's wheel has it for Linux and macOS only",
         )
-    return Finding("p2pd", "good", str(path))
+    return Finding("network program", "good", str(path))
 
 
 def _ipv6() -> Finding:
@@ -203,5 +208,5 @@ def _ipv6() -> Finding:
     if public and socket.has_ipv6:
         return Finding("IPv6", "good", public[0])
     return Finding(
-        "IPv6", "good", "none; others reach this machine over IPv4, behind NAT through hole punching or a relay"
+        "IPv6", "good", "none; others reach this machine over IPv4, behind a router by hole punching or a relay"
     )

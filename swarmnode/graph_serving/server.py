@@ -149,6 +149,7 @@ class InferenceServer:
             )
             computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
         if asked.work:
+            self._peer.completed.answers += 1
             self._peer.completed.note(asked.work, (asked.end - asked.start) * batch)
         return computed
 

@@ -15,7 +15,9 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 
 OWNER, RULES = "owner", "rules"  # sources of wishes
+LENDS = ("running", "finishing")  # values of the states that count as lending
 WANTS = {OWNER: "wants", RULES: "want"}
+ENDS = {OWNER: "`swarmnode resume` ends that", RULES: "that ends when all rules allow it for a while"}
 
 
 class LendingState(Enum):
@@ -102,10 +104,14 @@ class Lending:
         on_change: Callable[[LendingState, str], None] = lambda _state, _reason: None,
         *,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decisions = DecisionLog(now)
         self.rules = Rules()
         self._pauses = 0
+        self._clock = clock
+        self._since_s = clock()  # of the present state
+        self._lent_s = 0.0  # in earlier states
         self.state = LendingState.WAITING
         self.keep = Keep.DISK
         self._wishes: dict[str, Wish] = {}
@@ -125,6 +131,11 @@ class Lending:
             return f"finished: {reason}"
         return f"{reason}; then it leaves" if self._leaves else reason
 
+    @property
+    def lent_s(self) -> float:
+        """Seconds of lending until now, of this run."""
+        return self._lent_s + (self._clock() - self._since_s if self.state.value in LENDS else 0.0)
+
     def readings(self) -> Readings:
         """Yield the metrics of lending."""
         for state in LendingState:
@@ -132,6 +143,7 @@ class Lending:
         for by in WANTS:
             yield Reading(table.LENDING_HELD, by in self._wishes, (by,))
         yield Reading(table.LENDING_PAUSES, self._pauses)
+        yield Reading(table.LENT_SECONDS, self.lent_s)
 
     def pause(self, reason: str, *, by: str = OWNER, keep: Keep | None = None) -> None:
         """Let sessions move to other peers, then free the device. `keep` is the place of the weights; None leaves it as
@@ -148,6 +160,10 @@ class Lending:
         """Withdraw the wish of `by`, and lend again if there is no other wish."""
         self._wishes.pop(by, None)
         self._settle()
+
+    def wants_pause(self, by: str) -> bool:
+        """Return whether `by`, the owner or the rules, wants the node not to lend."""
+        return by in self._wishes
 
     def follow(self, rules: Rules) -> None:
         """Replace the rules."""
@@ -199,12 +215,18 @@ class Lending:
         self._enter(next_state(self.state, self._wanted))
 
     def _facts(self) -> tuple[str, ...]:
-        wishes = (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}" for by, wish in self._wishes.items())
+        wishes = (
+            fact
+            for by, wish in self._wishes.items()
+            for fact in (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}", ENDS[by])
+        )
         return tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
 
     def _enter(self, state: LendingState) -> None:
         if state is not self.state:
-            self.decisions.note(Topic.LENDING, f"was {self.state.value}, is {state.value}", self._facts())
+            what = f"is {state.value} now, and was {self.state.value} before"
+            self.decisions.note(Topic.LENDING, what, self._facts())
+            self._lent_s, self._since_s = self.lent_s, self._clock()
             self.state = state
             self._pauses += state is LendingState.PAUSED
             self._on_change(state, self.reason)

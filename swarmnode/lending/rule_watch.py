@@ -1,9 +1,14 @@
-"""Rule watch: pauses and resumes a node by its rules, and counts the month's traffic for the rule that limits it."""
+"""Rule watch: pauses and resumes a node by its rules and shows that on the owner's desktop. It counts the month's traffic for the
+rule that limits it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import html
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.lending.idle_detection import Lookout
-from swarmnode.lending.lending import RULES, Lending
+from swarmnode.lending.lending import OWNER, RULES, Lending
 from swarmnode.lending.rules import Rules, Surroundings, reason_to_pause
+from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 
 LOOK_S = 1.0
@@ -22,6 +28,9 @@ FILE = "month.json"
 MAX_FILE_BYTES = 4096
 MONTHS = 4  # months in the file
 KEEP_BYTES = 100_000_000  # the file is written after this much more traffic
+SESSION_BUS = "DBUS_SESSION_BUS_ADDRESS"
+NOTICE_S = 2.0  # longest wait for the desktop
+SHOWN_MS = 10_000
 
 
 class _Months(msgspec.Struct):
@@ -81,11 +90,73 @@ def month_of(day: datetime.date, first_day: int) -> str:
     return f"{began:%Y-%m}"
 
 
+class DesktopNotices:
+    """Notices on the owner's desktop, by the session bus that `SESSION_BUS` names. Each one replaces the one before.
+
+    Without a session bus, or a desktop that answers there, nothing is shown.
+    """
+
+    def __init__(self, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> None:
+        self._run = run
+        self._tasks = Tasks("desktop notices", on_crash=None)
+        self._in_turn = asyncio.Lock()
+        self._shown = "0"  # id of the latest notice
+
+    def __repr__(self) -> str:
+        return f"<DesktopNotices, {len(self._tasks)} on the way>"
+
+    def show(self, title: str, text: str) -> None:
+        """Show a notice in the background."""
+        if os.environ.get(SESSION_BUS):
+            self._tasks.spawn(self._show(title, text), title)
+
+    async def idle(self) -> None:
+        """Wait until every notice has been shown or given up."""
+        await self._tasks.idle()
+
+    async def close(self) -> None:
+        """Give up the notices that are on the way."""
+        await self._tasks.close()
+
+    async def _show(self, title: str, text: str) -> None:
+        async with self._in_turn:
+            await asyncio.to_thread(self._send, title, html.escape(text, quote=False))
+
+    def _send(self, title: str, text: str) -> None:
+        """Send a notice by the first program that succeeds (https://specifications.freedesktop.org/notification-spec)."""
+        name = "org.freedesktop.Notifications"
+        notice = ("swarmnode", self._shown, "", title, text, "0", "0", str(SHOWN_MS))
+        commands = (
+            [
+                "busctl",
+                "--user",
+                "call",
+                name,
+                "/org/freedesktop/Notifications",
+                name,
+                "Notify",
+                "susssasa{sv}i",
+                *notice,
+            ],
+            ["notify-send", "--app-name=swarmnode", f"--expire-time={SHOWN_MS}", "--", title, text],
+        )
+        for command in commands:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                told = self._run(command, capture_output=True, text=True, timeout=NOTICE_S, check=True).stdout
+                if told.startswith("u "):
+                    self._shown = told.removeprefix("u ").strip()
+                return
+
+
+def _show_nothing(_title: str, _text: str) -> None:
+    """Discard a notice."""
+
+
 class RuleWatch:
     """Watch over a node's rules.
 
     `look` returns observations for the rules; it may block, and is called on a thread. `month_bytes` returns this
-    month's traffic.
+    month's traffic. `show` gets a title and a text at each pause and resume that the rules cause.
     """
 
     def __init__(
@@ -94,10 +165,12 @@ class RuleWatch:
         look: Callable[[Rules], Surroundings],
         *,
         month_bytes: Callable[[], int] = lambda: 0,
+        show: Callable[[str, str], None] = _show_nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lending = lending
         self._look = look
+        self._show = show
         self._month_bytes = month_bytes
         self._clock = clock
         self._broken_s: float | None = None  # time of the last violation; None after a resume
@@ -117,21 +190,34 @@ class RuleWatch:
         """Pause lending at once if an observation violates a rule; resume it after `CALM_S` without violations."""
         reason = reason_to_pause(self._lending.rules, replace(seen, month_bytes=self._month_bytes()))
         now_s = self._clock()
+        owner_holds = self._lending.wants_pause(OWNER)
         if reason:
+            if self._broken_s is None and not owner_holds:
+                self._show("swarmnode has paused", f"Reason: {reason}. It lends again when its rules allow it.")
             self._broken_s = now_s
             self._lending.pause(reason, by=RULES)
         elif self._broken_s is not None and now_s - self._broken_s >= CALM_S:
             self._broken_s = None
             self._lending.resume(by=RULES)
+            if not owner_holds:
+                self._show("swarmnode lends again", "Its rules allow it now.")
 
 
 async def follow_rules(
-    lending: Lending, home: Path, moved: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
+    lending: Lending,
+    home: Path,
+    moved: Callable[[], int],
+    *,
+    notify: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Pause and resume a node by its rules, until cancelled. `moved` returns the bytes sent and received over its
-    links."""
+    """Pause and resume a node by its rules, until cancelled, and show that on the desktop if `notify` is true. `moved` returns the
+    bytes sent and received over its links."""
     month = MonthlyTraffic(home, moved, first_day=lambda: lending.rules.month_day)
+    notices = DesktopNotices()
+    show = notices.show if notify else _show_nothing
     try:
-        await RuleWatch(lending, Lookout(), month_bytes=month, clock=clock).run()
+        await RuleWatch(lending, Lookout(), month_bytes=month, show=show, clock=clock).run()
     finally:
         month.keep()
+        await notices.close()

@@ -32,7 +32,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
-from swarmnode.counting import format_bytes
+from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
@@ -180,7 +180,7 @@ class Hardware:
         fit."""
         if units.end > len(self.sizes.weight_bytes):
             raise UsageError(
-                f"--span {units.start}:{units.end}: the model has units 0 to {len(self.sizes.weight_bytes) - 1}"
+                f"--span {units.start}:{units.end}: the model has layers 0 to {len(self.sizes.weight_bytes) - 1}"
             )
         self.lay_out(units)
         return units
@@ -200,7 +200,7 @@ class Hardware:
         if not layout:
             need_bytes = self.sizes.need_bytes(units.start, units.end, self.config.cache_tokens)
             raise LocalError(
-                f"units {units} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
+                f"{layers(*units)} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
             )
         return layout
 
@@ -264,11 +264,11 @@ class Hardware:
         prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype)
 
     def describe(self, units: Units) -> str:
-        """Return a text like "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens". Raises LocalError if the units
-        do not fit."""
+        """Return a text like "12 of 34 layers: 5.1 GB of weights, and 1.2 GB for texts of 8,192 tokens in all". Raises LocalError
+        if the units do not fit."""
         if self.trains:
             size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
-            return f"{units.units} of {len(self.sizes.weight_bytes)} units: {size} weights, gradients and optimiser"
+            return f"{units.units} of {len(self.sizes.weight_bytes)} layers: {size} of weights, gradients and optimiser"
         parts = [part for replica in self.lay_out(units) for part in replica]
         cache_tokens = min(self.cache_tokens(part.span, self.lent[part.device]) for part in parts)
         fit = describe_fit(self.sizes, units.start, units.end, cache_tokens)

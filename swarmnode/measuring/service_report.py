@@ -1,71 +1,287 @@
-"""Reports to the owner about a node's work for others, in a line."""
+"""News of a node's work for its owner, in a line a minute, and the record of all that a machine has given."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from swarmnode.counting import counted
+import msgspec
+
+from swarmnode.counting import counted, layers
+from swarmnode.errors import LocalError
+from swarmnode.lending.energy import JOULES_PER_KWH, energy_used
+from swarmnode.measuring.meters import DECODE
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Metric, Reading, Readings, Source
 from swarmnode.net.addressing.reachability import Reachability
+from swarmnode.net.identity import Identity, verify
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, read_receipts, receipts_of
+from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.swarmfile import Swarm
 
 GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
-REACHED = {
-    Reachability.UNKNOWN: "still checking whether others can reach this machine",
-    Reachability.PUBLIC: "others reach this machine directly",
-    Reachability.MAPPED: "others reach this machine through a mapped port of the router",
-    Reachability.PUNCHED: "others reach this machine through holes punched in the router",
-    Reachability.RELAYED: "others reach this machine over a relay only",
+FAULTS = {
+    "peer_lost": "the next machine was lost",
+    "not_finite": "numbers became too large for this device",
+    "internal": "this machine failed; its log says why",
 }
+SPEED_CHANGE = 1.25  # least factor between two speeds that makes the second news
+LEAST_TOKENS = 20  # of a measured speed
+MOST_NAMES = 3
+FOLDER = "given"
+MAX_FILE_BYTES = 4096
+PEOPLE_DAYS = LIFE_S // 86_400
 
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """Report about a node's work. `tokens` are positions computed since the node started, `tokens_per_s` the rate since the last
-    report."""
+    """News about a node's work since the last news.
 
-    tokens: int
+    Attributes:
+        news: Sentences for the owner.
+        answers: Texts that the node has worked on since it started.
+        tokens_per_s: Speed of the node's own layers, one token after another; 0 if it was not measured.
+        sessions: Texts that it works on now.
+        reachability: How others reach the machine.
+    """
+
+    news: tuple[str, ...]
+    answers: int
     tokens_per_s: float
     sessions: int
     reachability: Reachability
 
     def __str__(self) -> str:
-        now = (
-            f"{counted(self.sessions, 'session')} now, {self.tokens_per_s:,.1f} tokens/s"
-            if self.sessions
-            else "idle now"
-        )
-        return f"{counted(self.tokens, 'token')} computed for others; {now}; {REACHED[self.reachability]}"
+        return " ".join(f"{one[0].upper()}{one[1:]}." for one in self.news)
 
 
 class ServiceReporter:
-    """Maker of reports from the node's own readings."""
+    """Maker of reports from the node's own readings and from the peers that it knows."""
 
-    def __init__(self, readings: Source, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, readings: Source) -> None:
         self._readings = readings
-        self._clock = clock
-        self._last: ServiceReport | None = None
-        self._last_s = clock()
+        self._now = _Counts()
+        self._peers: dict[PeerId, str] | None = None  # names; None before the first report
+        self._speed = 0.0  # that the owner knows
+        self._reachability = Reachability.UNKNOWN
 
     def __repr__(self) -> str:
-        return f"<ServiceReporter {self._last}>"
+        return f"<ServiceReporter of {self._now}>"
 
-    def report(self, reachability: Reachability) -> ServiceReport | None:
-        """Return a report; None if nothing has changed since the last one."""
-        tokens = sessions = 0.0
-        for reading in self._readings():
-            tokens += _value(reading) if reading.metric is table.TOKENS else 0.0
-            sessions += _value(reading) if reading.metric is table.SESSIONS else 0.0
-        now_s, before = self._clock(), self._last
-        elapsed_s, self._last_s = now_s - self._last_s, now_s
-        fresh = tokens - (before.tokens if before is not None else 0)
-        report = ServiceReport(int(tokens), fresh / elapsed_s if elapsed_s > 0 else 0.0, int(sessions), reachability)
-        self._last = report
-        return None if report == before else report
+    def report(
+        self, reachability: Reachability, peers: Mapping[PeerId, Announcement], since: float = 0.0
+    ) -> ServiceReport | None:
+        """Return the news since the last call; None if there are none.
+
+        `peers` are the known peers; those without layers do not count. In the first call, those that started later than `since`
+        (unix time) have joined.
+        """
+        before, now = self._now, _Counts.of(self._readings())
+        self._now = now
+        speed = now.speed_since(before)
+        faults = _grown(now.faults, before.faults)
+        named = {peer: one.name or peer[-8:] for peer, one in peers.items() if one.span[1] > one.span[0]}
+        known = {peer for peer, one in peers.items() if one.started_at <= since} if self._peers is None else self._peers
+        came = [f"{named[peer]} ({layers(*peers[peer].span)})" for peer in named if peer not in known]
+        left = [name for peer, name in (self._peers or {}).items() if peer not in named]
+        self._peers = named
+        news = (
+            *self._of_answers(before.answers, now.answers, speed),
+            *self._of_speed(speed),
+            *([f"joined: {_listed(came)}"] if came else []),
+            *([f"left: {_listed(left)}"] if left else []),
+            *self._of_reachability(reachability),
+            *(f"{counted(count, 'text')} broke off here: {_cause(cause)}" for cause, count in faults.items()),
+        )
+        return ServiceReport(news, now.answers, speed, now.sessions, reachability) if news else None
+
+    def _of_answers(self, before: int, now: int, speed: float) -> Iterator[str]:
+        """Yield the first answer, and then each tenfold number."""
+        if not before and now:
+            at, self._speed = (f", at {speed:,.1f} tokens/s" if speed else ""), speed
+            yield f"first answer served{at}"
+        elif now and len(str(now)) > len(str(before)):
+            yield f"{10 ** (len(str(now)) - 1):,} answers served so far"
+
+    def _of_speed(self, speed: float) -> Iterator[str]:
+        """Yield a speed that is new, or far from the one that the owner knows."""
+        known = self._speed
+        if speed and known and max(speed, known) > SPEED_CHANGE * min(speed, known):
+            yield f"now {speed:,.1f} tokens/s instead of {known:,.1f}"
+        if speed and not (known and max(speed, known) <= SPEED_CHANGE * min(speed, known)):
+            self._speed = speed
+
+    def _of_reachability(self, reachability: Reachability) -> Iterator[str]:
+        if reachability is not self._reachability:
+            self._reachability = reachability
+            yield reachability.in_words
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Sums of a node's readings. `decoded` and `decode_s` are of single tokens: their number and their seconds."""
+
+    answers: int = 0
+    sessions: int = 0
+    decoded: float = 0.0
+    decode_s: float = 0.0
+    lent_s: float = 0.0
+    faults: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, readings: Readings) -> _Counts:
+        sums: Counter[Metric] = Counter()
+        faults: Counter[str] = Counter()
+        decoded = decode_s = 0.0
+        for reading in readings:
+            if reading.metric is table.PASS_SECONDS and reading.labels[1] == DECODE:
+                assert isinstance(reading.value, Histogram)
+                decode_s += reading.value.sum
+            elif reading.metric is table.TOKENS and reading.labels[1] == DECODE:
+                decoded += _value(reading)
+            elif reading.metric is table.FAULTS:
+                faults[reading.labels[2]] += int(_value(reading))
+            elif reading.metric in (table.ANSWERS, table.SESSIONS, table.LENT_SECONDS):
+                sums[reading.metric] += _value(reading)  # type: ignore[assignment]
+        answers, sessions = int(sums[table.ANSWERS]), int(sums[table.SESSIONS])
+        return cls(answers, sessions, decoded, decode_s, float(sums[table.LENT_SECONDS]), faults)
+
+    def speed_since(self, before: _Counts) -> float:
+        """Return the tokens/s since `before`; 0 if they are too few. After a move a stage counts from 0."""
+        begun = before if self.decoded >= before.decoded and self.decode_s >= before.decode_s else _Counts()
+        tokens, seconds = self.decoded - begun.decoded, self.decode_s - begun.decode_s
+        return tokens / seconds if tokens >= LEAST_TOKENS and seconds > 0 else 0.0
+
+
+def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each count has grown; counts that have not are left out."""
+    return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
+
+
+def _cause(cause: str) -> str:
+    return FAULTS.get(cause, "another machine could not go on")
+
+
+def _listed(names: Collection[str]) -> str:
+    """Return the first `MOST_NAMES` names, and the number of the others."""
+    shown, more = list(names)[:MOST_NAMES], len(names) - MOST_NAMES
+    return f"{', '.join(shown)} and {more:,} more" if more > 0 else ", ".join(shown)
+
+
+@dataclass(frozen=True)
+class Donation:
+    """All that the nodes of a home have given.
+
+    Attributes:
+        answers: Texts that they have worked on.
+        lent_s: Seconds of lending, of all nodes together.
+        people: Distinct members of private swarms that signed receipts in the last `PEOPLE_DAYS` days, without those of this home.
+        visits: Distinct clients of other swarms that did; a client of those is a new one each time.
+        energy_j: Joules that the cards drew while nodes ran, as the driver measures; None if no card reports it.
+    """
+
+    answers: int
+    lent_s: float
+    people: int
+    visits: int
+    energy_j: float | None
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was given that is worth a sentence."""
+        return self.answers > 0 or self.lent_s >= 60
+
+    def __str__(self) -> str:
+        hours = (
+            f"{self.lent_s / 3600:,.1f} hours" if self.lent_s >= 3600 else counted(round(self.lent_s / 60), "minute")
+        )
+        parts = [f"{counted(self.answers, 'answer')} in {hours}" if self.answers else hours]
+        served = [f"{self.people:,} {'person' if self.people == 1 else 'people'}"] if self.people else []
+        served += [f"{counted(self.visits, 'visit')} to open swarms"] if self.visits else []
+        if served:
+            parts.append(f"in the last {PEOPLE_DAYS} days for {' and '.join(served)}")
+        if self.energy_j is not None:
+            parts.append(f"{self.energy_j / JOULES_PER_KWH:,.2f} kWh drawn by its GPUs")
+        return "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the donation as a dict that JSON can hold, with the energy in kWh."""
+        kwh = None if self.energy_j is None else self.energy_j / JOULES_PER_KWH
+        told = {name: value for name, value in asdict(self).items() if name != "energy_j"}
+        return {**told, "people_days": PEOPLE_DAYS, "kwh": kwh}
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """Answers and lent seconds of one node, over all its runs, and the private swarms in them by the beginning of their ids."""
+
+    answers: int = 0
+    lent_s: float = 0.0
+    private: tuple[str, ...] = ()
+
+
+class WorkRecord:
+    """Record of the answers and hours of one node over all its runs, in a file of the home."""
+
+    def __init__(self, home: Path, peer: PeerId, swarm: Swarm, readings: Source) -> None:
+        self._home = home
+        self._private = {receipts_of(home, swarm.id).name} if swarm.private else set()
+        self._path = home / FOLDER / f"{peer}.json"
+        self._readings = readings
+        self._before = read_kept(self._path, _Given, max_bytes=MAX_FILE_BYTES) or _Given()
+
+    def __repr__(self) -> str:
+        return f"<WorkRecord {self._path}>"
+
+    def given(self) -> _Given:
+        """Return the answers and the lent seconds of this run."""
+        now = _Counts.of(self._readings())
+        return _Given(now.answers, now.lent_s)
+
+    def keep(self, given: _Given) -> Donation:
+        """Write the sums of this run, `given`, and all earlier ones. Returns the home's donation. Blocks for some milliseconds."""
+        private = tuple(sorted(self._private.union(self._before.private)))
+        sums = _Given(self._before.answers + given.answers, self._before.lent_s + given.lent_s, private)
+        if sums != _Given():
+            try_to_keep(self._path, sums, "the record of this machine's work is")
+        return donation(self._home)
+
+
+def donation(home: Path, now: Callable[[], float] = time.time) -> Donation:
+    """Return all that the nodes of this home have given. Damaged files count as empty."""
+    kept = [read_kept(path, _Given, max_bytes=MAX_FILE_BYTES) or _Given() for path in (home / FOLDER).glob("*.json")]
+    energy, private = energy_used(home), {swarm for one in kept for swarm in one.private}
+    members, visitors = set[PeerId](), set[PeerId]()
+    for folder in (home / RECEIPTS).glob("*"):
+        (members if folder.name in private else visitors).update(_clients(folder, now()))
+    own = set(_identities(home))
+    return Donation(
+        sum(one.answers for one in kept),
+        sum(one.lent_s for one in kept),
+        len(members - own),
+        len(visitors - own),
+        None if energy is None else energy.total_j,
+    )
+
+
+def _clients(folder: Path, now: float) -> set[PeerId]:
+    """Return the clients whose receipts in `folder` count; empty if it cannot be read."""
+    with contextlib.suppress(LocalError):
+        return {receipt.client for receipt in read_receipts(folder, None, verify) if counts(receipt, now)}
+    return set()
+
+
+def _identities(home: Path) -> Iterator[PeerId]:
+    """Yield the ids of this home's keys; unreadable files are skipped."""
+    for path in home.glob("*.key"):
+        with contextlib.suppress(OSError, LocalError):
+            yield Identity.from_bytes(path.read_bytes()).peer_id
 
 
 def given(readings: Readings) -> dict[str, Any]:

@@ -52,6 +52,8 @@ LENDING_STATE = _gauge("lending_state", "1 for the state in which lending is, 0 
 LENDING_HELD = _gauge("lending_held", "1 while the owner, or a rule, wants the node to pause.", "by")
 LENDING_PAUSES = _counter("lending_pauses", "Times that the node gave the machine back.")
 
+LENT_SECONDS = _counter("lent_seconds", "Time in which the node lent the machine.")
+
 # Links
 LINK_BYTES = _counter("link_bytes", "Bytes on all links, headers included.", "protocol", "direction")
 ROUND_TRIP_SECONDS = _histogram("link_round_trip_seconds", "Round trips of pings on links.", "protocol")
@@ -80,6 +82,7 @@ FAULTS = _counter("faults", "Faults of routes that this stage reported, by cause
 SPEED = _gauge("decode_units_per_second", "Speed that this node announces for decode steps.", "span")
 
 # Work that clients sign receipts for
+ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on.")
 COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for others: positions (samples) times units.")
 RECEIPTED_WORK = _counter("receipted_unit_tokens", "The part of it for which a client has signed.")
 RECEIPTS = _counter("receipts", "Receipts that clients brought, by result.", "result")

@@ -7,11 +7,11 @@ from typing import Any
 
 from swarmnode.codec.body import VERSION
 from swarmnode.config import StageConfig
-from swarmnode.counting import counted
+from swarmnode.counting import counted, layers
 from swarmnode.lending.energy import energy_used
 from swarmnode.lending.lending import LendingState
 from swarmnode.lending.rules import DAYS, Rules
-from swarmnode.measuring.service_report import given
+from swarmnode.measuring.service_report import Donation, given
 from swarmnode.metrics.metric import Readings
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
@@ -39,7 +39,13 @@ def introduce(manifest: Manifest) -> str:
     model = manifest.model
     named = model.hub_id or f"a {model.family}"
     does = "trains" if manifest.mode == TRAIN else "serves"
-    return f"It {does} {named}: {counted(model.units, 'unit')}, {manifest.total_bytes / 1e9:.1f} GB"
+    return f"It {does} {named}: {counted(model.units, 'layer')}, {manifest.total_bytes / 1e9:.1f} GB"
+
+
+def farewell(donation: Donation) -> str:
+    """Return the last sentence of a node, with all that the nodes of this home have given."""
+    gave = f"So far this machine gave {donation}. " if donation.any else ""
+    return f"Left the swarm. {gave}Thank you."
 
 
 def outdated(newer: int) -> str:
@@ -55,8 +61,8 @@ def reason_of(move: Move) -> str:
     if not move.span.units:
         return "Training is faster without this node at the moment: it gives up its layers and stands by"
     if move.fills:
-        return f"Units {move.span} lack a holder: moving there"
-    return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"
+        return f"No machine has {layers(*move.span)}: moving there"
+    return f"With this node at {layers(*move.span)} the swarm is {move.gain:.0%} faster: moving there"
 
 
 def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:
@@ -75,9 +81,15 @@ def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:
 
 
 def described(
-    swarm: Swarm, config: NodeConfig, host: Host | None, span: Span | None, readings: Readings
+    swarm: Swarm,
+    config: NodeConfig,
+    host: Host | None,
+    span: Span | None,
+    donation: Donation | None,
+    readings: Readings,
 ) -> dict[str, Any]:
-    """Return the node's description for its control socket. `host` is None until it has joined, `span` until it has chosen."""
+    """Return the node's description for its control socket. `host` is None until it has joined, `span` until it has chosen,
+    `donation` in the first minute."""
     own = None if host is None else host.directory.own
     return {
         "swarm": swarm.name,
@@ -89,6 +101,7 @@ def described(
         "device": config.stage.device if own is None else own.device,
         "lends": lent(config.host, config.stage, config.rules),
         "energy": None if (energy := energy_used(config.host.home)) is None else energy._asdict(),
+        "given": None if donation is None else donation.to_json(),
         **given(readings),
     }
 

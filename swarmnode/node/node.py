@@ -23,6 +23,7 @@ import msgspec
 
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.counting import layers
 from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import LocalError, SwarmnodeError
 from swarmnode.lending.cards import CardGuard, Cards
@@ -30,11 +31,11 @@ from swarmnode.lending.energy import EnergyMeter
 from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.measuring.bandwidth import Prober
-from swarmnode.measuring.service_report import ServiceReporter
+from swarmnode.measuring.service_report import Donation, ServiceReporter, WorkRecord
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
-from swarmnode.node.description import LENDING, STANDS_BY, Tell, described, introduce, outdated, reason_of
+from swarmnode.node.description import LENDING, STANDS_BY, Tell, described, farewell, introduce, outdated, reason_of
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.node.stage_loader import StageLoader
 from swarmnode.peer.explanation import explain
@@ -109,7 +110,8 @@ class Node:
         self._planned: PlannedPlace | None = None
         self._kept: KeptSpan | None = None  # during a pause
         self._moves = 0
-        self.lending = Lending(self._tell_lending, now=platform.clock.unix)
+        self._donation: Donation | None = None  # of this home's nodes, at the last look
+        self.lending = Lending(self._tell_lending, now=platform.clock.unix, clock=platform.clock.monotonic)
         self.lending.follow(config.rules)
 
     def __repr__(self) -> str:
@@ -168,7 +170,7 @@ class Node:
 
     def describe(self) -> dict[str, Any]:
         """Return a short description for the owner: swarm, peer, span, sessions, device, limits and work done."""
-        return described(self._swarm, self.config, self._host, self._span, self.readings())
+        return described(self._swarm, self.config, self._host, self._span, self._donation, self.readings())
 
     def why(self, about: str = "") -> dict[str, Any]:
         """Return facts and decisions about `about`: a peer, a unit or a session; this node itself if it is empty.
@@ -211,16 +213,17 @@ class Node:
                 self._executors.append(executor)
             services = await closing.enter_async_context(AsyncExitStack())
             closing.push_async_callback(self._close_stage)
+            record = await asyncio.to_thread(WorkRecord, self.config.host.home, host.peer_id, host.swarm, self.readings)
             living = asyncio.ensure_future(self._live(host, heavy, services))
             closing.push_async_callback(cancel_and_wait, living)
-            await self._until(stop, living, host)
+            await self._until(stop, living, host, record)
             await cancel_and_wait(living)  # else it would look for another span during the leaving
-            await self._leave(host)
+            await self._leave(host, record)
 
-    async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host) -> None:
+    async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host, record: WorkRecord) -> None:
         """Wait until the node is to leave. Raises the error of anything that ends earlier."""
         stopped = asyncio.ensure_future(until_first(stop.wait(), self.lending.finished()))
-        watched = host.wait_turned_away(), self._report(host), self._follow_rules(host)
+        watched = host.wait_turned_away(), self._report(host, record), self._follow_rules(host)
         watching = [asyncio.ensure_future(one) for one in watched]
         broken = asyncio.ensure_future(host.supervisor.broken())
         deaths: list[asyncio.Future[Any]] = [*(executor.died for executor in self._executors), broken]
@@ -330,24 +333,26 @@ class Node:
         news, rest_s, settled = stage.sections, stage.rest_s, stage.settled
         return await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s, settled=settled)
 
-    async def _report(self, host: Host) -> None:
-        """Report every `REPORT_S` seconds the work done for others, and once each newer protocol version, if there is news."""
-        reporter = ServiceReporter(self.readings, clock=self.platform.clock.monotonic)
-        told = None
+    async def _report(self, host: Host, record: WorkRecord) -> None:
+        """Report the news every `REPORT_S` seconds, and once each newer protocol version, and keep the record. Never ends."""
+        reporter, since, told = ServiceReporter(self.readings), self.platform.clock.unix(), None
         while True:
             await asyncio.sleep(REPORT_S)
             newer = host.link_config.peer_versions.newer
             if newer is not None and newer != told:
                 self._tell("outdated", outdated(newer), version=VERSION, newer=newer)
                 told = newer
-            report = reporter.report(host.paths.reachability)
-            if self._stage is not None and report is not None:
+            peers = {peer: one for peer, one in host.directory.peers().items() if peer != host.peer_id}
+            report = reporter.report(host.paths.reachability, peers, since)
+            if report is not None:
                 self._tell("report", str(report), **asdict(report))
+            self._donation = await asyncio.to_thread(record.keep, record.given())
 
     async def _follow_rules(self, host: Host) -> None:
         """Let the rules pause and resume the node. Never ends."""
         traffic, clock = host.link_config.traffic, self.platform.clock.monotonic
-        await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, clock=clock)
+        notify = self.config.notify
+        await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, notify=notify, clock=clock)
 
     def _busy(self, host: Host) -> bool:
         """Return whether sessions or downloads need the links more than a bandwidth test does."""
@@ -388,7 +393,7 @@ class Node:
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
-        self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
+        self._tell("loading", f"Loading {layers(*span)}, {hardware.describe(span)}", span=list(span))
         if self._kept is not None and self._kept.units == span:
             kept, self._kept = self._kept, None
             self._stage = await loader.take_up(kept)
@@ -396,7 +401,7 @@ class Node:
             self._stage = await loader.load(span)
         host.directory.announce(Place(state=State.READY, seeds=loader.seeder.units), *self._stage.sections())
         doing = "Training" if hardware.trains else "Serving"
-        self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+        self._tell("ready", f"{doing} {layers(*span)} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     # -- pausing
 
@@ -446,11 +451,12 @@ class Node:
 
     # -- leaving
 
-    async def _leave(self, host: Host) -> None:
+    async def _leave(self, host: Host, record: WorkRecord) -> None:
         if self._stage is not None:
             self._tell("draining", "Leaving: sessions move to other peers. Ctrl-C again leaves now.")
             await self._leave_stage(host)
-        self._tell("left", "Left the swarm. Thank you.")
+        donation = await asyncio.to_thread(record.keep, record.given())
+        self._tell("left", farewell(donation), given=donation.to_json())
 
     async def _leave_stage(self, host: Host, *, keep_span: bool = False) -> None:
         if self._stage is not None:

@@ -20,7 +20,7 @@ class NodeConfig:
     """Settings of a volunteer's node: lent resources, placement and rules.
 
     `span` fixes the units to hold. If it is None, `plan` chooses the first units, which then stay while the plan's peers stay.
-    Without a plan the placement rule chooses.
+    Without a plan the placement rule chooses. `notify` shows pauses by rule on the desktop.
     """
 
     host: HostConfig = field(default_factory=HostConfig)
@@ -30,12 +30,13 @@ class NodeConfig:
     place: PlacementConfig = field(default_factory=PlacementConfig)
     rules: Rules = field(default_factory=Rules)
     card: CardLimits = field(default_factory=CardLimits)
+    notify: bool = True
 
     def fixed(self, other: NodeConfig) -> list[str]:
         """Return the names of the settings that differ in `other` and cannot change in a running node; empty if there are none."""
         parts = ((self.host, other.host), (self.stage, other.stage), (self.card, other.card))
         names = [name.name for old, new in parts for name in fields(old) if _differs(old, new, name.name)]
-        return names if self.span == other.span else [*names, "span"]
+        return names + [name for name in ("span", "notify") if getattr(self, name) != getattr(other, name)]
 
 
 def _differs(old: object, new: object, name: str) -> bool:

@@ -13,6 +13,7 @@ class CompletedWork:
     lease."""
 
     def __init__(self) -> None:
+        self.answers = 0  # texts, or passes of a module
         self.total = 0
         self.receipted = 0
         self._unconfirmed: OrderedDict[bytes, int] = OrderedDict()

@@ -1,18 +1,31 @@
-"""Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it."""
+"""Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it.
+
+The sentences are for volunteers: they speak of layers, machines, texts and tokens/s.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from swarmnode.counting import counted
+from swarmnode.counting import counted, layers
 from swarmnode.decisions import Decision, names_unit
+from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.interfaces import PeerId
-from swarmnode.peer.host import Host, state_name
+from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
-from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.announcement import Announcement, State
 
 MOST = 24  # decisions in one explanation
+LEAST_TRUST = 0.005  # that is shown as a figure
+DOES = {
+    State.JOINING: "is about to take",
+    State.LOADING: "loads",
+    State.READY: "has",
+    State.DRAINING: "takes nothing new, and finishes its texts with",
+    State.OFFLINE: "has left, and had",
+    State.PAUSED: "is paused, and had",
+}
 
 
 def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> dict[str, Any]:
@@ -49,49 +62,73 @@ def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
 def _of_unit(host: Host, unit: int) -> Iterator[str]:
     holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
     yield (
-        f"unit {unit} is held by {counted(len(holders), 'peer')}, or about to be"
+        f"layer {unit} is on {counted(len(holders), 'machine')}, or will be soon"
         if holders
-        else f"no peer holds unit {unit}"
+        else f"no machine has layer {unit}"
     )
     for holder in holders:
-        doing = f"{state_name(holder.life)}, units {Span(*holder.span)}, {counted(holder.sessions, 'session')}"
-        yield f"{holder.peer[-8:]} {holder.name}: {doing}"
+        yield f"{holder.peer[-8:]} {holder.name}: {DOES[holder.life]} {layers(*holder.span)}, {_load(holder)}"
 
 
 def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
     announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
     suspect = host.directory.suspects().get(peer)
     if suspect is not None:
-        yield f"it is left out after a failure: {host.directory.why_suspected(peer)}"
+        yield f"it is left out after a failure, until it announces itself anew: {_cause(host.directory.why_suspected(peer))}"
     if announced is None and suspect is None:
-        yield "it announces nothing: it is a client, has gone, or is not known here yet"
+        yield "nothing is known about it: it only uses the swarm, has left, or is new"
         return
     yield from _announced(announced or suspect)  # type: ignore[arg-type]  # one of the two is there
-    if peer != host.peer_id:
-        yield from _known(host, peer)
+    if peer == host.peer_id:
+        yield host.paths.reachability.in_words
+    else:
+        yield from _known(host, announced or suspect)  # type: ignore[arg-type]
 
 
 def _announced(peer: Announcement) -> Iterator[str]:
-    yield f"it is {state_name(peer.life)} at units {Span(*peer.span)} on {peer.device or 'a device that it does not name'}"
-    yield f"it runs {counted(peer.sessions, 'session')}, and has room for {counted(peer.cache_tokens_free, 'position')} more"
-    speeds = peer.decode_units_per_s, peer.prefill_units_per_s, peer.training_units_per_s
-    yield "it announces {:.4g} units/s one by one, {:.4g} in prompts, {:.4g} in training".format(*speeds)
-    if peer.parallel_speedup > 1:
-        yield f"several sessions together get {peer.parallel_speedup:.3g} times what one does, on different devices"
-    yield f"others reach it: {peer.reach.name.lower()}"
-
-
-def _known(host: Host, peer: PeerId) -> Iterator[str]:
-    """Yield this peer's own findings about `peer`, whatever that peer announces."""
-    unit_s, rtt_s = host.observed_latency.unit_s(peer), host.paths.link_statistics.rtts_s().get(peer)
-    yield (
-        "this peer has not used it lately"
-        if unit_s is None
-        else f"it computed {1 / unit_s:.4g} units/s when this peer used it"
+    yield f"it {DOES[peer.life]} {layers(*peer.span)} on {peer.device or 'a device that it does not name'}"
+    if peer.life is State.PAUSED:
+        return
+    yield f"it has {_load(peer)}, and memory for {peer.cache_tokens_free:,} more tokens"
+    speeds = (
+        ("writes", peer.decode_units_per_s),
+        ("reads prompts at", peer.prefill_units_per_s),
+        ("trains on", peer.training_units_per_s),
     )
-    yield "the path to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
-    if peer in host.standing.shunned:
-        yield "audits found that it computes wrong results, so this peer does not use it"
-    elif peer in host.standing.doubted:
-        yield "it contradicted another peer in an audit, and one of the two is wrong"
-    yield f"its standing after audits is {host.standing.trust(peer):.2f} of 1"
+    units = Span(*peer.span).units
+    told = [f"{does} {speed / units:,.3g} tokens/s" for does, speed in speeds if speed and units]
+    if told:
+        yield f"through its layers it {', '.join(told)}, as it measured"
+    if peer.parallel_speedup > 1:
+        yield f"several texts together get {peer.parallel_speedup:.3g} times that, on different devices"
+
+
+def _known(host: Host, peer: Announcement) -> Iterator[str]:
+    """Yield this machine's own findings about `peer`, whatever that peer announces."""
+    unit_s, rtt_s = host.observed_latency.unit_s(peer.peer), host.paths.link_statistics.rtts_s().get(peer.peer)
+    units = Span(*peer.span).units
+    yield (
+        "this machine has not used it lately"
+        if unit_s is None or not units
+        else f"it wrote {1 / (unit_s * units):,.3g} tokens/s when this machine used it"
+    )
+    yield "the distance to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
+    if peer.peer in host.standing.shunned:
+        yield "checks found wrong results of it, so this machine does not use it for a week"
+    elif peer.peer in host.standing.doubted:
+        yield "its result contradicted another machine's, and one of the two is wrong"
+    trust = host.standing.trust(peer.peer)
+    yield (
+        f"this machine trusts it {trust:.0%}; results that are checked and right raise that"
+        if trust >= LEAST_TRUST
+        else "its results have hardly been checked from here yet"
+    )
+
+
+def _load(peer: Announcement) -> str:
+    return f"{counted(peer.sessions, 'text')} now" if peer.sessions else "no text now"
+
+
+def _cause(reason: str) -> str:
+    """Return a reason for leaving a peer out in words; the log and the wire name some by their code."""
+    return ERROR_TEXT[ErrorCode[reason]] if reason in ErrorCode.__members__ else reason

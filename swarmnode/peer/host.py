@@ -294,7 +294,7 @@ class Host:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
                     visitors, addresses = await self.network.visitors(), await self.network.addresses()
                     evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
-                    reached = f"others reach it: {self.paths.reachability.name.lower()}"
+                    reached = self.paths.reachability.in_words
                     self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
                     self.directory.announce(self._introduction(addresses))  # a relay may have accepted this peer
                 self.directory.announce(self.paths.section(), self.observed_latency.section())
@@ -383,10 +383,10 @@ class Host:
         if error.peer is not None and not isinstance(error, PeerRefused):
             self.directory.suspect(error.peer, error.code.name)
             facts = (
-                f"its link or session ended with {error.code.name}: {error}",
-                "it comes back by its own next announcement",
+                f"its connection or a text on it broke off: {error}",
+                "it is used again as soon as it announces itself anew",
             )
-            self.decisions.note(Topic.ROUTING, f"leaves out {error.peer} for now", facts, about=(error.peer,))
+            self.decisions.note(Topic.ROUTING, "leaves a machine out for now", facts, about=(error.peer,))
 
     def limit(self, upload_bps: float | None, download_bps: float | None) -> None:
         """Change the rates of upload and download, in bits/s. A rate that is None, or that had no limit at the start, stays."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from swarmnode.counting import layers
 from swarmnode.decisions import Topic
 from swarmnode.net.deadlines import Backoff
 from swarmnode.peer.host import Host
@@ -28,7 +29,7 @@ from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place, Section
 
-STANDS_BY = "stands by, and holds nothing"
+STANDS_BY = "stands by, and holds no layers"
 SEARCHED_GAPS = 8  # units whose holders are searched in the table before a move that would fill them
 COMING_S = 600.0  # how long a node waits for peers of its plan that never came; then they count as gone
 HOLDING = (State.LOADING, State.READY)
@@ -146,7 +147,7 @@ class Placement:
                 claim = choice
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
-        self._note(self._view(), f"takes units {claim}" if claim.units else STANDS_BY, claim)
+        self._note(self._view(), f"takes {layers(*claim)}" if claim.units else STANDS_BY, claim)
         return claim
 
     async def reason_to_move(
@@ -183,10 +184,10 @@ class Placement:
                 self._leaving_s = self._clock()
                 if move.disturbs:
                     self._pauses.failed(self._host.peer_id)
-                self._note(view, f"moves to units {move.span}", move.span, *_reasons(move))
+                self._note(view, f"moves to {layers(*move.span)}", move.span, *_reasons(move))
                 return move
             else:
-                self._note(view, f"will move to units {move.span} when it is its turn", move.span, *_reasons(move))
+                self._note(view, f"will move to {layers(*move.span)} when it is its turn", move.span, *_reasons(move))
             await self._pause(revision)
 
     async def _pause(self, revision: int) -> None:
@@ -238,14 +239,12 @@ class Placement:
         """Note the decision to stay, and why."""
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
-        reason = (
-            f"every unit has a holder, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
-        )
+        reason = f"every layer is on a machine; it moves if one is not, or if the swarm gains {hysteresis:.0%}"
         if not own.span[1]:
-            reason = "every unit has two holders, and a step would not be shorter with this node"
+            reason = "every layer is on two machines, and a step would not be shorter with this node"
         if fixed:
-            reason = "these units were fixed with --span or --plan, have no other trainer, or are being finished"
-        self._note(view, f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
+            reason = "these layers are fixed with --span or --plan, no other machine trains them, or texts end first"
+        self._note(view, f"keeps {layers(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
         facts = (*reasons, *grounds(view, self._joiner(), span))
@@ -281,6 +280,6 @@ class Placement:
 
 def _reasons(move: Move) -> tuple[str, str]:
     gain = (
-        "it gives a holder to units without one" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
+        "layers there are on no machine" if move.fills else f"with this node there the swarm is {move.gain:.0%} faster"
     )
-    return gain, f"the reason must last for {move.delay_s:.1f} s before it is this node's turn"
+    return gain, f"it moves if that is still so after {move.delay_s:.1f} s"

@@ -268,8 +268,8 @@ class Replicas:
         free_bytes, limit_bytes = sum(one.free_bytes for one in budgets), sum(one.limit_bytes for one in budgets)
         asked_bytes = sum(self.pipelines[0].cache_bytes(body)) if body.index < len(body.route) else 0
         return (
-            f"{asked_bytes / 1e6:.1f} MB of cache are asked for",
-            f"{free_bytes / 1e6:.1f} of {limit_bytes / 1e6:.1f} MB of cache are free now",
+            f"it needs {asked_bytes / 1e6:.1f} MB of memory here",
+            f"{free_bytes / 1e6:.1f} of the {limit_bytes / 1e6:.1f} MB for texts are free now",
         )
 
     def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
@@ -282,14 +282,14 @@ class Replicas:
         able.sort(key=lambda pipeline: (beside not in pipeline, pipeline.load))
         fitting = [pipeline for pipeline in able if pipeline.may_hold(pipeline.cache_bytes(body))]
         if able and not fitting:
-            raise ProtocolError("the session needs more memory than the devices here have", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError("it needs more memory than this machine lends", code=ErrorCode.TOO_LARGE)
         for pipeline in fitting:
             if _take(pipeline, key, claimant, body):
                 return pipeline
         while fitting and (self.adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
             if _take(fitting[0], key, claimant, body):
                 return fitting[0]
-        raise Busy("there is no room for the session", retry_s=self.config.retry_s)
+        raise Busy("there is no memory left for it", retry_s=self.config.retry_s)
 
     def _free_kept(self) -> bool:
         """Free the kept session that was unused for longest. Returns False if no session is kept."""

@@ -15,6 +15,7 @@ from swarmnode.codec.measuring_messages import trace_id
 from swarmnode.codec.messages import Attach, Error, Open
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
+from swarmnode.counting import counted
 from swarmnode.decisions import Topic
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from swarmnode.measuring.meters import RefusalMeter
@@ -34,6 +35,12 @@ from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, dra
 from swarmnode.serving.session.session import StageSession
 
 WATCH_S = 0.5  # between two checks of the sessions
+WOULD_HELP = {
+    ErrorCode.BUSY: "it takes more when a text here ends, or with more memory (--memory)",
+    ErrorCode.TOO_LARGE: "texts of this length need more memory (--memory)",
+    ErrorCode.DRAINING: "it takes texts again after the pause",
+    ErrorCode.WRONG_SPAN: "it has moved; the other machine learns its layers from its next announcement",
+}
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +210,7 @@ class StageServer:
         except (ProtocolError, Busy) as error:
             code, trace = ErrorCode(error.code), trace_id(body.session).hex()
             log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
-            self._note(f"refuses a session: {code.name}", channel.peer, body)
+            self._note(f"refuses a text: {error}", channel.peer, body, WOULD_HELP.get(code))
             self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
     def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
@@ -214,13 +221,13 @@ class StageServer:
         self._check(channel.peer, body, text)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
-            raise ProtocolError("a newer epoch is in force", code=ErrorCode.STALE)
+            raise ProtocolError("another request for it came later", code=ErrorCode.STALE)
         if session is not None and shape_of(body) != shape_of(session.opened):
             session.free()
             session = None
         if session is None:
             session = self._new_session(channel.claimant, body, grammar)
-            self._note("takes a session", channel.peer, body)
+            self._note("takes a text", channel.peer, body)
         elif text_of(body) != text_of(session.opened):
             session.kept = False  # it does not make room for itself
             try:
@@ -241,10 +248,10 @@ class StageServer:
             raise ProtocolError("the route does not lead here from the sender")
         hop, span = body.route[body.index], self._replicas.span
         if not span.start <= hop.start < hop.end <= span.end:
-            raise ProtocolError("these units are not here", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError("its layers are not here", code=ErrorCode.WRONG_SPAN)
         wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
         if wrong is not None:
-            raise ProtocolError("the session does not fit the model or the swarm's codecs", code=wrong)
+            raise ProtocolError("it does not fit the model, or the swarm's codecs", code=wrong)
         if not self._has_adapter(body):
             raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
 
@@ -271,15 +278,16 @@ class StageServer:
         alike = (one for one in self._sessions.values() if shape_of(one.opened) == shape_of(body))
         return next((one for one in alike if one.is_source_of(body)), None)
 
-    def _note(self, what: str, sender: PeerId, body: Open) -> None:
+    def _note(self, what: str, sender: PeerId, body: Open, would_help: str | None = None) -> None:
         """Log a decision about a session, with the memory and work at this moment."""
+        idle = len(self._replicas.idle)
         facts = (
-            f"it asks for {body.rows} rows of {body.max_length} positions, place {body.index} of {len(body.route)}",
-            f"here are units {self._replicas.span.start} to {self._replicas.span.end - 1}",
+            f"{counted(body.rows, 'text')} of up to {body.max_length:,} tokens; machine {body.index + 1} of {len(body.route)}",
             *self._replicas.describe(body),
-            f"{self.load} sessions are held, {len(self._replicas.idle)} of them without input for {self.config.idle_s:g} s",
-            "this node takes nothing new" if self.draining else "this node takes sessions",
-            "computing has stalled" if self._replicas.stalled else "computing goes on",
+            f"{counted(self.load, 'text')} here, {idle} of them without a new token for {self.config.idle_s:g} s",
+            *(["this node takes nothing new at the moment"] if self.draining else []),
+            *(["its device does not answer"] if self._replicas.stalled else []),
+            *([would_help] if would_help is not None else []),
         )
         about = (sender, trace_id(body.session).hex())
         self.peer.decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
@@ -292,7 +300,7 @@ class StageServer:
         leaves, Busy if it does not fit now.
         """
         if self.draining:
-            raise ProtocolError("this node leaves", code=ErrorCode.DRAINING)
+            raise ProtocolError("this node pauses or leaves", code=ErrorCode.DRAINING)
         limit = self._replicas.position_limit
         if limit is not None and body.max_length > limit:
             raise ProtocolError("the model has fewer positions", code=ErrorCode.INVALID_REQUEST)

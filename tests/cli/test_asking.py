@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from swarmnode.cli.lend.bench import _cards
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
+from swarmnode.compute.capacity.module_speed import KNOWN_MODELS, LLAMA_8B
 from swarmnode.examination import machine as examination
 from swarmnode.examination.machine import judge_bandwidth, judge_versions
 from swarmnode.measuring.bandwidth import Bandwidth
@@ -25,7 +27,7 @@ from tests.swarm.storage.test_joined_swarms import FRIENDS
 def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
     done = invoke("doctor", "--json", home=tmp_path / "home")
     findings = {one["what"]: one for one in json.loads(done.stdout)}
-    assert {"python", "device", "memory", "disk", "home", "p2pd"} <= findings.keys()
+    assert {"python", "device", "memory", "disk", "home", "network program"} <= findings.keys()
     assert all(one["verdict"] == "good" or one["remedy"] for one in findings.values())
     assert done.returncode == int(any(one["verdict"] == "bad" for one in findings.values()))
     assert not list(tmp_path.iterdir())
@@ -35,7 +37,16 @@ def test_what_is_bad_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(examination, "TRY_S", 0.2)
     monkeypatch.setattr(examination, "nvidia_cards", lambda: (None, ["a card"]))
     done = invoke("doctor", FRIENDS, home=tmp_path)
-    assert done.returncode == 1 and "bootstrap peer" in done.stdout and "-> " in done.stdout
+    assert done.returncode == 1 and "way in: " in done.stdout and "-> " in done.stdout
+
+
+def test_findings_fit_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of 80 columns is full, but for words that are longer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(examination, "TRY_S", 0.2)
+    lines = invoke("doctor", FRIENDS, home=tmp_path).stdout.splitlines()
+    assert all(len(line) <= 80 or len(line.split()[-1]) > 60 for line in lines)
+    assert {line[:5] for line in lines} <= {"ok   ", "?    ", "BAD  ", "     "}
 
 
 @pytest.mark.parametrize(
@@ -47,12 +58,12 @@ def test_the_doctor_asks_before_it_sends(arguments: list[str], words: str, tmp_p
 
 def test_findings_about_a_swarm() -> None:
     met = PeerVersions()
-    assert "peers" not in judge_versions(met).seen
+    assert "machines" not in judge_versions(met).seen
     for name in "ab":
         met.greeted(Claimant(name, name), Hello(VERSION, bytes(32), newest=VERSION + 1))
     assert judge_versions(met).verdict == "doubtful" and "upgrade" in judge_versions(met).remedy
     assert [one.verdict for one in judge_bandwidth(Bandwidth(20e6, 100e6, 2))] == ["good"]
-    assert "2 peers" in judge_bandwidth(Bandwidth(20e6, 100e6, 2))[0].seen
+    assert judge_bandwidth(Bandwidth(20e6, 3380e6, 2))[0].seen == "20 Mbit/s up, 3,400 down, with 2 machines"
     for poor in (Bandwidth(1e6, 100e6, 1), Bandwidth(0, 0, 0)):
         assert judge_bandwidth(poor)[0].verdict == "doubtful" and judge_bandwidth(poor)[0].remedy
 
@@ -91,9 +102,38 @@ def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: p
     assert layer["prompt_s"] == pytest.approx(sum(module["prompt_s"] for module in modules))
     assert told["decode_units_per_s"] > 0 and told["disk_read_bytes_per_s"] > 0 and not (tmp_path / "home").exists()
     assert "RTX 3090" in [card["device"] for card in told["cards"]] and told["cards"][0]["decode_units_per_s"] > 0
-    assert "this machine" in invoke("bench", str(tmp_path), "--device", "cpu", home=tmp_path).stdout
+    by_model = {(row["model"], row["format"]): row for row in told["models"]}
+    assert {name for name, _ in by_model} == {*(shape.name for shape in KNOWN_MODELS), str(tmp_path)}
+    assert {kind for _, kind in by_model} == {"bfloat16", "int8", "nf4"}
+    for row in told["models"]:
+        assert row["machines"] is None or row["machines"] == -(-row["layers"] // row["fitting"]), row
+    assert (
+        by_model[str(tmp_path), "bfloat16"]["machines"] == 1 and by_model[str(tmp_path), "bfloat16"]["tokens_per_s"] > 0
+    )
+    shown = invoke("bench", str(tmp_path), "--device", "cpu", home=tmp_path).stdout
+    assert "this machine" in shown and "here" in shown and max(map(len, shown.splitlines()[1:])) <= 80
     assert_clear(invoke("bench", "--dtype", "int4"), 2, "choose auto")
     assert_clear(invoke("bench", str(tmp_path / "none")), 1, "no such folder")
+
+
+def test_each_known_card_has_its_own_speed() -> None:
+    """Also the fastest, whose kernels are replayed as a graph. An H100 came to 424 tokens/s through 8 layers."""
+    told = _cards(LLAMA_8B.layer.parameters)
+    cards = {card["device"]: card["decode_units_per_s"] for card in told}
+    for speed in ("decode", "prefill", "training"):
+        assert len({card[f"{speed}_units_per_s"] for card in told}) == len(told) > 10
+    assert cards["H100 SXM"] > cards["H100 PCIe"] > cards["A100"] > cards["RTX 4090"] > cards["T4"]
+    assert cards["H100 PCIe"] == pytest.approx(8 * 424, rel=0.2)
+
+
+def test_known_models_have_their_published_sizes() -> None:
+    """In parameters, with a tied matrix at both ends; and memory for the keys and values of a token."""
+    billions = {shape.name: sum(shape.sizes(1, "none").weight_bytes) / 1e9 for shape in KNOWN_MODELS}
+    published = {"Llama 3.2 1B": 1.24 + 0.26, "Llama 3 8B": 8.03, "Qwen3 32B": 32.8, "Llama 3 70B": 70.6}
+    assert billions == pytest.approx(published, rel=0.005)
+    sizes = LLAMA_8B.sizes(2, "nf4")
+    assert sizes.weight_bytes[1] == pytest.approx(0.516 * LLAMA_8B.layer.parameters, rel=0.01)
+    assert sum(sizes.cache_bytes_per_token) == 131_072
 
 
 def test_nobody_to_ask_why(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from swarmnode.cli.terminal.console import JsonLines, TextLines, print_json, say
-from swarmnode.cli.terminal.formatting import json_line, one_line, printable
+from swarmnode.cli.terminal.formatting import json_line, one_line, printable, wrapped
 from swarmnode.cli.terminal.tables import show
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.cli.use.status import status_table
@@ -97,3 +97,13 @@ def test_what_passes_shares_a_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch
         tell("left", "Left")
     assert terminal.getvalue().count("\n") == 2 and "\x1b[2J" not in terminal.getvalue()
     assert terminal.getvalue().endswith("Left\n")
+
+
+def test_sentences_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what could control it replaced; a path stays whole."""
+    monkeypatch.setenv("COLUMNS", "60")
+    path = "/a-folder" * 9
+    lines = wrapped(f"{'word ' * 30}\x1b[31m {path} end", "ok   ", "     ").splitlines()
+    assert lines[0].startswith("ok   word") and all(line.startswith("     ") for line in lines[1:])
+    assert all(len(line) <= 60 for line in lines if path not in line) and any(line.strip() == path for line in lines)
+    assert "\x1b" not in "".join(lines)

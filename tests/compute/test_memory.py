@@ -46,7 +46,10 @@ def test_how_many_fit():
 
 
 def test_the_sentence():
-    assert describe_fit(SIZES, 1, 9, 8192) == "fits 8 of 12 units: 800.0 MB weights + 65.5 MB cache for 8192 tokens"
+    assert (
+        describe_fit(SIZES, 1, 9, 8192)
+        == "8 of 12 layers: 800.0 MB of weights, and 65.5 MB for texts of 8,192 tokens in all"
+    )
     assert [format_bytes(n) for n in (5, 2500, 5.1e9)] == ["5 B", "2 kB", "5.1 GB"]
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from swarmnode.lending.idle_detection import Lookout, is_metered, logind_idle_since, memory_pressure
 from swarmnode.lending.lending import Lending, LendingEvent, LendingState
-from swarmnode.lending.rule_watch import CALM_S, RuleWatch
+from swarmnode.lending.rule_watch import CALM_S, SESSION_BUS, DesktopNotices, RuleWatch
 from swarmnode.lending.rules import Hours, Rules, Surroundings, reason_to_pause
+from tests.lending.session_bus import Notice, session_bus
 
 MONDAY_NOON = datetime.datetime(2026, 11, 23, 12)  # of the wall
 NIGHT = Hours(datetime.time(22), datetime.time(7))
@@ -86,6 +87,69 @@ def test_it_pauses_at_once_and_resumes_after_a_calm_while() -> None:
         now_s = at_s
         watch.judge(seen)
         assert lending.state is state, at_s
+
+
+def test_pauses_and_resumes_by_rule_are_shown_once() -> None:
+    """But none while the owner has paused the node anyway."""
+    now_s, shown = 0.0, list[tuple[str, str]]()
+    lending = Lending()
+    lending.follow(Rules(exclusive=frozenset({"game"})))
+    watch = RuleWatch(
+        lending,
+        lambda _rules: Surroundings(MONDAY_NOON),
+        show=lambda title, text: shown.append((title, text)),
+        clock=lambda: now_s,
+    )
+    game, calm = Surroundings(MONDAY_NOON, programs=frozenset({"game"})), Surroundings(MONDAY_NOON)
+    for seen in (calm, game, game):
+        watch.judge(seen)
+    assert [title for title, _ in shown] == ["swarmnode has paused"] and shown[0][1].startswith(
+        "Reason: game is running."
+    )
+    now_s = 2 * CALM_S
+    for _ in range(2):
+        watch.judge(calm)
+    assert [title for title, _ in shown[1:]] == ["swarmnode lends again"]
+    lending.pause("a holiday")
+    watch.judge(game)
+    now_s = 4 * CALM_S
+    watch.judge(calm)
+    assert len(shown) == 2
+
+
+async def test_a_desktop_shows_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one in place of the one before, over a real session bus."""
+    with session_bus(tmp_path, monkeypatch) as desktop:
+        notices = DesktopNotices()
+        notices.show("swarmnode has paused", "R&D <game> is running.")
+        notices.show("swarmnode lends again", "Its rules allow it now.")
+        await notices.idle()
+        assert desktop.notices == [
+            Notice(0, "swarmnode has paused", "R&amp;D &lt;game&gt; is running."),
+            Notice(1, "swarmnode lends again", "Its rules allow it now."),
+        ]
+        await notices.close()
+
+
+async def test_without_a_desktop_nothing_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No bus, a bus that is gone, and no program to reach one: each is passed over; a program that hangs is given up."""
+    asked = list[tuple[str, float]]()
+
+    def run(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append((command[0], timeout))
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.delenv(SESSION_BUS, raising=False)
+    unasked = DesktopNotices(run)
+    unasked.show("title", "text")
+    await unasked.idle()
+    assert not asked
+    monkeypatch.setenv(SESSION_BUS, f"unix:path={tmp_path / 'none'}")
+    for notices in (unasked, DesktopNotices()):
+        notices.show("title", "text")
+        await notices.idle()
+        await notices.close()
+    assert [name for name, _ in asked] == ["busctl", "notify-send"] and all(timeout <= 2 for _, timeout in asked)
 
 
 def test_what_is_seen_of_this_machine() -> None:

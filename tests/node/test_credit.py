@@ -20,6 +20,7 @@ from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, 
 from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.node.node import REPORT_S
 from swarmnode.peer.questions import ask
 from swarmnode.plan.credit import HALF_CREDIT, Credit
 from swarmnode.swarm.records.manifest import CREDIT, TRAIN
@@ -69,6 +70,26 @@ async def test_each_hop_is_credited_for_what_it_did_when_the_client_leaves(found
         }
         assert all(list(credit.by_client) == [client.peer_id] for credit in found.values())
         assert all(credit.counted == 0 for credit in found.values()), "of one client alone nothing counts"
+
+
+@in_virtual_time
+async def test_a_leaving_node_tells_what_its_home_has_given(founded: Founded, tmp_path: Path) -> None:
+    async with two_stages(founded, tmp_path) as swarm:
+        async with swarm.client() as client:
+            for _ in range(2):
+                await client.generate(PROMPT, max_new_tokens=TOKENS)
+        member = swarm.members["node 0:2"]
+        await asyncio.sleep(2 * REPORT_S)
+        reports = [one for one in member.seen if one["event"] == "report"]
+        assert reports[0]["answers"] == 2 and len(reports) == 1, "nothing is new in the second minute"
+        assert member.node.describe()["given"]["answers"] == 2
+        member.leave()
+        await member.wait_for("left")
+        given = next(one["given"] for one in member.seen if one["event"] == "left")
+        assert (given["answers"], given["people"], given["visits"], given["kwh"]) == (2, 0, 1, None), (
+            "nobody can tell who it was"
+        )
+        assert given["lent_s"] >= 2 * REPORT_S
 
 
 @in_virtual_time

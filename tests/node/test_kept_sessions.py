@@ -56,6 +56,7 @@ async def test_ten_turns_compute_their_new_tokens_only(founded: Founded, tiny: T
         for turn in range(10):
             before = reading(swarm, table.TOKENS)
             result = await ask(client, said)
+            assert reading(swarm, table.ANSWERS) == 2 * (turn + 1), "an answer of each hop, a turn"
             assert result.ids == tiny.alone(said, NEW), f"turn {turn}"
             fresh = len(said) - result.cached_tokens + NEW - 1
             assert reading(swarm, table.TOKENS) - before == 2 * fresh, "at both hops"

@@ -1,20 +1,28 @@
-"""Command `swarmnode bench`: measure how fast this machine is, beside known GPUs."""
+"""Command `swarmnode bench`: measure this machine, and tell how fast known models are here, and this machine beside known GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument
-from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, print_json, say
+from swarmnode.config import QUANTIZATIONS
+from swarmnode.errors import LocalError
 
 if TYPE_CHECKING:
-    from swarmnode.compute.capacity.module_speed import LayerShape
+    import torch
+
+    from swarmnode.compute.capacity.module_speed import ModelShape, ModuleSpeed
     from swarmnode.compute.device import Device
 
 POSITIONS = 64  # in a chunk of a prompt
+CACHE_TOKENS = 4096
+RTT_S = 0.02  # between two machines
+PRODUCTS = ("queries, keys, values", "attention's output", "feed forward")  # modules that are products with weights
 
 
 @command
@@ -22,61 +30,67 @@ def bench(
     *,
     model: str = argument(
         "",
-        "Measure layers of this model (a folder or hub id; only the config is read); default: Llama 2 7B.",
+        "Measure layers of this model (a folder or hub id; only the config is read); default: Llama 3 8B.",
         metavar="[MODEL]",
     ),
     node: Annotated[NodeOptions, "device dtype threads"],
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Measure this machine beside known GPUs.
+    """Measure this machine, and show how fast well-known models are here.
 
-    It measures each module of a layer, memory and disk, and downloads at most a config. Speeds are in layers of this size. For
-    known GPUs, measured figures are Helix's; the others follow from datasheets.
+    It measures each module of a layer, memory and disk, and downloads at most a config. A model that does not fit needs several
+    machines like this one. For known GPUs, measured figures are Helix's; the others follow from datasheets.
 
     Example: swarmnode bench --device cuda
     """
+    import torch
+
     from swarmnode.compute.device import probe_device, set_threads
 
+    LogOptions().begin()
     stage = node.stage
-    probed = probe_device(stage.device)
+    device = probe_device(stage.device)
     set_threads(stage.threads)
+    dtype = device.dtype_for(torch.bfloat16, stage.dtype)  # published models are in bfloat16
     shape = _shape_of(model)
-    measured = _measure(probed, stage.dtype, shape, home)
-    cards = _cards(shape.parameters)
+    measured = _measure(device, dtype, shape, home)
+    cards = _cards(shape.layer.parameters)
     if as_json:
         print_json({**measured, "cards": cards})
         return
-    _show(str(probed), measured, cards)
+    _show(str(device), shape, measured, cards)
 
 
-def _shape_of(model: str) -> LayerShape:
-    from swarmnode.compute.capacity.module_speed import LayerShape
+def _shape_of(model: str) -> ModelShape:
+    from swarmnode.compute.capacity.module_speed import LLAMA_8B, ModelShape
 
     if not model:
-        return LayerShape()
+        return LLAMA_8B
     from swarmnode.compute.model.hub import open_checkpoint
 
-    return LayerShape.of_config(open_checkpoint(model).config)
+    return ModelShape.of_config(model, open_checkpoint(model).config)
 
 
-def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[str, Any]:
-    from swarmnode.compute.capacity.module_speed import measure_modules, whole_layer
+def _measure(device: Device, dtype: torch.dtype, shape: ModelShape, home: Path) -> dict[str, Any]:
+    from swarmnode.compute.capacity.module_speed import KNOWN_MODELS, measure_modules, whole_layer
     from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
     from swarmnode.files import existing
 
-    chosen = device.dtype_for(device.default_dtype, dtype)
-    modules = list(measure_modules(device, chosen, shape, positions=POSITIONS))
+    modules = list(measure_modules(device, dtype, shape.layer, positions=POSITIONS))
     layer = whole_layer(modules)
     written, read = measure_disk(existing(home))
+    shapes = [*KNOWN_MODELS, *([shape] if shape not in KNOWN_MODELS else [])]
     return {
         "device": device.name,
-        "dtype": str(chosen).removeprefix("torch."),
-        "layer_parameters": shape.parameters,
+        "dtype": _name(dtype),
+        "layer_parameters": shape.layer.parameters,
         "modules": [asdict(module) for module in (*modules, layer)],
+        "models": list(_models(device, dtype, shapes, shape, modules)),
         "decode_units_per_s": round(1 / layer.decode_s, 3),
         "prefill_units_per_s": round(POSITIONS / layer.prompt_s, 3),
         "training_units_per_s": round(POSITIONS / layer.training_s, 3),
+        "flops_per_s": round(2 * shape.layer.parameters * POSITIONS / _products_s(modules, "prompt_s")),
         "memory_bytes": device.total_bytes,
         "memory_bytes_per_s": round(measure_read_rate(device)),
         "disk_write_bytes_per_s": round(written),
@@ -84,16 +98,66 @@ def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[
     }
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _products_s(modules: Sequence[ModuleSpeed], field: str) -> float:
+    return sum(getattr(module, field) for module in modules if module.name in PRODUCTS)
+
+
+def _models(
+    device: Device, dtype: torch.dtype, shapes: Sequence[ModelShape], timed: ModelShape, modules: Sequence[ModuleSpeed]
+) -> Iterator[dict[str, Any]]:
+    """Yield for each model and format how much of it fits here, and its speed on machines like this one. `modules` were measured
+    of layers of `timed`."""
+    from swarmnode.compute.capacity.memory import most_anywhere
+    from swarmnode.compute.capacity.module_speed import measure_product_s
+    from swarmnode.measuring.hardware import MEMORY_SHARE
+    from swarmnode.plan.offline.fit import fit
+
+    room_bytes = int(device.free_bytes * MEMORY_SHARE)
+    full_s = _products_s(modules, "decode_s") / timed.layer.parameters  # of one parameter
+    rest_s = sum(module.decode_s for module in modules if module.name not in PRODUCTS)
+    parameter_s = {"none": full_s}
+    for quantize in QUANTIZATIONS[1:]:
+        try:
+            slower = measure_product_s(device, dtype, timed.layer.hidden, quantize)
+            parameter_s[quantize] = full_s * slower / measure_product_s(device, dtype, timed.layer.hidden, "none")
+        except LocalError:
+            continue  # this device cannot compute in the format
+    for shape in shapes:
+        for quantize, one_s in parameter_s.items():
+            sizes = shape.sizes(dtype.itemsize, quantize)
+            fitting = most_anywhere(sizes, room_bytes, CACHE_TOKENS)
+            layer_s = rest_s + shape.layer.parameters * one_s
+            unit_s = (
+                0.0,
+                *[layer_s] * shape.layers,
+                shape.head_parameters * full_s,
+            )  # of the embedding one row is read
+            fitted = fit(unit_s, fitting, read_bytes_per_s=1.0, rtt_s=RTT_S)  # in seconds instead of bytes
+            yield {
+                "model": shape.name,
+                "format": _name(dtype) if quantize == "none" else quantize,
+                "bytes": sum(sizes.weight_bytes),
+                "layers": len(sizes.weight_bytes),
+                "fitting": fitting,
+                "machines": fitted and fitted.machines,
+                "tokens_per_s": fitted and round(fitted.passes_per_s, 4),
+            }
+
+
 def _cards(layer_parameters: int) -> list[dict[str, Any]]:
     """Return the speeds of known GPUs for layers of this size, the fastest first."""
     from swarmnode.plan.offline.gpus import known_gpus
-    from swarmnode.simulate.environment.devices import BACKWARD, known_card
+    from swarmnode.simulate.environment.devices import BACKWARD, CAPTURED_S, known_card
 
     cards = []
     for gpu in known_gpus().values():
-        card = known_card(gpu.name, layer_parameters)
+        card = known_card(gpu.name, layer_parameters, CAPTURED_S)
         assert card is not None
-        prompt_s = card.prompt_layer_s(POSITIONS)
+        prompt_s = max(card.prompt_layer_s(POSITIONS), card.decode_layer_s(1))  # weights are read once in either pass
         cards.append(
             {
                 "device": gpu.name,
@@ -107,22 +171,53 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
     return sorted(cards, key=lambda card: -card["decode_units_per_s"])
 
 
-def _show(title: str, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
+def _show(title: str, shape: ModelShape, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
+    from rich.box import SIMPLE_HEAD
+
     from swarmnode.cli.terminal.tables import new_table, show
 
-    millions, dtype = measured["layer_parameters"] / 1e6, measured["dtype"]
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
-    say(f"{title}; the disk writes {written:.2f} GB/s and reads {read:.2f} GB/s")
+    say(f"{title}; the disk writes {written:.2f} GB/s and reads {read:.2f} GB/s.")
+    say(
+        f"It reads memory at {_short(measured['memory_bytes_per_s'] / 1e9)} GB/s: that limits how fast answers are written."
+    )
+    say(f"It computes {_short(measured['flops_per_s'] / 1e12)} TFLOP/s: that limits how fast prompts are read.")
+    columns: Sequence[str] = ("model", "format", "GB", "fits here", "machines", "tokens/s")
+    models = new_table(
+        f"models on machines like this one, {1000 * RTT_S:g} ms apart, a conversation alone",
+        columns,
+        numbers=("GB", "machines"),
+    )
+    models.box, models.padding, models.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    for row in measured["models"]:
+        models.add_row(row["model"], row["format"], f"{row['bytes'] / 1e9:,.1f}", *_fit_of(row))
     columns = ("ms of a pass", "one token", f"{POSITIONS} of a prompt", "and trained")
-    modules = new_table(f"a layer of {millions:,.1f} M parameters in {dtype}", columns, numbers=columns[1:])
+    millions = measured["layer_parameters"] / 1e6
+    modules = new_table(
+        f"a layer of {shape.name}: {millions:,.1f} M parameters, {measured['dtype']}", columns, numbers=columns[1:]
+    )
     for module in measured["modules"]:
         times_s = module["decode_s"], module["prompt_s"], module["training_s"]
         modules.add_row(module["name"], *(f"{1e3 * time_s:,.2f}" for time_s in times_s))
-    speeds_of = ("layers/s", "one by one", "prompts", "training", "GB", "GB/s")
-    table = new_table("beside known GPUs", speeds_of, numbers=speeds_of[1:])
+    columns = ("tokens/s", "written", "prompts", "training", "GB", "GB/s")
+    table = new_table(f"{shape.name} beside known GPUs, if they held it whole", columns, numbers=columns[1:])
     for row in ({**measured, "device": "this machine"}, *cards):
         speeds = row["decode_units_per_s"], row["prefill_units_per_s"], row["training_units_per_s"]
         sizes = row["memory_bytes"] / 1e9, row["memory_bytes_per_s"] / 1e9
-        plain = (f"{float(format(speed, '.3g')):,g}" for speed in speeds)
-        table.add_row(row["device"], *plain, *(f"{size:,.0f}" for size in sizes))
-    show(modules, table)
+        told = (_short(speed / shape.layers) for speed in speeds)
+        table.add_row(row["device"], *told, *(f"{size:,.0f}" for size in sizes))
+    show(models, modules, table)
+
+
+def _fit_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the cells for the share that fits, the machines and the speed of a model."""
+    if not row["fitting"]:
+        return "no layer", "-", "-"
+    fits = "all of it" if row["machines"] == 1 else f"{row['fitting']} of {row['layers']} layers"
+    speed = f"about {_short(row['tokens_per_s'])}{' here' if row['machines'] == 1 else ''}"
+    return fits, f"{row['machines']:,}", speed
+
+
+def _short(number: float) -> str:
+    """Return a number with two significant digits."""
+    return f"{float(format(number, '.2g')):,g}"

@@ -1,4 +1,4 @@
-"""Command `swarmnode credit`: show the receipts that clients have signed for this machine's work."""
+"""Command `swarmnode credit`: show what this machine gave, and the receipts that clients have signed for its work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from swarmnode.cli.options.option import argument
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.cli.terminal.formatting import wrapped
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
@@ -29,41 +30,52 @@ def credit(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show the receipts for the work of this machine's nodes.
+    """Show what this machine gave, and the receipts for its work.
 
-    Clients sign them, and they count as credit, discounted: receipts of a single client do not count, those of two equal ones count
-    half. Your friends could sign anything for you.
+    Answers, hours and energy are of all nodes of this home. The clients that you worked for sign receipts, which count as credit,
+    discounted: receipts of a single client do not count, those of two equal ones count half. Your friends could sign anything for
+    you. In an open swarm a person is another client each time.
 
     Example: swarmnode credit friends
     """
     from swarmnode.credit.priorities import folder_credits, summary, worker_credits
-    from swarmnode.lending.energy import energy_used
+    from swarmnode.measuring.service_report import donation
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
-    if where and Path(where).is_dir() and not swarm_path(where).is_file():
-        found = folder_credits(Path(where))
-    else:
-        found = worker_credits(home, open_swarm(where, home).id)
+    is_folder = bool(where) and Path(where).is_dir() and not swarm_path(where).is_file()
+    found = folder_credits(Path(where)) if is_folder else worker_credits(home, open_swarm(where, home).id)
+    given = None if is_folder else donation(home)
     if as_json:
-        print_json([{**summary(one), "by_client": dict(one.credit.by_client)} for one in found])
+        nodes = [{**summary(one), "by_client": dict(one.credit.by_client)} for one in found]
+        print_json({"given": None if given is None else given.to_json(), "nodes": nodes})
         return
+    if given is not None and given.any:
+        say(wrapped(f"This machine gave {given}.{_today(home)}"))
     if not found:
-        say("No receipts here yet. Clients sign for a node's work when a session ends.")
+        say("No receipts here yet. The clients that you work for sign them when an answer ends.")
         return
     from swarmnode.cli.terminal.tables import show
 
     for one in found:
-        say(_sentence(one))
+        say(wrapped(_sentence(one)))
         show(_table(one))
-    if (energy := energy_used(home)) is not None:
-        say(f"This machine's GPUs drew {energy} while its nodes ran.")
+
+
+def _today(home: Path) -> str:
+    """Return a sentence on today's energy; empty if no card measures it."""
+    from swarmnode.lending.energy import JOULES_PER_KWH, energy_used
+
+    energy = energy_used(home)
+    return "" if energy is None else f" Today its GPUs drew {energy.today_j / JOULES_PER_KWH:.2f} kWh."
 
 
 def _sentence(one: WorkerCredit) -> str:
-    credit, clients = one.credit, counted(one.credit.clients, "client")
+    credit, signers = one.credit, counted(one.credit.clients, "client")
+    kinds = f" ({credit.served:,} for answers, {credit.trained:,} for training, which counts three times)"
     return (
-        f"Node {one.worker[-8:]}: {clients} signed for {credit.signed:,} layers x tokens ({credit.served:,} served, "
-        f"{credit.trained:,} trained, which counts three times). {_discount(credit)}"
+        f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} layers x tokens{kinds if credit.trained else ''}; "
+        "a token through one layer is 1. "
+        f"{_discount(credit)}"
     )
 
 
@@ -74,8 +86,8 @@ def _discount(credit: Credit) -> str:
             "Among people who know one another, go by the amount signed."
         )
     return (
-        f"Of that, {credit.counted:,.0f} counts as credit: the fewer the clients, the less their receipts count "
-        f"(discounted by their concentration of {credit.concentration:.2f})."
+        f"Of that, {credit.counted:,.0f} counts as credit: the fewer the clients, and the more of it a single one signed, the less "
+        "it counts."
     )
 
 
@@ -84,7 +96,7 @@ def _table(one: WorkerCredit) -> Table:
 
     credit = one.credit
     total = credit.signed
-    table = new_table("", ("client", "layers x tokens", "share"), numbers=("layers x tokens", "share"))
+    table = new_table("", ("signed by", "layers x tokens", "share"), numbers=("layers x tokens", "share"))
     ranked = sorted(credit.by_client.items(), key=lambda item: (-item[1], item[0]))
     for client, work in ranked[:SHOWN_CLIENTS]:
         table.add_row(client[-8:], f"{work:,}", f"{work / total:.1%}")

@@ -10,6 +10,7 @@ import typer
 
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, run_async, say
+from swarmnode.cli.terminal.formatting import wrapped
 from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.errors import LocalError, NetworkDown
 
@@ -96,6 +97,7 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
 
 
 def _tell(finding: Finding) -> None:
-    say(f"{SIGNS[finding.verdict]} {finding.what}: {finding.seen}")
+    indent = " " * 5
+    say(wrapped(f"{finding.what}: {finding.seen}", f"{SIGNS[finding.verdict]} ", indent))
     if finding.remedy:
-        say(f"     -> {finding.remedy}")
+        say(wrapped(finding.remedy, f"{indent}-> ", f"{indent}   "))

@@ -160,10 +160,13 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     if not answers:
         say("No node runs here. Start one with `swarmnode run`.")
         return
+    from rich.box import SIMPLE_HEAD
+
     from swarmnode.cli.terminal.tables import new_table, show
 
-    columns = ("node", "does", "swarm", "pid", "state", "layers", "sessions")
-    table = new_table("", columns, numbers=("pid", "sessions"))
+    columns = ("node", "does", "swarm", "pid", "state", "layers", "texts")
+    table = new_table("", columns, numbers=("pid", "texts"))
+    table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
     for answer in answers:
         span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""
         told = answer["node"], answer["does"], answer["swarm"], str(answer["pid"]), state_text(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
-from swarmnode.cli.terminal.formatting import format_duration, one_line
+from swarmnode.cli.terminal.formatting import format_duration, one_line, wrapped
+
+TOPICS = {
+    "placement": "Layers",
+    "routing": "Route",
+    "admission": "Text",
+    "lending": "Lending",
+    "audit": "Check",
+    "reachability": "Connection",
+    "training": "Training",
+}
 
 
 @command
@@ -57,13 +68,18 @@ def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
 def _tell(node: dict[str, Any], about: str) -> None:
     say(f"{node['node']}: {state_text(node)}")
     for fact in node["facts"]:
-        say(f"  {one_line(fact)}")
+        say(wrapped(fact, "  ", "    "))
     for decision in node["decisions"]:
         ago = format_duration(max(0.0, time.time() - decision["at"]))
         often = f", {decision['times']} times" if decision["times"] > 1 else ""
-        whom = f" ({', '.join(decision['about'])})" if decision["about"] else ""
-        say(f"  {decision['topic']}, {ago} ago{often}: {one_line(decision['what'] + whom)}")
+        whom = f" ({', '.join(map(_called, decision['about']))})" if decision["about"] else ""
+        say(wrapped(f"{TOPICS[decision['topic']]}, {ago} ago{often}: {decision['what']}{whom}", "  ", "    "))
         for fact in decision["facts"]:
-            say(f"    - {one_line(fact)}")
+            say(wrapped(fact, "    - ", "      "))
     if not node["facts"] and not node["decisions"]:
         say(f"  nothing is known about {one_line(about) or 'it'} here")
+
+
+def _called(subject: str) -> str:
+    """Return the part of an id that names it: the end of a peer's, the beginning of a session's."""
+    return subject[:8] if re.fullmatch("[0-9a-f]{32}", subject) else subject[-8:]

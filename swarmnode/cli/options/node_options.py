@@ -78,6 +78,7 @@ class NodeOptions:
     )
     nice: int = option(0, "Let other programs go first; 19 yields the most.", min=0, max=19)
     rules: RuleOptions = settings(RuleOptions)
+    notify: bool = option(True, "Show on the desktop when a rule pauses or resumes the node.", "--notify/--no-notify")
     max_celsius: float | None = option(
         None,
         "Compute less while a GPU is hotter than this.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import textwrap
 from typing import Any
 
 from swarmnode.errors import UsageError
@@ -15,6 +17,7 @@ MAX_DURATION_S = 100 * 365 * 86_400
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _BREAKS = re.compile(r"[\t\n]+")
 REPLACEMENT = "\ufffd"
+LEAST_COLUMNS = 40
 
 
 def printable(text: str) -> str:
@@ -25,6 +28,20 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Return the text on one line, without characters that could control a terminal."""
     return printable(_BREAKS.sub(" ", text))
+
+
+def wrapped(text: str, first: str = "", rest: str = "") -> str:
+    """Return the text on lines as wide as the terminal, without characters that could control it. The first line begins with
+    `first`, the others with `rest`. Words that are too long for a line stay whole."""
+    width = max(LEAST_COLUMNS, shutil.get_terminal_size().columns)
+    return textwrap.fill(
+        one_line(text),
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def json_line(value: Any) -> str:

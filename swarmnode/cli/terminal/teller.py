@@ -12,7 +12,7 @@ from swarmnode.cli.terminal.console import outliving_terminal, print_json, say
 from swarmnode.cli.terminal.formatting import one_line
 
 # Events whose text the next one replaces on a terminal.
-PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "report", "compressing"))
+PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))
 CLEAR_LINE = "\x1b[2K"
 
 

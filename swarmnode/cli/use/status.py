@@ -211,11 +211,11 @@ def status_table(status: dict[str, Any]) -> Table:
     trains = status["mode"] == "train"
     # On one machine or LAN, nothing is known.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
-    columns = ["peer", "name", "state", "device", "span", "layers", "load"]
+    columns = ["id", "name", "state", "device", "layers", "of the model", "texts"]
     columns += ["reached"] * far + ["sends"] * trains
     adapters = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
     caption = "\n".join([*adapters, *map(credit_line, status.get("credit", ()))]) or None
-    table = new_table(title, columns, numbers=("load",), caption=caption)
+    table = new_table(title, columns, numbers=("texts",), caption=caption)
     table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
@@ -247,7 +247,9 @@ def cut(text: str, chars: int) -> str:
 def credit_line(credit: dict[str, Any]) -> str:
     """Return the sentence about the receipts that clients signed for a node of this home."""
     by = counted(credit["clients"], "client")
-    return f"your node {credit['worker'][-8:]}: {by} signed for {credit['signed']:,} layers x tokens; credit {credit['credit']:,}"
+    return (
+        f"your node {credit['worker'][-8:]}: {by} signed for its work; credit {credit['credit']:,} (`swarmnode credit`)"
+    )
 
 
 def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:

@@ -116,8 +116,8 @@ def cache_tokens_that_fit(sizes: UnitSizes, limit_bytes: int, start: int, end: i
 
 
 def describe_fit(sizes: UnitSizes, start: int, end: int, cache_tokens: int) -> str:
-    """Describe the fit, as in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+    """Describe the fit, as in "12 of 34 layers: 5.1 GB of weights, and 1.2 GB for texts of 8,192 tokens in all"."""
     weights = sum(sizes.weight_bytes[start:end])
     cache = cache_tokens * sum(sizes.cache_bytes_per_token[start:end])
-    text = f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights"
-    return f"{text} + {format_bytes(cache)} cache for {cache_tokens} tokens" if cache else text
+    text = f"{end - start} of {len(sizes.weight_bytes)} layers: {format_bytes(weights)} of weights"
+    return f"{text}, and {format_bytes(cache)} for texts of {cache_tokens:,} tokens in all" if cache else text

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.compute.capacity.memory import QUANTIZED_BYTES, UnitSizes
 from swarmnode.compute.device import Device
+from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.stopwatch import Clock, best_s
 
 Module = Callable[..., Tensor]
@@ -57,6 +59,45 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class ModelShape:
+    """Shape of a language model: `layers` equal layers between an embedding and a head, both of `vocabulary` rows."""
+
+    name: str
+    layers: int
+    layer: LayerShape
+    vocabulary: int
+
+    @classmethod
+    def of_config(cls, name: str, config: Any) -> ModelShape:
+        """Return the shape in a transformers config."""
+        return cls(name, int(config.num_hidden_layers), LayerShape.of_config(config), int(config.vocab_size))
+
+    @property
+    def head_parameters(self) -> int:
+        """Number of elements of the head, and of the embedding."""
+        return self.vocabulary * self.layer.hidden
+
+    def sizes(self, itemsize: int, quantize: str) -> UnitSizes:
+        """Return the sizes of the units in elements of `itemsize` bytes, with the layers' matrices quantised if asked."""
+        layer_bytes = int(self.layer.parameters * QUANTIZED_BYTES.get(quantize, itemsize))
+        end_bytes, cache_bytes = (
+            self.head_parameters * itemsize,
+            2 * self.layer.kv_heads * self.layer.head_size * itemsize,
+        )
+        return UnitSizes((end_bytes, *[layer_bytes] * self.layers, end_bytes), (0, *[cache_bytes] * self.layers, 0))
+
+
+LLAMA_8B = ModelShape("Llama 3 8B", 32, LayerShape(4096, 32, 8, 128, 14_336), 128_256)
+KNOWN_MODELS = (
+    ModelShape("Llama 3.2 1B", 16, LayerShape(2048, 32, 8, 64, 8192), 128_256),
+    LLAMA_8B,
+    ModelShape("Qwen3 32B", 64, LayerShape(5120, 64, 8, 128, 25_600), 151_936),
+    ModelShape("Llama 3 70B", 80, LayerShape(8192, 64, 8, 128, 28_672), 128_256),
+)
+"""Shapes from the models' published configs."""
+
+
+@dataclass(frozen=True)
 class ModuleSpeed:
     """Seconds of one pass of a module: of a single position, of a prompt chunk, and of a chunk forward and backward."""
 
@@ -92,6 +133,20 @@ def measure_modules(
         with torch.inference_mode():
             decode_s, prompt_s = (_pass_s(part.run, inputs, weights, device, clock) for inputs in (one, many))
         yield ModuleSpeed(part.name, decode_s, prompt_s, _training_s(part.run, many, weights, device, clock))
+
+
+def measure_product_s(
+    device: Device, dtype: torch.dtype, width: int, quantize: str, clock: Clock = time.perf_counter
+) -> float:
+    """Measure the seconds per element of the product of one position with a square matrix of `width`, quantised as nodes do it.
+    Raises LocalError if this device cannot compute in that format."""
+    product = nn.Linear(width, width, bias=False, dtype=dtype, device=device.torch_device)
+    nn.init.constant_(product.weight, 0.01)
+    matrix = nn.Sequential(product)
+    if quantize != "none":
+        quantize_layers(matrix, quantize, device.torch_device)
+    with torch.inference_mode():
+        return _pass_s(matrix, [_drawn((1, 1, width), device, dtype)], [], device, clock) / width**2
 
 
 def whole_layer(modules: Sequence[ModuleSpeed]) -> ModuleSpeed:

@@ -13,6 +13,7 @@ from enum import IntEnum
 
 import psutil
 
+from swarmnode.counting import counted
 from swarmnode.net.addressing.addresses import host_of, is_public, is_relayed
 
 
@@ -24,6 +25,20 @@ class Reachability(IntEnum):
     MAPPED = 2  # through a port that its router maps
     PUNCHED = 3  # through a hole punched with a relay's help
     RELAYED = 4  # through a relay only
+
+    @property
+    def in_words(self) -> str:
+        """Sentence about the machine, for its owner."""
+        return REACHED[self]
+
+
+REACHED = {
+    Reachability.UNKNOWN: "it is not known whether others can reach this machine",
+    Reachability.PUBLIC: "others reach this machine directly",
+    Reachability.MAPPED: "others reach this machine through a mapped port of the router",
+    Reachability.PUNCHED: "others reach this machine through holes punched in the router",
+    Reachability.RELAYED: "others reach this machine over a relay only",
+}
 
 
 @dataclass(frozen=True)
@@ -62,10 +77,11 @@ class Evidence:
     def told(self) -> tuple[str, ...]:
         """Return the evidence in sentences."""
         return (
-            f"libp2p gives {len(self.addresses)} addresses: {len(self.direct)} of the internet, {len(self.relayed)} over a relay",
-            f"{len(self.own)} of those of the internet are this machine's own, the others its router's",
-            f"its owner announces {', '.join(self.promised) or 'none besides'}",
-            f"{len(self.came_in)} peers connected from the internet without being dialled from here",
+            f"it has {counted(len(self.direct), 'address')} on the internet ({len(self.own)} its own, the others its router's)",
+            f"relays of the swarm give it {counted(len(self.relayed), 'address')}",
+            f"you announce {', '.join(self.promised) or 'no other address'} (--announce-maddr)",
+            f"{counted(len(self.came_in), 'machine')} of the internet connected by themselves",
+            "an open port makes it reachable directly: --nat asks the router, or forward one and announce it",
         )
 
 

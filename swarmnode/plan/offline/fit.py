@@ -23,7 +23,7 @@ class ModelFit:
 
 
 def fit(
-    weight_bytes: Sequence[int], fitting: int, *, read_bytes_per_s: float, rtt_s: float, led: bool = False
+    weight_bytes: Sequence[float], fitting: int, *, read_bytes_per_s: float, rtt_s: float, led: bool = False
 ) -> ModelFit | None:
     """A swarm of equal machines, each with `fitting` units; None where not even one unit fits.
 

@@ -145,12 +145,12 @@ def _check_covered(candidates: Sequence[Candidate], span: Span, units: int, avoi
     held = {unit for candidate in candidates for unit in range(*candidate.span)}
     missing = [unit for unit in range(*span) if unit not in held]
     if missing:
-        but = f" ({counted(len(avoid), 'peer')} left out that failed or had no room)" if avoid else ""
-        raise NoRoute(f"no live peer holds {_ranges(missing)} of the model's {units} units{but}; more nodes must join")
+        but = f" ({counted(len(avoid), 'machine')} left out that failed or had no room)" if avoid else ""
+        raise NoRoute(f"no machine has {_ranges(missing)} of the model's {units}{but}; more machines must join")
 
 
 def _ranges(units: Sequence[int]) -> str:
-    """Runs of units in words: `unit 3`, `units 3-5, 8`."""
+    """Runs of units in words: `layer 3`, `layers 3-5, 8`."""
     runs: list[list[int]] = []
     for unit in units:
         if runs and runs[-1][1] == unit - 1:
@@ -158,7 +158,7 @@ def _ranges(units: Sequence[int]) -> str:
         else:
             runs.append([unit, unit])
     words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"unit{'s' if len(units) > 1 else ''} {words}"
+    return f"layer{'s' if len(units) > 1 else ''} {words}"
 
 
 def _spread(

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmnode.counting import counted
+from swarmnode.counting import counted, layers
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.capacity_index import CapacityIndex
 from swarmnode.plan.spans.flow import Floats, fair_levels, worth
@@ -314,10 +314,10 @@ def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     held = holders_U[span.start : span.end]
     alone = int((holders_U == 0).sum())
     return (
-        f"units are held or claimed by {counted(len(others), 'other peer')}; {alone} of {view.units} have nobody else",
-        f"of the units {span} {int((held == 0).sum())} have nobody else and {int((held == 1).sum())} one other peer",
-        f"there is room for {counted(min(joiner.capacity_units, view.units), 'unit')} in the memory that is lent",
-        f"{joiner.decode_units_per_s:.4g} units/s were measured here"
+        f"{counted(len(others), 'other machine')} in the swarm with layers; {alone} of {view.units} layers are on none of them",
+        f"of {layers(*span)}, {int((held == 0).sum())} are on no other machine and {int((held == 1).sum())} on one",
+        f"the memory that you lend has room for {counted(min(joiner.capacity_units, view.units), 'layer')} (--memory)",
+        f"this machine computes {joiner.decode_units_per_s:,.4g} layers/s"
         if joiner.decode_units_per_s
-        else "this node's speed was not measured yet",
+        else "this machine's speed is not measured yet",
     )

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.counting import counted
+from swarmnode.counting import counted, layers
 from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
@@ -77,7 +77,7 @@ class DirectoryRouter(Router):
             self._note("finds no route", str(error), view, avoid)
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
         what = "a token" if self._ring else "a pass"
-        self._note("takes a route", f"{route!r} for {what}, as estimated", view, avoid, route.hops)
+        self._note("takes a route", f"{what} takes about {1000 * route.cost_s:.1f} ms on it", view, avoid, route.hops)
         return tuple(route.hops)
 
     def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
@@ -87,14 +87,14 @@ class DirectoryRouter(Router):
         left_out = avoid & peers.keys()
         facts = [
             result,
-            f"{counted(ready, 'peer')} ready, {len(left_out)} left out: failed, busy, new, or false",
+            f"{counted(ready, 'machine')} ready, {len(left_out)} left out (failed, busy, new, or wrong before)",
         ]
         for hop in hops:
             peer, rtt_s = peers[hop.peer], view.rtt_s.get((own, hop.peer))
             distance = "its distance is not known" if rtt_s is None else f"{rtt_s * 1e3:.1f} ms away"
-            speed = f"counts as {peer.assumed_units_per_s:.4g} units/s"
+            speed = f"{peer.assumed_units_per_s:,.4g} layers/s"
             facts.append(
-                f"{hop.peer[-8:]} for units {Span(hop.start, hop.end)} {speed}, {counted(peer.sessions, 'session')}, {distance}"
+                f"{hop.peer[-8:]}, {layers(hop.start, hop.end)}: {speed}, {counted(peer.sessions, 'text')} now, {distance}"
             )
         self._host.decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 

@@ -48,7 +48,7 @@ from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.serving.link_codecs import LinkCodecs
-from swarmnode.serving.session.opening import check_input, is_last, units_of
+from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
 from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring
 from swarmnode.serving.session.transcript import Transcript
@@ -84,6 +84,7 @@ class StageSession:
         self._freed = False
         self.computed = 0  # positions whose outputs were sent on; more may be on their way through the device
         self.kept = False  # idle, kept for another text; freed if memory is needed
+        self._answers = False  # whether the present text is counted as an answer
         self._timing = self._new_timing()
         self.trace = SessionTrace(*units_of(self.opened))
 
@@ -136,6 +137,8 @@ class StageSession:
         """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with
         the OPEN."""
         former, self.opened = self.opened, opened
+        if self.kept or text_of(opened) != text_of(former):
+            self._answers = False
         if opened.sampling != former.sampling:  # another text
             self._sampler = self._new_sampler()
             self._output_stream.forget()
@@ -303,6 +306,8 @@ class StageSession:
     def _note_computed(self, job: Job, run: Pass) -> None:
         """Count the work done for the client, and tell the pipeline that its devices make progress."""
         start, end = units_of(self.opened)
+        self.host.peer.completed.answers += not self._answers
+        self._answers = True
         self.host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
         self.pipeline.computed(job, run)
 

@@ -23,6 +23,7 @@ from swarmnode.simulate.environment.model import WEIGHT_BYTES, Model
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.7
 PASS_S = 0.0005  # least time of a unit's pass on any card: a dozen kernels to launch, and Python around them
+CAPTURED_S = 36e-6  # the same when a CUDA graph is replayed: a dozen kernels, 3 us each
 CALL_S = PASS_S / 12  # least time of one operator, likewise
 FLOPS_PER_PARAMETER = 2  # a multiplication and an addition, for each token
 FLOPS_PER_BYTE = (
@@ -97,16 +98,16 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
     return SimulatedDevice(name, memory_bytes, *_roofline(model.layer_parameters, flops, flops / FLOPS_PER_BYTE))
 
 
-def known_card(name: str | None, layer_parameters: int) -> SimulatedDevice | None:
+def known_card(name: str | None, layer_parameters: int, least_s: float = PASS_S) -> SimulatedDevice | None:
     """Return the card `name` with its speed for layers of `layer_parameters` parameters; None if the table of cards has no such
-    card."""
+    card. No pass through a layer takes less than `least_s`."""
     known, measured = find_gpu(name), layer_times(name, layer_parameters)
     if known is None:
         return None
     speeds = (
-        _roofline(layer_parameters, known.flops, known.memory_bytes_per_s)
+        _roofline(layer_parameters, known.flops, known.memory_bytes_per_s, least_s)
         if measured is None
-        else _scaled(measured, layer_parameters)
+        else _scaled(measured, layer_parameters, least_s)
     )
     return SimulatedDevice(known.name, known.memory_bytes, *speeds)
 
@@ -122,20 +123,22 @@ def _measured(decode_units_per_s: float | None, training_units_per_s: float | No
     return lambda _: step_s, lambda tokens: tokens * token_s
 
 
-def _scaled(measured: LayerTimes, layer_parameters: int) -> tuple[Seconds, Seconds]:
+def _scaled(measured: LayerTimes, layer_parameters: int, least_s: float) -> tuple[Seconds, Seconds]:
     ratio = layer_parameters / measured.parameters
     return (
-        lambda batch: max(PASS_S, ratio * measured.decode_s(batch)),
-        lambda tokens: max(PASS_S, ratio * measured.prompt_s(tokens)),
+        lambda batch: max(least_s, ratio * measured.decode_s(batch)),
+        lambda tokens: max(least_s, ratio * measured.prompt_s(tokens)),
     )
 
 
-def _roofline(layer_parameters: int, flops: float, bytes_per_s: float) -> tuple[Seconds, Seconds]:
+def _roofline(
+    layer_parameters: int, flops: float, bytes_per_s: float, least_s: float = PASS_S
+) -> tuple[Seconds, Seconds]:
     arithmetic_s = FLOPS_PER_PARAMETER * layer_parameters / (flops * FLOPS_SHARE)
     reading_s = WEIGHT_BYTES * layer_parameters / (bytes_per_s * BANDWIDTH_SHARE)
 
     def pass_s(tokens: float) -> float:
-        return max(PASS_S, reading_s, arithmetic_s * tokens)
+        return max(least_s, reading_s, arithmetic_s * tokens)
 
     return pass_s, pass_s
 

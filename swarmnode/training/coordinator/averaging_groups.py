@@ -13,6 +13,7 @@ import numpy as np
 
 from swarmnode.codec.averaging_messages import Group, How, PathRate
 from swarmnode.codec.body import SHARED
+from swarmnode.counting import layers
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.delays import sharing_lines
@@ -179,7 +180,7 @@ class AveragingGroups:
         if clusters > 1 and units:
             self._decisions.note(
                 Topic.TRAINING,
-                f"lets the replicas of units {units[0]}-{units[-1]} average over {clusters} clusters",
-                (f"{chosen.seconds:.2f} s expected, in a single cluster {chosen.flat_s:.2f} s",),
+                f"averages {layers(units[0], units[-1] + 1)} in {clusters} groups of machines near one another",
+                (f"that takes about {chosen.seconds:.2f} s, in a single group {chosen.flat_s:.2f} s",),
                 units=(units[0], units[-1] + 1),
             )

@@ -169,13 +169,16 @@ class CoordinatorElection:
         log.info("your node leads the training from now on")
         able = len(list(filter(self._may_lead, ready_peers(self.directory))))
         vacant_s = self.clock() - self._vacant_since_s
-        facts = f"no peer has led for {vacant_s:.0f} s", f"it is this node's turn among {able} nodes that may lead"
+        facts = (
+            f"no machine has led for {vacant_s:.0f} s",
+            f"it is this node's turn among {able} machines that may lead",
+        )
         self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
         """Handle that our stage follows a coordinator; if it is another peer's, ours resigns."""
-        facts = (f"its term is {self.stage.following.term}, the highest that this node has heard of",)
+        facts = (f"it took over last (term {self.stage.following.term})",)
         self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self.directory.network.peer_id:
             self._let_go()
@@ -200,7 +203,9 @@ class CoordinatorElection:
     def _lost(self, peer: PeerId, error: PeerError | None) -> None:
         self._pass_over_s = LET_GO_S if error is None else PASS_OVER_S
         facts = (
-            f"it dismissed this node; another peer's turn comes in {LET_GO_S:.0f} s" if error is None else str(error),
+            f"it dismissed this node; another machine's turn comes in {LET_GO_S:.0f} s"
+            if error is None
+            else str(error),
         )
         self._office.decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
