@@ -19,6 +19,7 @@ from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.founding.model_source import ModelSource, from_model, outline
+from swarmnode.version import missing_package
 from tests.contrib.script import load
 from tests.encoders import LABELS, POSITIONS, save_encoder
 from tests.gateway.conftest import MODEL, serving
@@ -155,7 +156,7 @@ async def test_classes_are_the_models(classifying: Any, tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classifying: Any, tmp_path: Path) -> None:
-    pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
+    pytest.importorskip("mcp", reason=missing_package("mcp"))
     from mcp.server.mcpserver.exceptions import ToolError
 
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools

@@ -27,6 +27,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import GENERATION_NAME, TOKENIZER_NAMES, Progress, has_tokenizer
+from swarmnode.version import missing_package
 
 SUFFIX = ".gguf"
 DTYPE = torch.bfloat16
@@ -57,9 +58,7 @@ class GgufCheckpoint:
         try:
             import gguf
         except ImportError:
-            raise CheckpointError(
-                f"{file} is GGUF, and the package that reads it is missing: pip install 'swarmnode[gguf]'"
-            ) from None
+            raise CheckpointError(f"{file} is GGUF, and {missing_package('gguf')}") from None
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         self.file = file
