@@ -182,7 +182,7 @@ async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classify
 
 def test_what_an_encoder_will_be_is_known_before_its_weights_are_read(tmp_path: Path) -> None:
     save_encoder(tmp_path / "model", pooling="cls_token")
-    graph, task = outline(str(tmp_path / "model"))
+    graph, task = outline(str(tmp_path / "model"), tmp_path)
     source = from_model(str(tmp_path / "model"), tmp_path / "weights")
     assert isinstance(graph, Graph) and task == source.model.task and graph.units == source.model.units
     assert unit_weight_bytes(graph) == graph_sizes(GraphCheckpoint(source.folder)).weight_bytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.node_options import NodeOptions
@@ -25,7 +27,7 @@ def fit(
     *,
     models: list[str] = argument(
         ...,
-        "Checkpoints (folders or hub ids), or modules as for `create --module`.",
+        "Checkpoints (folders, GGUF files or hub ids), or modules as for `create --module`.",
         typed=list[str],
         metavar="MODEL…",
     ),
@@ -35,8 +37,8 @@ def fit(
 ) -> None:
     """Show how much of a model fits here at each precision, how many machines like this it needs, and how fast it would be.
 
-    Only the config and the headers are read. The speed is that of one conversation, or of short texts or samples one after another,
-    estimated from how fast this machine reads its memory.
+    Only the config and the headers are read. A GGUF file counts as the plain weights that `host` makes of it. The speed is that of
+    one conversation, or of short texts or samples one after another, estimated from how fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
     """
@@ -44,7 +46,10 @@ def fit(
 
     stage = node.stage
     probed = probe_device(stage.device)
-    rows = [row for model in models for row in _rows(model, probed, stage.memory_bytes, rtt / 1000)]
+    rows = list[dict[str, Any]]()
+    for model in models:
+        with tempfile.TemporaryDirectory(prefix="swarmnode-fit-") as folder:
+            rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder))
     if as_json:
         print_json(rows)
         return
@@ -52,18 +57,22 @@ def fit(
 
     columns = ("model", "precision", "GB", "layers", "fit here", "machines", "speed", "context")
     table = new_table(str(probed), columns, numbers=columns[2:])
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for row in rows:
         told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
         speed = float(format(row["passes_per_s"] or 0, ".2g"))
         held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
         context = "-" if row["max_model_len"] is None else f"{row['max_model_len']:,}"
-        table.add_row(row["model"], row["precision"], *told, *held, context)
+        path = Path(row["model"])
+        table.add_row(path.name if path.exists() else row["model"], row["precision"], *told, *held, context)
     show(table)
     if not any(row["fitting"] for row in rows):
         say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
 
 
-def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> Iterator[dict[str, Any]]:
+def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path) -> Iterator[dict[str, Any]]:
     from swarmnode.client.model_config import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -72,7 +81,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
     from swarmnode.measuring.hardware import MEMORY_SHARE
     from swarmnode.plan.offline import fit as plan
 
-    source, task = outline(model)
+    source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
     for precision, sizes in _precisions(source, device):
