@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +11,11 @@ from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import JSON, command, print_json, say
 from swarmnode.config import QUANTIZATIONS
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swarmnode.compute.capacity.memory import UnitSizes
     from swarmnode.compute.device import Device
     from swarmnode.compute.graph.graph import Graph
@@ -53,23 +56,27 @@ def fit(
     if as_json:
         print_json(rows)
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.cli.terminal.tables import show
 
-    columns = ("model", "precision", "GB", "layers", "fit here", "machines", "speed", "context")
-    table = new_table(str(probed), columns, numbers=columns[2:])
-    table.columns[0].overflow = "fold"
-    for column in table.columns[1:]:
-        column.no_wrap = True
-    for row in rows:
-        told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
-        speed = float(format(row["passes_per_s"] or 0, ".2g"))
-        held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
-        context = "-" if row["max_model_len"] is None else f"{row['max_model_len']:,}"
-        path = Path(row["model"])
-        table.add_row(path.name if path.exists() else row["model"], row["precision"], *told, *held, context)
-    show(table)
+    say(str(probed))
+    show(*(_table([row for row in rows if row["model"] == model]) for model in models))
     if not any(row["fitting"] for row in rows):
         say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of one model: a row for each precision."""
+    from swarmnode.cli.terminal.tables import new_table
+
+    model, context = rows[0]["model"], rows[0]["max_model_len"]
+    title = f"{Path(model).name if Path(model).exists() else model}: {counted(rows[0]['units'], 'layer')}"
+    columns = ("precision", "GB", "layers that fit", "machines", "speed")
+    table = new_table(title if context is None else f"{title}, up to {context:,} tokens", columns, numbers=columns[1:])
+    for row in rows:
+        speed = float(format(row["passes_per_s"] or 0, ".2g"))
+        held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
+        table.add_row(row["precision"], f"{row['bytes'] / 1e9:.1f}", str(row["fitting"]), *held)
+    return table
 
 
 def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path) -> Iterator[dict[str, Any]]:
