@@ -82,7 +82,7 @@ def test_a_founders_swarm_is_listed_and_one_without_its_file_is_told(tmp_path: P
         (("service", "isntall", "x"), "'install'"),
         (("status", "freinds"), "did you mean friends?"),
         (("leave", "Freinds"), "did you mean friends?"),
-        (("serve", "frends"), "did you mean friends?"),
+        (("serve", "frends", "--port", "0"), "did you mean friends?"),
     ],
 )
 def test_a_misspelled_word_is_told_with_the_one_that_is_meant(
