@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,8 +223,23 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         original=original if made else "",
-        remarks=(f"the weights of {model} are quantised: {out.name} has the dequantised ones",) if made else (),
+        remarks=(
+            *([f"the weights of {model} are quantised: {out.name} has the dequantised ones"] if made else []),
+            *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
+        ),
     )
+
+
+def _stray_tokens(config: Path) -> Iterator[str]:
+    """Yield a remark if a config names special tokens beyond its vocabulary, which the model cannot write."""
+    values = read_json(config)
+    vocabulary = values.get("vocab_size")
+    names = ("bos_token_id", "eos_token_id")
+    found = [
+        name for name in names if isinstance(token := values.get(name), int) and token >= (vocabulary or token + 1)
+    ]
+    if found:
+        yield f"{config} names {' and '.join(found)} beyond the vocabulary of {vocabulary} tokens: texts do not end there"
 
 
 def _check_tokenizer(folder: Path) -> None:

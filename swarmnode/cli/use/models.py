@@ -53,7 +53,9 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     for one in known:
         size = "" if one.size_bytes is None else f"{one.size_bytes / 1e9:.1f}"
         used = "used last" if one.last else ""
-        table.add_row(one.name, one.model, one.does, str(one.units or ""), size, ", ".join(filter(None, (one.members, used))))
+        table.add_row(
+            one.name, one.model, one.does, str(one.units or ""), size, ", ".join(filter(None, (one.members, used)))
+        )
     show(table)
 
 
