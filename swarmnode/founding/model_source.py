@@ -150,7 +150,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
 
 
 def _gguf_of_hub(model: str, folder: Path) -> GgufCheckpoint:
-    """Return the GGUF file organisation/model/FILE.gguf of the hub, of which only the header is fetched, into `folder`. Raises
+    """Return the GGUF file organisation/model/FILE.gguf of the hub after fetching its header into `folder`. Raises
     UsageError if `model` has another form, CheckpointError."""
     from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
     from swarmnode.compute.model.hub import copy_beginning

@@ -127,5 +127,6 @@ def test_the_owners_commands_know_the_name(
 ) -> None:
     JoinedSwarms(tmp_path / "home").remember_file(file)
     monkeypatch.chdir(tmp_path / "home")
+    assert_clear(invoke("invite", "freinds", home=tmp_path / "home"), 2, "did you mean friends?")
     done = invoke("invite", "friends", home=tmp_path / "home")
     assert done.returncode == 0 and load_swarm(done.stdout.strip()).id == load_swarm(file).id

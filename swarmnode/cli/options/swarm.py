@@ -57,9 +57,18 @@ def name_swarm(file: Path, home: Path) -> str:
 
 
 def swarm_file(text: str, home: Path) -> Path:
-    """Return the path of the founder's own .swarm file, which `text` names; end the command if there is none."""
-    from swarmnode.swarm.storage.swarmfile import founded_file, swarm_path
+    """Return the path of the founder's own .swarm file, which `text` is the path or the name of; end the command if there is
+    none."""
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import swarm_path
 
-    return founded_file(text, home) or fail(
-        f"{swarm_path(text)}: no such file; this needs the .swarm file and the owner's key", 2
-    )
+    path = swarm_path(text)
+    if path.exists():
+        return path
+    joined = JoinedSwarms(home)
+    named = joined.file_of(text)
+    if named is None or not named.exists():
+        similar = " or ".join(name for name in joined.similar(path.name) if joined.file_of(name))
+        advice = f"; did you mean {similar}?" if similar else ""
+        fail(f"{named or path}: no such file; this needs the .swarm file and the owner's key{advice}", 2)
+    return named

@@ -44,7 +44,7 @@ _OF_NO_USER = ("_token_id must be `None` or", "This is a legacy value of the off
 
 def _is_for_users(record: logging.LogRecord) -> bool:
     """Return whether a warning of transformers about a config is for users of the model. Special tokens outside the vocabulary
-    are often a family's defaults, and founders are told of others; each process of a swarm would repeat the warning."""
+    are often a family's defaults, and founding reports the others; each process of a swarm would repeat the warning."""
     return not any(part in record.getMessage() for part in _OF_NO_USER)
 
 

@@ -214,15 +214,6 @@ def names_a_swarm(source: str, home: Path | None) -> bool:
     return looks_like_invite(source) or is_user_file(swarm_path(source)) or _named(source, home) is not None
 
 
-def founded_file(source: str | Path, home: Path | None) -> Path | None:
-    """Return the founder's own .swarm file that `source` means, by its path or its name; None if there is none."""
-    path = swarm_path(source)
-    if is_user_file(path):
-        return path
-    named = None if home is None else JoinedSwarms(home).file_of(str(source))
-    return named if named is not None and is_user_file(named) else None
-
-
 def _named(name: str, home: Path | None) -> str | Path | None:
     """Return the founder's file of the swarm called `name`, else an invite to it; None if the name is unknown. A file that is gone
     counts only if there is no invite."""

@@ -11,7 +11,6 @@ from swarmnode.swarm.records.invite import Invite, encode_invite
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.swarmfile import (
-    founded_file,
     load_all_named,
     load_swarm,
     names_a_swarm,
@@ -71,7 +70,7 @@ def test_a_founded_swarm_has_a_name_everywhere(tmp_path: Path, monkeypatch: pyte
     assert joined.remember_file(file) == "club" == joined.last and joined.names() == ["club"]
     monkeypatch.chdir(tmp_path)
     assert load_swarm("club", home) == load_swarm(file) and load_swarm("club", home).file == file
-    assert founded_file("club", home) == founded_file(file, None) == file and founded_file("other", home) is None
+    assert joined.file_of("club") == file and joined.file_of("other") is None
     joined.remember(load_swarm(file).invite, "club")  # as a friend who shares this home would
     assert load_swarm("club", home).file == file
     assert joined.remember_file(file) == "club"  # again, as when it is hosted again
