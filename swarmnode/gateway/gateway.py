@@ -42,9 +42,9 @@ class Gateway:
     def add(self, name: str, client: SwarmClient) -> None:
         """Serve one more swarm under `name`. Its tokenizer is loaded while `loading` lasts."""
         own, *adapters = _models(name, client, self.queue, self.config, self._tasks)
-        self.swarms[name] = own
+        self.swarms[name] = self.models[name] = own
         # A swarm wins if an adapter's model has its name.
-        self.models |= {model.name: model for model in (own, *adapters) if model.name not in self.swarms} | {name: own}
+        self.models |= {model.name: model for model in adapters if model.name not in self.swarms}
         if self._is_loading:
             self._tasks.spawn(own.loader.load(), f"loading of {name}")
 
