@@ -74,7 +74,7 @@ def test_a_service_is_removed_without_a_user_bus(
             if not there:
                 patch.setattr(shutil, "which", lambda name: None)
             done = invoke("service", "uninstall", "friends")
-        assert done.returncode == 0 and "swarmnode stop friends" in done.stderr
+        assert done.returncode == 0 and "`swarmnode stop` ends it" in done.stderr
         assert not [path for path in (tmp_path / "config").rglob("*") if not path.is_dir() or path.is_symlink()]
 
 

@@ -213,7 +213,7 @@ class Systemd:
         unit = f"swarmnode@{name}"
         answers = try_call("systemctl", "--user", "disable", "--now", unit) == 0
         if not answers:
-            say(f"systemd did not answer. If the node still runs, end it: swarmnode stop {name}", err=True)
+            say("systemd did not answer. If `swarmnode ps` still lists the node, `swarmnode stop` ends it.", err=True)
             remove_files(*self._unit.parent.glob(f"*.wants/{unit}.service"))
         remove_files(_options(name))
         if not list(config_folder("swarmnode").glob("*.conf")):
