@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ WORKERS = 2
 WORKERS_WITH_REAL = WORKERS + 1  # one waits for most of its time
 GARBAGE_AFTER = 5_000  # objects, not 700: there is seven times less to look through, and tests end before much is left
 
+HOMES = itertools.count()
 REAL = "tests/real/"
 FLUSHED = "tests/swarm/storage/"
 TOGETHER = (REAL, "tests/compute/graph/")
@@ -92,6 +94,12 @@ def unflushed(request: pytest.FixtureRequest) -> Iterator[None]:
         if not request.node.nodeid.startswith(FLUSHED):
             patch.setattr(os, "fsync", os.fstat)  # which refuses what is not open, too
         yield
+
+
+@pytest.fixture(autouse=True)
+def home_of_no_one(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is given no home finds an empty one: founding keeps the swarm's name there."""
+    monkeypatch.setenv("SWARMNODE_HOME", str(tmp_path_factory.getbasetemp() / f"home-{next(HOMES)}"))
 
 
 def pytest_unconfigure() -> None:

@@ -21,7 +21,11 @@ from swarmnode.version import __version__
 _OF_RUN = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 
 GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
-    "Use a swarm": places("use", "join models generate chat infer serve launch mcp status trace"),
+    "Use a swarm": {
+        "join": CommandPlace("use.join"),
+        "leave": CommandPlace("use.join"),
+        **places("use", "models generate chat infer serve launch mcp status trace"),
+    },
     "Lend this machine": {
         "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
         **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "reload", "stop")},
@@ -30,6 +34,7 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
         "service": CommandPlace("lend.service.commands", "app"),
         "weights": CommandPlace("lend.weights", "app"),
         "id": CommandPlace("lend.config", "show_identity"),
+        "update": CommandPlace("lend.config"),
     },
     "Host a swarm": {
         **places("host", "host create bootstrap"),
@@ -38,6 +43,12 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
     "Train": places("train", "train export"),
     "Plan and try": places("plan", "fit network plan simulate demo"),
 }
+_HIDDEN = {"hidden": True}
+OTHER_NAMES = {  # for hands that know other tools
+    "list": CommandPlace("use.models", "models", _HIDDEN),
+    "version": CommandPlace("lend.config", "version", _HIDDEN),
+    "logs": CommandPlace("lend.service.commands", "logs_anywhere", _HIDDEN),
+}
 
 
 class Commands(GroupedHelp):
@@ -45,7 +56,7 @@ class Commands(GroupedHelp):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = LateCommands(GROUPS)  # type: ignore[assignment]  # no command is added later
+        self.commands = LateCommands({**GROUPS, "": OTHER_NAMES})  # type: ignore[assignment]  # no command is added later
 
 
 app = typer.Typer(

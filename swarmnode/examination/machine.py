@@ -95,7 +95,7 @@ def judge_versions(met: PeerVersions) -> Finding:
     """Compare this node's protocol version with those of the peers that it met. It is doubtful if most of them speak a
     newer one."""
     if met.newer is not None:
-        remedy = "upgrade when it suits you: pip install --upgrade swarmnode"
+        remedy = "upgrade when it suits you: `swarmnode update` tells you how"
         return Finding("protocol", "doubtful", f"version {VERSION}, most machines speak {met.newer}", remedy)
     others = f", up to date ({counted(len(met), 'machine')} seen)" if len(met) else ""
     return Finding("protocol", "good", f"version {VERSION}{others}")

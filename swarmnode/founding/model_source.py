@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,14 @@ from swarmnode.swarm.storage.small_files import check_free, new_folder
 if TYPE_CHECKING:
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.graph import Graph
+    from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
 
 BYTES = 256
+HEADER_BYTES = (
+    8 << 20,
+    32 << 20,
+    128 << 20,
+)  # of a GGUF file on the hub, tried in turn: its vocabulary takes most of them
 
 
 def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress | None = None) -> Checkpoint:
@@ -118,16 +124,21 @@ def from_model(
     return _of_language_model(checkpoint, model, out)
 
 
-def outline(model: str) -> tuple[Checkpoint | Graph, str]:
-    """Return the model that `from_model` or `from_module` would found a swarm on, without writing it, and its task.
+def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
+    """Return the model that `from_model` or `from_module` would found a swarm on, without writing its weights, and its task.
 
-    The model is a graph that is cut into units, or, if it generates text, its checkpoint with config and headers. Raises
-    CheckpointError or UsageError if the model is unknown or cannot be split or exported.
+    The model is a graph that is cut into units, or, if it generates text, its checkpoint with config and headers. The config of a
+    GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
+    exported.
     """
     from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
     from swarmnode.founding import encoder_source
 
+    gguf = find_gguf(Path(model).expanduser())
+    if gguf is not None or model.endswith(SUFFIX):
+        return (_gguf_of_hub(model, folder) if gguf is None else GgufCheckpoint(gguf)).outline(folder), GENERATE
     if (":" in model or model.endswith(PROGRAM_SUFFIX)) and not Path(model).is_dir():
         return partition(export_source(model, trains=False).graph, UNITS).graph, INFER
     checkpoint = open_checkpoint(model)
@@ -136,6 +147,29 @@ def outline(model: str) -> tuple[Checkpoint | Graph, str]:
         return encoder_source.outline(checkpoint, task), task
     checkpoint.family  # noqa: B018  # raises if it cannot be split
     return checkpoint, task
+
+
+def _gguf_of_hub(model: str, folder: Path) -> GgufCheckpoint:
+    """Return the GGUF file organisation/model/FILE.gguf of the hub after fetching its header into `folder`. Raises
+    UsageError if `model` has another form, CheckpointError."""
+    from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+    from swarmnode.compute.model.hub import copy_beginning
+
+    organisation, _, rest = model.partition("/")
+    repository, _, file = rest.partition("/")
+    if not file or model.startswith(("/", ".", "~")):
+        raise UsageError(f"{model}: no such GGUF file (on the hub: organisation/model/FILE.gguf)")
+    for size in HEADER_BYTES:
+        copy = copy_beginning(f"{organisation}/{repository}", file, size, folder)
+        try:
+            read = GgufCheckpoint(copy)
+        except CheckpointError:
+            if size == HEADER_BYTES[-1] or copy.stat().st_size <= size:
+                raise
+            continue
+        if read.header_bytes <= size:
+            return read
+    raise CheckpointError(f"{model}: its header is over {HEADER_BYTES[-1] >> 20} MiB")
 
 
 def from_checkpoint(
@@ -189,8 +223,23 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         original=original if made else "",
-        remarks=(f"the weights of {model} are quantised: {out.name} has the dequantised ones",) if made else (),
+        remarks=(
+            *([f"the weights of {model} are quantised: {out.name} has the dequantised ones"] if made else []),
+            *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
+        ),
     )
+
+
+def _stray_tokens(config: Path) -> Iterator[str]:
+    """Yield a remark if a config names special tokens beyond its vocabulary, which the model cannot write."""
+    values = read_json(config)
+    vocabulary = values.get("vocab_size")
+    names = ("bos_token_id", "eos_token_id")
+    found = [
+        name for name in names if isinstance(token := values.get(name), int) and token >= (vocabulary or token + 1)
+    ]
+    if found:
+        yield f"{config} names {' and '.join(found)} beyond the vocabulary of {vocabulary} tokens: texts do not end there"
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -38,23 +38,29 @@ class Gateway:
         self.keys = keys or KeyRing()
         self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)
         self._tasks = Tasks("gateway", on_crash=None)
-        served = [
-            model
-            for name, client in clients.items()
-            for model in _models(name, client, self.queue, config, self._tasks)
-        ]
-        self.swarms = {model.name: model for model in served if model.parent is None}
-        self.models = {
-            model.name: model for model in served
-        } | self.swarms  # a swarm wins if an adapter's model has its name
+        self._is_loading = False
+        self.swarms: dict[str, ServedModel] = {}
+        self.models: dict[str, ServedModel] = {}
+        for name, client in clients.items():
+            self.add(name, client)
 
     def __repr__(self) -> str:
         return f"<Gateway to {', '.join(self.models)}, {self.queue!r}>"
+
+    def add(self, name: str, client: SwarmClient) -> None:
+        """Serve one more swarm under `name`. Its tokenizer is loaded while `loading` lasts."""
+        own, *adapters = _models(name, client, self.queue, self.config, self._tasks)
+        self.swarms[name] = self.models[name] = own
+        # A swarm wins if an adapter's model has its name.
+        self.models |= {model.name: model for model in adapters if model.name not in self.swarms}
+        if self._is_loading:
+            self._tasks.spawn(own.loader.load(), f"loading of {name}")
 
     @contextlib.asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
         """Load the swarms' tokenizers in the background while the context lasts, and remove expired responses. Loading that is
         unfinished when the context ends is cancelled."""
+        self._is_loading = True
         for name, model in self.swarms.items():
             self._tasks.spawn(model.loader.load(), f"loading of {name}")
         if self.responses is not None:
@@ -70,7 +76,7 @@ class Gateway:
         if not name and len(self.swarms) == 1:
             return next(iter(self.swarms.values()))
         if name not in self.models:
-            known = ", ".join(self.models)
+            known = ", ".join(self.models) or "none, because no swarm has been reached yet"
             sentence = f"there is no model {name!r} here: choose one of {known}"
             if not name:
                 sentence = f"the request names no model: choose one of {known}"

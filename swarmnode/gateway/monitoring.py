@@ -21,11 +21,11 @@ async def health() -> dict[str, str]:
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """Return status 200 if every unit of each swarm's model has a holder and the tokenizers are loaded, else 503 with the
-    missing units and the swarms that are still loading."""
+    missing units and the swarms that are still loading. A gateway that has reached no swarm yet is not ready."""
     swarms = gateway_of(request).swarms
     missing = {name: model.missing for name, model in swarms.items() if model.missing}
     loading = [name for name, model in swarms.items() if not model.loader.is_done]
-    is_ready = not missing and not loading
+    is_ready = bool(swarms) and not missing and not loading
     return JSONResponse({"ready": is_ready, "missing": missing, "loading": loading}, 200 if is_ready else 503)
 
 

@@ -52,7 +52,7 @@ def outdated(newer: int) -> str:
     """Return the advice to upgrade, for when most peers speak version `newer` of the protocol."""
     return (
         f"Most peers here speak version {newer} of the protocol, this node {VERSION}: "
-        "upgrade swarmnode when it suits you (pip install --upgrade swarmnode)."
+        "upgrade swarmnode when it suits you (`swarmnode update` tells you how)."
     )
 
 

@@ -18,7 +18,9 @@ from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions
 from swarmnode.plan.offline.fit import fit
+from swarmnode.version import missing_package
 from tests.cli.command import assert_clear, invoke
+from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.encoders import save_encoder
 from tests.llama import save_llama
 from tests.swarm.storage.test_joined_swarms import FRIENDS
@@ -79,6 +81,17 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
     assert "Not one layer" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
+
+
+def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason=missing_package("gguf"))
+    save_llama_gguf(tmp_path / "tiny.gguf")
+    asked = ("fit", str(tmp_path / "tiny.gguf"), "--memory", "1GB", "--device", "cpu")
+    rows = json.loads(invoke(*asked, "--json").stdout)
+    assert {row["precision"] for row in rows} == {"bfloat16", "int8", "nf4"} and {row["units"] for row in rows} == {4}
+    assert all(row["fitting"] == 4 and row["max_model_len"] == 512 for row in rows)
+    assert "tiny.gguf" in invoke(*asked).stdout and [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+    assert_clear(invoke("fit", "none.gguf"), 2, "no such GGUF file")
 
 
 def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:

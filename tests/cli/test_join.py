@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.lending.control_server import ControlServer
+from swarmnode.lending.lending import Lending
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.swarm.storage.weight_cache import folder_name
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_owner import file, founded  # noqa: F401  # a fixture
 from tests.swarm.storage.test_joined_swarms import FRIENDS
@@ -71,3 +77,56 @@ def test_what_is_no_invite_is_refused(tmp_path: Path, text: str, word: str) -> N
 def test_without_any_swarm_it_is_asked_which(tmp_path: Path) -> None:
     assert_clear(invoke("status", "--home", str(tmp_path)), 2, "which swarm?")
     assert_clear(invoke("generate", "Once upon a time", "--home", str(tmp_path)), 2, "which swarm?")
+
+
+def test_leaving_undoes_joining(tmp_path: Path) -> None:
+    invoke("join", FRIENDS, home=tmp_path)
+    swarm = load_swarm(FRIENDS).id
+    member, other = (tmp_path / "membership" / f"{key}-5TqWZRpY.json" for key in (swarm.hex()[:16], "ab" * 8))
+    weights = tmp_path / "weights" / folder_name(swarm)
+    for folder in (member.parent, weights):
+        folder.mkdir(parents=True)
+    member.touch(), other.touch()
+    done = invoke("leave", "friends", home=tmp_path)
+    assert done.returncode == 0 and "your membership" in done.stdout
+    assert f"swarmnode weights prune {weights.name}" in done.stdout and weights.is_dir()
+    assert not member.exists() and other.exists() and JoinedSwarms(tmp_path).names() == []
+    assert_clear(invoke("status", home=tmp_path), 2, "which swarm?")
+    assert_clear(invoke("leave", "friends", home=tmp_path), 2, "no swarm is called friends")
+
+
+def test_a_membership_stays_while_the_swarm_has_another_name(tmp_path: Path) -> None:
+    invoke("join", FRIENDS, home=tmp_path)
+    invoke("join", FRIENDS, "--name", "club", home=tmp_path)
+    member = tmp_path / "membership" / f"{load_swarm(FRIENDS).id.hex()[:16]}-5TqWZRpY.json"
+    member.parent.mkdir()
+    member.touch()
+    assert json.loads(invoke("leave", "club", "--json", home=tmp_path).stdout)["memberships"] == 0 and member.exists()
+
+
+def test_a_founders_file_stays(file: Path, tmp_path: Path) -> None:  # noqa: F811
+    JoinedSwarms(tmp_path / "home").remember_file(file)
+    done = invoke("leave", "friends", home=tmp_path / "home")
+    assert str(file) in done.stdout and file.exists()
+
+
+async def test_a_swarm_with_a_running_node_is_not_left(tmp_path: Path) -> None:
+    JoinedSwarms(tmp_path).remember(FRIENDS)
+    told = {"swarm_id": load_swarm(FRIENDS).id.hex()}
+    server = ControlServer(Lending(), asyncio.Event(), lambda: told)
+    async with server.listening(tmp_path, "friends"):
+        done = await asyncio.to_thread(invoke, "leave", "friends", "--home", str(tmp_path))
+    assert_clear(done, 1, f"process {os.getpid()}", "swarmnode stop")
+    assert JoinedSwarms(tmp_path).names() == ["friends"]
+
+
+def test_the_owners_commands_know_the_name(
+    file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    JoinedSwarms(tmp_path / "home").remember_file(file)
+    monkeypatch.chdir(tmp_path / "home")
+    assert_clear(invoke("invite", "freinds", home=tmp_path / "home"), 2, "did you mean friends?")
+    done = invoke("invite", "friends", home=tmp_path / "home")
+    assert done.returncode == 0 and load_swarm(done.stdout.strip()).id == load_swarm(file).id

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from swarmnode.cli.main import GROUPS
+import pytest
+
+from swarmnode.cli.main import GROUPS, OTHER_NAMES
 from swarmnode.swarm.records.manifest import encode_manifest, swarm_id
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.remembered import ManifestCache
 from swarmnode.swarm.storage.swarmfile import new_swarm
-from tests.cli.command import invoke
+from tests.cli.command import assert_clear, invoke
+from tests.cli.test_owner import founded
 from tests.swarm.records.test_manifest import make_manifest
 from tests.swarm.storage.test_joined_swarms import FRIENDS
 
@@ -48,3 +51,42 @@ def test_help_is_in_groups() -> None:
     places = [told.index(f"{heading}:") for heading in GROUPS]
     assert places == sorted(places)
     assert all(f"\n  {name} " in told for commands in GROUPS.values() for name in commands)
+    assert not any(f"\n  {name} " in told for name in OTHER_NAMES)
+
+
+def test_names_are_shown_in_full_however_narrow_the_terminal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "a-swarm-of-many-friends-and-of-their-friends"
+    JoinedSwarms(tmp_path).remember(FRIENDS, name)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert name in invoke("models", home=tmp_path).stdout
+    assert invoke("list", "--json", home=tmp_path).stdout == invoke("models", "--json", home=tmp_path).stdout
+
+
+def test_a_founders_swarm_is_listed_and_one_without_its_file_is_told(tmp_path: Path) -> None:
+    file = founded(tmp_path)
+    JoinedSwarms(tmp_path / "home").remember_file(file)
+    [listed] = json.loads(invoke("models", "--json", home=tmp_path / "home").stdout)
+    assert listed["name"] == "friends" and listed["members"] == "yours" and listed["last"] and listed["units"]
+    file.unlink()
+    [listed] = json.loads(invoke("models", "--json", home=tmp_path / "home").stdout)
+    assert str(file) in listed["model"] and "gone" in listed["model"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("modles",), "did you mean 'models'?"),
+        (("models", "--jso"), "did you mean --json?"),
+        (("service", "isntall", "x"), "'install'"),
+        (("status", "freinds"), "did you mean friends?"),
+        (("leave", "Freinds"), "did you mean friends?"),
+        (("serve", "frends", "--port", "0"), "did you mean friends?"),
+    ],
+)
+def test_a_misspelled_word_is_told_with_the_one_that_is_meant(
+    tmp_path: Path, typed: tuple[str, ...], meant: str
+) -> None:
+    JoinedSwarms(tmp_path).remember(FRIENDS)
+    assert_clear(invoke(*typed, home=tmp_path), 2, meant)

@@ -58,6 +58,51 @@ def test_a_service_is_installed_and_removed(tmp_path: Path, called: list[tuple[s
         assert_clear(invoke("service", command, "friends"), 2, "no service friends")
 
 
+def test_a_service_is_removed_without_a_user_bus(
+    tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `su` each call of systemctl fails; in a container there is no systemctl."""
+    for there in (True, False):
+        assert invoke("join", FRIENDS).returncode == 0
+        assert invoke("service", "install", "friends", "--no-start").returncode == 0
+        units = tmp_path / "config/systemd/user"
+        link = units / "default.target.wants/swarmnode@friends.service"
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(units / UNIT)
+        with monkeypatch.context() as patch:
+            patch.setattr(service.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 1))
+            if not there:
+                patch.setattr(shutil, "which", lambda name: None)
+            done = invoke("service", "uninstall", "friends")
+        assert done.returncode == 0 and "`swarmnode stop` ends it" in done.stderr
+        assert not [path for path in (tmp_path / "config").rglob("*") if not path.is_dir() or path.is_symlink()]
+
+
+def test_what_starts_a_written_service_is_told(
+    tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke("join", FRIENDS).returncode == 0
+    told = invoke("service", "install", "friends", "--no-start").stdout
+    assert "  systemctl --user enable swarmnode@friends\n" in told and not called
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    told = invoke("service", "install", "friends", "--no-start").stdout
+    assert f"  launchctl bootstrap gui/{os.getuid()} " in told and not called
+
+
+def test_logs_are_of_the_only_service_or_it_is_told_where_they_are(
+    tmp_path: Path, called: list[tuple[str, ...]]
+) -> None:
+    assert "its own terminal" in invoke("logs").stdout
+    for name in ("friends", "club"):
+        assert invoke("join", FRIENDS, "--name", name).returncode == 0
+        assert invoke("service", "install", name).returncode == 0
+        assert invoke("logs", "--follow", name).returncode == 0 and f"--unit=swarmnode@{name}" in called[-1]
+    assert_clear(invoke("logs"), 2, "club, friends")
+    assert "No service others" in invoke("logs", "others").stdout
+    assert invoke("service", "uninstall", "club").returncode == 0
+    assert invoke("logs").returncode == 0 and "--unit=swarmnode@friends" in called[-1]
+
+
 def test_a_service_of_macos(tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     assert invoke("join", FRIENDS).returncode == 0

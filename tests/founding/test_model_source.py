@@ -12,6 +12,7 @@ from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import from_checkpoint, from_config
 from swarmnode.founding.swarm_creation import create_swarm
 from swarmnode.swarm.records.manifest import TRAIN
+from tests.llama import save_llama
 
 CONFIG = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 
@@ -77,3 +78,13 @@ def test_what_is_there_is_not_overwritten(config: Path, tmp_path: Path) -> None:
     assert weights(out) == before
     from_config(config, out, seed=2, force=True)
     assert weights(out) != before
+
+
+def test_a_founder_is_told_of_special_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", layers=1)
+    file = tmp_path / "model" / "config.json"
+    values = json.loads(file.read_text())
+    assert from_checkpoint(str(tmp_path / "model"), tmp_path / "plain").remarks == ()
+    file.write_text(json.dumps({**values, "eos_token_id": values["vocab_size"]}))
+    [remark] = from_checkpoint(str(tmp_path / "model"), tmp_path / "plain").remarks
+    assert "eos_token_id beyond the vocabulary" in remark

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from swarmnode.client.model_config import context_limit
+from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.founding import model_source
 from swarmnode.founding.bootstraps import Bootstraps
@@ -13,6 +16,7 @@ from swarmnode.founding.model_source import from_checkpoint, from_model, outline
 from swarmnode.founding.swarm_creation import create_swarm
 from swarmnode.swarm.storage.swarmfile import load_swarm, save_swarm
 from tests.compute.model.llama_gguf import save_llama_gguf
+from tests.compute.model.test_hub import make_default, serving
 
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 
@@ -66,12 +70,42 @@ def test_a_file_that_is_not_there_is_no_hub_id(model: str, tmp_path: Path) -> No
         from_checkpoint(model, tmp_path / "weights")
 
 
-def test_what_is_only_looked_at_is_told_who_makes_it_plain(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="`create` and `host`"):
-        outline(str(file))
-    with pytest.raises(CheckpointError, match=r"GGUF.*`create`, `host`"):
-        outline(str(tmp_path))
+def test_a_gguf_file_has_the_sizes_of_its_plain_weights(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "sizes").mkdir()
+    looked_at, task = outline(str(file), tmp_path / "sizes")
+    source = from_checkpoint(str(file), tmp_path / "weights")
+    plain = Checkpoint(source.folder)
+    assert isinstance(looked_at, Checkpoint) and task == "generate" and looked_at.dtype == plain.dtype
+    for quantize in ("none", "nf4"):
+        assert unit_sizes(looked_at, dtype=plain.dtype, quantize=quantize) == unit_sizes(
+            plain, dtype=plain.dtype, quantize=quantize
+        )
+    assert context_limit(looked_at.path) == context_limit(plain.path)
+
+
+def test_of_a_file_on_the_hub_only_the_header_is_fetched(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sizes"
+    folder.mkdir()
+    plain = Checkpoint(from_checkpoint(str(file), tmp_path / "weights").folder)
+    for sizes in ((1 << 10, 1 << 16), (1 << 20,)):
+        monkeypatch.setattr(model_source, "HEADER_BYTES", sizes)
+        with serving(tmp_path) as hub:
+            make_default(hub, monkeypatch)
+            looked_at, task = outline("org/model/tiny.gguf", folder)
+        assert isinstance(looked_at, Checkpoint) and task == "generate" and not hub.fetched
+        assert looked_at.entries.keys() == plain.entries.keys()
+
+
+@pytest.mark.parametrize("model", ["./there.gguf", "there.gguf", "nowhere/there.gguf"])
+def test_a_file_that_is_not_there_has_no_sizes(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such GGUF file"):
+        outline(model, tmp_path)
+
+
+def test_what_is_only_looked_at_is_told_who_makes_it_plain(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}')
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=r"quantised \(awq\).*NAME-weights"):
-        outline(str(tmp_path))
+        outline(str(tmp_path), tmp_path)

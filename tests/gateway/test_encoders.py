@@ -19,6 +19,7 @@ from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.founding.model_source import ModelSource, from_model, outline
+from swarmnode.version import missing_package
 from tests.contrib.script import load
 from tests.encoders import LABELS, POSITIONS, save_encoder
 from tests.gateway.conftest import MODEL, serving
@@ -155,7 +156,7 @@ async def test_classes_are_the_models(classifying: Any, tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classifying: Any, tmp_path: Path) -> None:
-    pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
+    pytest.importorskip("mcp", reason=missing_package("mcp"))
     from mcp.server.mcpserver.exceptions import ToolError
 
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools
@@ -181,7 +182,7 @@ async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classify
 
 def test_what_an_encoder_will_be_is_known_before_its_weights_are_read(tmp_path: Path) -> None:
     save_encoder(tmp_path / "model", pooling="cls_token")
-    graph, task = outline(str(tmp_path / "model"))
+    graph, task = outline(str(tmp_path / "model"), tmp_path)
     source = from_model(str(tmp_path / "model"), tmp_path / "weights")
     assert isinstance(graph, Graph) and task == source.model.task and graph.units == source.model.units
     assert unit_weight_bytes(graph) == graph_sizes(GraphCheckpoint(source.folder)).weight_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.version import __version__
+from swarmnode.version import __version__, missing_package
 from tests.gateway.conftest import MODEL, found_on, serving
 from tests.gateway.speaking import save_speaking_llama
 from tests.net.virtual import in_virtual_time
@@ -15,7 +15,7 @@ from tests.node.conftest import Founded
 
 @in_virtual_time
 async def test_agents_generate_look_and_trace(founded: Founded, tmp_path: Path) -> None:
-    pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
+    pytest.importorskip("mcp", reason=missing_package("mcp"))
     from mcp.server.mcpserver.exceptions import ToolError
 
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools

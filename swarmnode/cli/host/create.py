@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, owner_of
 from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.owner import OwnerOptions
-from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
+from swarmnode.cli.options.swarm import name_swarm
+from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.progress import bytes_bar
 from swarmnode.errors import UsageError
 
@@ -114,6 +115,7 @@ def create(
     doors: Annotated[CreateDoorOptions, "running listen announce"],
     membership: MembershipOptions,
     owner: OwnerOptions,
+    home: Path = HOME,
     force: bool = option(False, "Overwrite existing files NAME.swarm and NAME-weights."),
     quiet: bool = option(False, "Print only the invite.", "--quiet", "-q"),
     as_json: bool = JSON,
@@ -158,6 +160,7 @@ def create(
                 force=force,
                 progress=progress,
             )
+    name_swarm(path, home)
     if as_json:
         _print_json(swarm, path, source)
     elif quiet:

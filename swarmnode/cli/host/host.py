@@ -16,6 +16,7 @@ from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument, of_same_names, option
 from swarmnode.cli.options.owner import OwnerOptions
+from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async
 from swarmnode.cli.terminal.formatting import parse_life
 from swarmnode.cli.terminal.process import beginning_anew, is_begun_anew
@@ -89,6 +90,7 @@ def host(
     check_home(home)
     founding = Founding(model, name, admission.private, doors, adapters, owner, quiet=as_json)
     swarm, path, key = founding.swarm()
+    name_swarm(path, home)
     tell = Teller(as_json)
 
     async def welcome(opened: Swarm, reached: list[str]) -> None:

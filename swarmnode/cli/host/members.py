@@ -57,7 +57,7 @@ def revoke(
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    file = swarm_file(swarm)
+    file = swarm_file(swarm, home)
     loaded = load_swarm(file)
     book = open_issued_invites(issued_invites_path(file))
     find_invite(who, loaded, book)  # an invite to another swarm is refused before anything is asked
@@ -123,6 +123,7 @@ def invite(
     terms: InviteOptions,
     qr: bool = option(False, "Also show the invite as a QR code."),
     owner: OwnerOptions,
+    home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
     """Print an invite to a private swarm. Anyone with the invite can join, by `swarmnode run INVITE`, even while you are offline.
@@ -135,7 +136,7 @@ def invite(
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     granted = of_same_names(InviteTerms, terms, role=Role[terms.role.upper()])
-    file = swarm_file(swarm)
+    file = swarm_file(swarm, home)
     loaded = load_swarm(file)
     book = open_issued_invites(issued_invites_path(file))
     line, guest = issue_invite(loaded, owner.key_of(file), granted, book)

@@ -1,4 +1,5 @@
-"""Commands `swarmnode config` and `swarmnode id`: show the options of a node with their sources, and the machine's peer id."""
+"""Commands `swarmnode config`, `id`, `update` and `version`: show the options of a node with their sources, the machine's peer id,
+and the installation."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from swarmnode.cli.options.node_file import FILE
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import build, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.version import __version__, update_command
 
 
 @command
@@ -27,6 +29,23 @@ def show_identity(
 
     role = "client" if client else "node"
     say(Identity.load_or_create(home / f"{role}.key").peer_id)
+
+
+@command
+def update() -> None:
+    """Show the command that updates this installation.
+
+    Nothing is changed.
+
+    Example: swarmnode update
+    """
+    say(f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes.")
+
+
+@command
+def version() -> None:
+    """Print the version, as `swarmnode --version` does."""
+    say(f"swarmnode {__version__}")
 
 
 @command

@@ -89,9 +89,8 @@ def _fetched(home: Path) -> list[FetchedWeights]:
 
 
 def _names(home: Path) -> dict[str, str]:
-    """Return the names of the joined swarms, by their folders' names."""
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-    from swarmnode.swarm.storage.swarmfile import load_swarm
+    """Return the names of the joined and founded swarms, by their folders' names."""
+    from swarmnode.swarm.storage.swarmfile import load_all_named
     from swarmnode.swarm.storage.weight_cache import folder_name
 
-    return {folder_name(load_swarm(name, home).id): name for name in JoinedSwarms(home).names()}
+    return {folder_name(swarm.id): name for name, swarm in load_all_named(home).items()}

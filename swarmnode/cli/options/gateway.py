@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,9 @@ EVERYWHERE = ("0.0.0.0", "::")  # nosec B104  # only compared with
 PORT = 8000
 PAGE_LINK = "page-link"  # file in the home folder
 
+AddSwarm = Callable[[str, "SwarmClient"], Awaitable[None]]
+"""Function that adds a swarm, with its name in the API, to a running gateway."""
+
 
 @dataclass(frozen=True)
 class GatewayAddress:
@@ -44,9 +47,9 @@ class GatewayAddress:
     @contextlib.asynccontextmanager
     async def serving(
         self, clients: Mapping[str, SwarmClient], keys: KeyRing | None = None, config: GatewayConfig | None = None
-    ) -> AsyncIterator[None]:
-        """Run a gateway to the swarms in `clients` while the context lasts, and print its address. Raises LocalError if the port is
-        taken."""
+    ) -> AsyncIterator[AddSwarm]:
+        """Run a gateway to the swarms in `clients` while the context lasts, print its address, and yield the function that adds a
+        swarm to it. Raises LocalError if the port is taken."""
         from swarmnode.gateway.app import build_app
         from swarmnode.gateway.config import GatewayConfig
         from swarmnode.gateway.gateway import Gateway
@@ -62,11 +65,21 @@ class GatewayAddress:
             page.watching(),
             contextlib.AsyncExitStack() as sockets,
         ):
-            for name, client in clients.items():
+
+            async def answer_owner(name: str, client: SwarmClient) -> None:
                 socket = CommandSocket(partial(_obey, name, client))
                 await sockets.enter_async_context(socket.listening(self.home / GATEWAYS, name))
+
+            async def add(name: str, client: SwarmClient) -> None:
+                gateway.add(name, client)
+                page.add(name, client)
+                await answer_owner(name, client)
+                self._tell_added(name)
+
+            for name, client in clients.items():
+                await answer_owner(name, client)
             self._tell(bound, page.owner.token, list(clients))
-            yield
+            yield add
 
     def _tell(self, port: int, token: str, models: list[str]) -> None:
         url = f"{origin(self.host, port)}/v1"
@@ -80,7 +93,13 @@ class GatewayAddress:
         if self.as_json:
             print_json({"event": "serving", "url": url, "page": page, "models": models})
         else:
-            say(f"Serving {', '.join(models)} at {url}\nPage: {page}")
+            say(f"Serving {', '.join(models) or 'no swarm yet'} at {url}\nPage: {page}")
+
+    def _tell_added(self, model: str) -> None:
+        if self.as_json:
+            print_json({"event": "added", "model": model})
+        else:
+            say(f"Serving {model}, too")
 
 
 async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:

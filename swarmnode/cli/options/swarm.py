@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.option import argument
-from swarmnode.cli.terminal.console import fail
+from swarmnode.cli.terminal.console import fail, say
 from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, read_line
+from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
-_WAYS = "A .swarm file or its name, an invite, the name of a joined or public swarm, or - for standard input"
+_WAYS = (
+    "A .swarm file, an invite, the name of a swarm that you founded or joined or a public one, or - for standard input"
+)
 SWARM = argument("", f"{_WAYS}; default: the one you used last.", metavar="[SWARM]")
 THIS_SWARM = argument(..., f"{_WAYS}.", metavar="SWARM")  # if another argument follows
-SWARM_FILE = argument(..., "The .swarm file, or its name.", metavar="SWARM")
+SWARM_FILE = argument(..., "Your .swarm file, or the name of a swarm that you founded.", metavar="SWARM")
 
 
 def open_swarm(text: str, home: Path) -> Swarm:
@@ -38,11 +41,34 @@ def open_swarm(text: str, home: Path) -> Swarm:
     return swarm
 
 
-def swarm_file(text: str) -> Path:
-    """Return the path of the founder's own .swarm file; end the command if there is none. Raises UsageError."""
+def name_swarm(file: Path, home: Path) -> str:
+    """Let commands in any folder know a founder's swarm by the name of its file, and return what a user types for it: that name, or
+    the path after a note if the home folder cannot be written."""
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+
+    try:
+        return JoinedSwarms(home).remember_file(file)
+    except (OSError, SwarmnodeError) as error:
+        say(
+            f"Note: commands in other folders need the path of {file}, because its name cannot be kept: {error}",
+            err=True,
+        )
+        return str(file)
+
+
+def swarm_file(text: str, home: Path) -> Path:
+    """Return the path of the founder's own .swarm file, which `text` is the path or the name of; end the command if there is
+    none."""
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
     path = swarm_path(text)
-    if not path.exists():
-        fail(f"{path}: no such file; this needs the .swarm file and the owner's key", 2)
-    return path
+    if path.exists():
+        return path
+    joined = JoinedSwarms(home)
+    named = joined.file_of(text)
+    if named is None or not named.exists():
+        similar = " or ".join(name for name in joined.similar(path.name) if joined.file_of(name))
+        advice = f"; did you mean {similar}?" if similar else ""
+        fail(f"{named or path}: no such file; this needs the .swarm file and the owner's key{advice}", 2)
+    return named

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import JSON, command, print_json, say
 from swarmnode.config import QUANTIZATIONS
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swarmnode.compute.capacity.memory import UnitSizes
     from swarmnode.compute.device import Device
     from swarmnode.compute.graph.graph import Graph
@@ -25,7 +30,7 @@ def fit(
     *,
     models: list[str] = argument(
         ...,
-        "Checkpoints (folders or hub ids), or modules as for `create --module`.",
+        "Checkpoints (folders, GGUF files or hub ids), or modules as for `create --module`.",
         typed=list[str],
         metavar="MODEL…",
     ),
@@ -35,8 +40,8 @@ def fit(
 ) -> None:
     """Show how much of a model fits here at each precision, how many machines like this it needs, and how fast it would be.
 
-    Only the config and the headers are read. The speed is that of one conversation, or of short texts or samples one after another,
-    estimated from how fast this machine reads its memory.
+    Only the config and the headers are read. A GGUF file counts as the plain weights that `host` makes of it. The speed is that of
+    one conversation, or of short texts or samples one after another, estimated from how fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
     """
@@ -44,26 +49,37 @@ def fit(
 
     stage = node.stage
     probed = probe_device(stage.device)
-    rows = [row for model in models for row in _rows(model, probed, stage.memory_bytes, rtt / 1000)]
+    rows = list[dict[str, Any]]()
+    for model in models:
+        with tempfile.TemporaryDirectory(prefix="swarmnode-fit-") as folder:
+            rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder))
     if as_json:
         print_json(rows)
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.cli.terminal.tables import show
 
-    columns = ("model", "precision", "GB", "layers", "fit here", "machines", "speed", "context")
-    table = new_table(str(probed), columns, numbers=columns[2:])
-    for row in rows:
-        told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
-        speed = float(format(row["passes_per_s"] or 0, ".2g"))
-        held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
-        context = "-" if row["max_model_len"] is None else f"{row['max_model_len']:,}"
-        table.add_row(row["model"], row["precision"], *told, *held, context)
-    show(table)
+    say(str(probed))
+    show(*(_table([row for row in rows if row["model"] == model]) for model in models))
     if not any(row["fitting"] for row in rows):
         say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
 
 
-def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> Iterator[dict[str, Any]]:
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of one model: a row for each precision."""
+    from swarmnode.cli.terminal.tables import new_table
+
+    model, context = rows[0]["model"], rows[0]["max_model_len"]
+    title = f"{Path(model).name if Path(model).exists() else model}: {counted(rows[0]['units'], 'layer')}"
+    columns = ("precision", "GB", "layers that fit", "machines", "speed")
+    table = new_table(title if context is None else f"{title}, up to {context:,} tokens", columns, numbers=columns[1:])
+    for row in rows:
+        speed = float(format(row["passes_per_s"] or 0, ".2g"))
+        held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
+        table.add_row(row["precision"], f"{row['bytes'] / 1e9:.1f}", str(row["fitting"]), *held)
+    return table
+
+
+def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path) -> Iterator[dict[str, Any]]:
     from swarmnode.client.model_config import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -72,7 +88,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
     from swarmnode.measuring.hardware import MEMORY_SHARE
     from swarmnode.plan.offline import fit as plan
 
-    source, task = outline(model)
+    source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
     for precision, sizes in _precisions(source, device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,7 +28,10 @@ def in_one_line() -> Iterator[None]:
         if "\n" in message:  # the help, if no command was given
             raise
         command = "swarmnode" if error.ctx is None else error.ctx.command_path
-        fail(f"{message.rstrip('.')}; see {command} --help", error.exit_code)
+        similar = getattr(error, "possibilities", None) or re.findall(r"Did you mean (.*)\?$", message)
+        message = re.sub(r"\.? (\(Possible options: |Did you mean ).*", "", message).rstrip(".")
+        advice = f"did you mean {' or '.join(similar)}? See" if similar else "see"
+        fail(f"{message}; {advice} {command} --help", error.exit_code)
 
 
 class GroupedHelp(TyperGroup):

@@ -1,12 +1,13 @@
-"""Command `swarmnode join`: remember a swarm under its name."""
+"""Commands `swarmnode join` and `leave`: remember a swarm under its name, and forget it."""
 
 from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,6 +15,9 @@ from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 from swarmnode.counting import counted
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.storage.swarmfile import Swarm
 
 
 @command
@@ -49,6 +53,80 @@ def join(
     if terms["role"] != "client":
         say(f"Lend this machine:  swarmnode run {quoted}")
     say(f'Use it:             swarmnode generate {quoted} "Once upon a time"')
+
+
+@command
+def leave(
+    name: str = argument(..., "Name of a swarm that you joined or founded.", metavar="NAME"),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Forget a swarm: its name, your invite and your membership.
+
+    It undoes `join`. To let a node leave and keep the name: swarmnode stop.
+
+    Example: swarmnode leave friends
+    """
+    from swarmnode.errors import UsageError
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import load_all_named, load_named
+
+    joined = JoinedSwarms(home)
+    if name not in joined.names():
+        similar = " or ".join(joined.similar(name))
+        advice = f"did you mean {similar}?" if similar else "`swarmnode models` lists the swarms that have one"
+        fail(f"no swarm is called {name} here; {advice}", 2)
+    try:
+        swarm = load_named(name, home)
+    except UsageError:  # only the name can be forgotten
+        swarm = None
+    removed, kept = list[Path](), list[str]()
+    if swarm is not None:
+        if pid := _running(swarm.id, home):
+            fail(f"process {pid} still takes part in {name}: end it first, a node by `swarmnode stop`")
+        if all(known == name or other.id != swarm.id for known, other in load_all_named(home).items()):
+            removed = list((home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"))
+        kept = list(_kept(swarm, name, home))
+    elif (file := joined.file_of(name)) is not None and file.exists():
+        kept = [str(file)]
+    joined.forget(name)
+    for path in removed:
+        path.unlink(missing_ok=True)
+    if as_json:
+        print_json({"name": name, "memberships": len(removed), "kept": kept})
+        return
+    say(f"Forgot {name}" + (", your invite and your membership." if removed else "."))
+    for what in kept:
+        say(f"Kept: {what}")
+
+
+def _running(swarm: bytes, home: Path) -> int | None:
+    """Return the process id of a node or gateway of the swarm; None if none runs with this home, or none answers."""
+    from swarmnode.lending.control_client import running_gateways, running_nodes, tell_node
+
+    for path in (*running_nodes(home).values(), *running_gateways(home).values()):
+        state = tell_node(path, "state")
+        if state is not None and state.get("swarm_id") == swarm.hex():
+            return int(state["pid"])
+    return None
+
+
+def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
+    """Yield what `leave` does not remove, each with the command or the reason."""
+    from swarmnode.cli.lend.service.service import Service
+    from swarmnode.swarm.storage.chunk_folder import used_bytes
+    from swarmnode.swarm.storage.receipt_folder import receipts_of
+    from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
+
+    if swarm.file is not None:
+        yield f"{swarm.file}, your own file of the swarm"
+    weights = home / FOLDER / folder_name(swarm.id)
+    if weights.is_dir():
+        yield f"{used_bytes(weights) / 1e9:.2f} GB of weights; to remove them: swarmnode weights prune {weights.name}"
+    if receipts_of(home, swarm.id).is_dir():
+        yield "the receipts of your work"
+    if Service(name).swarm.exists():
+        yield f"the service {name}; to remove it: swarmnode service uninstall {name}"
 
 
 def _invite(text: str) -> str:

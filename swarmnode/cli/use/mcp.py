@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import HOME, Verbosity, command, fail, run_async, unless_stopped
+from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from swarmnode.swarm.peers.standing import Trust
@@ -34,7 +35,7 @@ def mcp(
     try:
         import mcp as _installed  # noqa: F401
     except ImportError:
-        fail("this needs the MCP SDK: pip install 'swarmnode[mcp]'", 2)
+        fail(f"this needs the MCP SDK, and {missing_package('mcp')}", 2)
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools
 

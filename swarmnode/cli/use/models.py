@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 UNKNOWN = "not seen yet"
+GONE = "its file {} is gone or damaged"
 
 
 class KnownModel(NamedTuple):
@@ -33,7 +34,7 @@ class KnownModel(NamedTuple):
 def models(home: Path = HOME, as_json: bool = JSON) -> None:
     """List the swarms that this machine knows, and their models.
 
-    It knows the swarms that you joined and the public ones.
+    It knows the swarms that you founded or joined, and the public ones.
 
     Example: swarmnode models
     """
@@ -47,29 +48,40 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     from swarmnode.cli.terminal.tables import new_table, show
 
     table = new_table("", ("swarm", "model", "what it does", "layers", "GB", "who"), numbers=("layers", "GB"))
+    table.columns[0].min_width = max(len(one.name) for one in known)
+    table.columns[1].overflow = "fold"
     for one in known:
         size = "" if one.size_bytes is None else f"{one.size_bytes / 1e9:.1f}"
         used = "used last" if one.last else ""
-        table.add_row(one.name, one.model, one.does, str(one.units or ""), size, " ".join((one.members, used)).strip())
+        table.add_row(
+            one.name, one.model, one.does, str(one.units or ""), size, ", ".join(filter(None, (one.members, used)))
+        )
     show(table)
 
 
 def _known(home: Path) -> Iterator[KnownModel]:
+    from swarmnode.errors import UsageError
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
     from swarmnode.swarm.storage.remembered import ManifestCache
-    from swarmnode.swarm.storage.swarmfile import load_swarm
+    from swarmnode.swarm.storage.swarmfile import load_named
 
     joined, cache = JoinedSwarms(home), ManifestCache(home)
     for name in {*joined.names(), *known_swarms(home)}:
-        swarm = load_swarm(joined.invite_to(name) or known_swarms(home)[name].invite)
-        raw = cache.get(swarm.id)
-        yield _describe(name, swarm if raw is None else swarm.with_manifest(raw), last=name == joined.last)
+        last = name == joined.last
+        try:
+            swarm = load_named(name, home)
+        except UsageError:  # the founder has moved the file
+            yield KnownModel(name, GONE.format(joined.file_of(name)), "", "", "", None, None, "", last)
+            continue
+        assert swarm is not None
+        raw = cache.get(swarm.id) if swarm.manifest is None else None
+        yield _describe(name, swarm if raw is None else swarm.with_manifest(raw), last=last)
 
 
 def _describe(name: str, swarm: Swarm, *, last: bool) -> KnownModel:
     from swarmnode.swarm.records.manifest import TRAIN
 
-    members = "invited" if swarm.private else "everyone"
+    members = "yours" if swarm.file is not None else "invited" if swarm.private else "everyone"
     if swarm.manifest is None:
         return KnownModel(name, UNKNOWN, "", "", "", None, None, members, last)
     model, manifest = swarm.manifest.model, swarm.manifest

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import TRUST, patience_option
-from swarmnode.cli.options.gateway import PORT, GatewayAddress
+from swarmnode.cli.options.gateway import PORT, AddSwarm, GatewayAddress
 from swarmnode.cli.options.option import argument, option, path_option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 from swarmnode.cli.terminal.process import CollectorPause
+from swarmnode.errors import SwarmnodeError, UsageError
+from swarmnode.net.tasks import Tasks, until_first
 
 if TYPE_CHECKING:
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.peers.standing import Trust
     from swarmnode.swarm.storage.swarmfile import Swarm
 
+FIRST_S = 5.0  # for swarms to answer before the gateway begins without them
+LOOK_S = 3.0  # between looks at the names in the home folder
+FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 60.0  # between attempts to join a swarm
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -42,7 +49,7 @@ def serve(
     *,
     swarms: list[str] = argument(
         None,
-        "Swarms to serve, each as a model: .swarm files, invites or names; default: the one you used last.",
+        "Swarms to serve, each as a model: .swarm files, invites or names; default: all that have a name here.",
         typed=list[str],
         metavar="[SWARM…]",
     ),
@@ -56,7 +63,8 @@ def serve(
 ) -> None:
     """Serve swarms by OpenAI's API and as a page.
 
-    Tools that know OpenAI use the API, your browser shows the page. Ctrl-C stops it.
+    Tools that know OpenAI use the API, your browser shows the page. Without names, it also serves the swarms that you found or
+    join while it runs. Ctrl-C stops it.
 
     Example: swarmnode serve friends --port 8000
     """
@@ -76,23 +84,131 @@ def serve(
     check_can_listen("--host", gateway.host, gateway.port)
     config = GatewayConfig(loopback=gateway.host in LOOPBACK, origins=tuple(gateway.cors), compress=sampling.compress)
 
+    async def join(swarm: Swarm) -> SwarmClient:
+        positions = gateway.context or None
+        client = await SwarmClient.join(swarm, home=home, patience_s=patience, trust=trust, most_positions=positions)
+        try:
+            check_compression(sampling.compress, client.manifest.codecs)
+        except UsageError:
+            await client.close()
+            raise
+        return client
+
     async def answer(stop: asyncio.Event) -> None:
-        clients = {}
         async with contextlib.AsyncExitStack() as ends:
             pause = ends.enter_context(CollectorPause())
-            loaded = [open_swarm(swarm, home) for swarm in swarms or [""]]
-            for swarm, name in zip(loaded, _names(loaded), strict=True):
-                clients[name] = await ends.enter_async_context(
-                    await SwarmClient.join(
-                        swarm, home=home, patience_s=patience, trust=trust, most_positions=gateway.context or None
-                    )
-                )
-                check_compression(sampling.compress, clients[name].manifest.codecs)
+            asked = _asked(swarms, home)
+            joiner = await ends.enter_async_context(SwarmJoiner(asked, join, None if swarms else home))
+            clients = await joiner.first()
             pause.end()
-            async with GatewayAddress(home, gateway.port, gateway.host, as_json).serving(clients, ring, config):
-                await stop.wait()
+            address = GatewayAddress(home, gateway.port, gateway.host, as_json)
+            add = await ends.enter_async_context(address.serving(clients, ring, config))
+            await until_first(stop.wait(), joiner.go_on(add))
 
     run_async(answer)
+
+
+def _asked(swarms: list[str], home: Path) -> dict[str, Swarm]:
+    """Return the swarms to serve, by their names in the API: those in `swarms`; if it is empty, all that have a name here and the
+    one used last. Ends the command if there is none. Raises UsageError."""
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import load_all_named, names_a_swarm
+
+    if swarms:
+        loaded = [open_swarm(swarm, home) for swarm in swarms]
+        return dict(zip(_names(loaded), loaded, strict=True))
+    named, last = load_all_named(home), JoinedSwarms(home).last
+    if named and (last is None or last in named or not names_a_swarm(last, home)):
+        return named
+    used = open_swarm("", home)
+    return named if any(swarm.id == used.id for swarm in named.values()) else {**named, used.name: used}
+
+
+class SwarmJoiner:
+    """Client of several swarms, each joined by a task of its own that tries again until it succeeds. With a `home`, swarms that
+    get a name there later are joined too; the folder is looked at every `LOOK_S` seconds."""
+
+    def __init__(
+        self, swarms: Mapping[str, Swarm], join: Callable[[Swarm], Awaitable[SwarmClient]], home: Path | None
+    ) -> None:
+        self._swarms = dict(swarms)
+        self._join = join
+        self._home = home
+        self._seen = set(swarms)  # names, also of swarms that are served under another name
+        self._ends = contextlib.AsyncExitStack()
+        self._joined: asyncio.Queue[tuple[str, SwarmClient]] = asyncio.Queue()
+        self._tasks = Tasks("joining", on_crash=None)
+
+    def __repr__(self) -> str:
+        return f"<SwarmJoiner of {', '.join(self._swarms)}>"
+
+    async def __aenter__(self) -> SwarmJoiner:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._tasks.close()
+        await self._ends.aclose()
+
+    async def first(self) -> dict[str, SwarmClient]:
+        """Join all swarms and return the clients by name, in the order of the names, without swarms that take longer than
+        `FIRST_S` seconds. If there is only one swarm, wait for it; raises NetworkDown, NotAdmitted if it cannot be joined."""
+        if len(self._swarms) == 1 and self._home is None:
+            [(name, swarm)] = self._swarms.items()
+            return {name: await self._ends.enter_async_context(await self._join(swarm))}
+        tasks = [self._tasks.spawn(self._until_joined(name, swarm), name) for name, swarm in self._swarms.items()]
+        await asyncio.wait(tasks, timeout=FIRST_S)
+        found = {}
+        while not self._joined.empty():
+            name, client = self._joined.get_nowait()
+            found[name] = client
+        return {name: found[name] for name in self._swarms if name in found}
+
+    async def go_on(self, add: AddSwarm) -> None:
+        """Add each swarm that is joined from now on. Runs until cancelled."""
+        if self._home is not None:
+            self._tasks.spawn(self._look(self._home), "look for new names")
+        while True:
+            await add(*await self._joined.get())
+
+    async def _look(self, home: Path) -> None:
+        from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+        from swarmnode.swarm.storage.swarmfile import load_named
+
+        joined = JoinedSwarms(home)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for name in set(joined.names()) - self._seen:
+                self._seen.add(name)
+                try:
+                    swarm = load_named(name, home)
+                except UsageError as error:
+                    say(f"{name} cannot be served: {error}", err=True)
+                    continue
+                if swarm is not None and all(other.id != swarm.id for other in self._swarms.values()):
+                    self._swarms[name] = swarm
+                    self._tasks.spawn(self._until_joined(name, swarm), name)
+
+    async def _until_joined(self, name: str, swarm: Swarm) -> None:
+        """Join a swarm and queue its client. After a failure, say why unless it is the same one, and try again later. A swarm that
+        trains is left out, unless it was asked for."""
+        from swarmnode.swarm.records.manifest import TRAIN
+
+        told, pause_s = "", FIRST_PAUSE_S
+        while True:
+            try:
+                client = await self._join(swarm)
+                break
+            except SwarmnodeError as error:
+                if str(error) != told:
+                    say(f"{name} is not served yet: {error}", err=True)
+                told = str(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+        await self._ends.enter_async_context(client)
+        if self._home is not None and client.manifest.mode == TRAIN:
+            say(f"{name} trains its model, so it is not served", err=True)
+        else:
+            self._joined.put_nowait((name, client))
 
 
 def _add_key(keys: Path | None, name: str) -> None:

@@ -7,6 +7,7 @@ are read only when asked for.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+
+
+_OF_NO_USER = ("_token_id must be `None` or", "This is a legacy value of the official releases")
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Return whether a warning of transformers about a config is for users of the model. Special tokens outside the vocabulary
+    are often a family's defaults, and founding reports the others; each process of a swarm would repeat the warning."""
+    return not any(part in record.getMessage() for part in _OF_NO_USER)
+
+
+for _name in ("configuration_utils", "models.gemma.configuration_gemma"):
+    logging.getLogger(f"transformers.{_name}").addFilter(_is_for_users)
 
 
 @dataclass(frozen=True)

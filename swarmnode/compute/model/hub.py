@@ -69,6 +69,7 @@ class HubCheckpoint(Checkpoint):
         if CONFIG_FILE not in self._files:
             gguf = next((file for file in sorted(self._files) if file.endswith(".gguf")), None)
             hint = f"; download one of its GGUF files, as {gguf}, and give its path" if gguf else ""
+            hint += f" (`fit` also takes {repository}/{gguf})" if gguf else ""
             raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
         self.entries = self._remote_entries()
 
@@ -149,6 +150,22 @@ def read_range(
     if len(data) != size:
         raise CheckpointError(f"{repository}: the hub does not give {size} bytes of {file} from byte {first} on")
     return bytes(data)
+
+
+def copy_beginning(
+    repository: str, file: str, size: int, folder: Path, *, revision: str | None = None, endpoint: str | None = None
+) -> Path:
+    """Return a copy of a file of a model on the hub, in `folder`: of its full length, but with its first `size` bytes only. The
+    others are a hole, which takes no space. Raises CheckpointError."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    with _hub_errors(repository, revision):
+        whole = get_hf_file_metadata(hf_hub_url(repository, file, revision=revision, endpoint=endpoint)).size or 0
+    path = folder / Path(file).name
+    with path.open("wb") as out:
+        out.write(read_range(repository, file, 0, min(size, whole), revision=revision, endpoint=endpoint))
+        out.truncate(whole)
+    return path
 
 
 def _sha256_of(path: Path) -> str:

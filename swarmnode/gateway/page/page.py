@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.files import write_private
 from swarmnode.gateway.access.guard import LOOPBACK_NAMES
 from swarmnode.gateway.gateway import Gateway
@@ -87,12 +88,11 @@ class Page:
     def __init__(self, gateway: Gateway, home: Path) -> None:
         self.owner = OwnerAccess(home)
         self.book_lock = asyncio.Lock()  # held while the owner's list of invites is read, changed and written
-        self._feeds = {
-            name: SwarmFeed(
-                name, model.client, SwarmHistory(model.client, self.loss_of), tells_sessions=not len(gateway.keys)
-            )
-            for name, model in gateway.swarms.items()
-        }
+        self._tells_sessions = not len(gateway.keys)
+        self._feeds: dict[str, SwarmFeed] = {}
+        self._tasks: Tasks | None = None  # while the page is watching
+        for name, model in gateway.swarms.items():
+            self.add(name, model.client)
 
     def __repr__(self) -> str:
         return f"<Page of {', '.join(self._feeds)}, {self.owner!r}>"
@@ -101,6 +101,13 @@ class Page:
     def names(self) -> list[str]:
         """Names of the swarms."""
         return list(self._feeds)
+
+    def add(self, name: str, client: SwarmClient) -> None:
+        """Show one more swarm."""
+        history = SwarmHistory(client, self.loss_of)
+        self._feeds[name] = SwarmFeed(name, client, history, tells_sessions=self._tells_sessions)
+        if self._tasks is not None:
+            self._tasks.spawn(history.record(), f"history of {name}")
 
     def feed(self, name: str) -> SwarmFeed:
         """Return the feed of the swarm called `name`. Raises ApiError (404) if there is none."""
@@ -111,7 +118,7 @@ class Page:
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Record the history while the context lasts; end all event streams afterwards."""
-        tasks = Tasks("page", on_crash=None)
+        tasks = self._tasks = Tasks("page", on_crash=None)
         for name, feed in self._feeds.items():
             tasks.spawn(feed.history.record(), f"history of {name}")
         try:
@@ -119,6 +126,7 @@ class Page:
         finally:
             for feed in self._feeds.values():
                 feed.end()
+            self._tasks = None
             await tasks.close()
 
     def nodes(self) -> dict[str, dict[str, Any]]:

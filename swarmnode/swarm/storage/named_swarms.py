@@ -1,12 +1,15 @@
-"""Swarms by name: joined swarms, public swarms, and the swarm used last.
+"""Swarms by name: joined swarms, swarms founded here, public swarms, and the swarm used last.
 
-HOME/swarms/friends.invite   the invite, readable by its owner alone
+HOME/swarms/friends.invite   the invite, readable by its owner alone.
+HOME/swarms/friends.swarm    link to the founder's own .swarm file.
 HOME/swarms/last             the last used name, or path of a .swarm file
 HOME/swarms.json             public swarms, in addition to those of the package
 """
 
 from __future__ import annotations
 
+import difflib
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -15,12 +18,14 @@ import msgspec
 from swarmnode.errors import UsageError
 from swarmnode.files import write_private
 from swarmnode.swarm.records.invite import decode_invite
-from swarmnode.swarm.storage.user_file import VersionedFile, parse_versioned, read_user_file
+from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, parse_versioned, read_user_file
 
 FOLDER = "swarms"
 SUFFIX = ".invite"
+LINK = ".swarm"  # the suffix of a founder's file
 LAST = "last"
 MAX_FILE_BYTES = 1 << 16
+MAX_SWARM_FILE_BYTES = 4 << 20
 FORMAT = 1  # of a list of public swarms
 FILE = "public_swarms.json"
 USER_FILE = "swarms.json"
@@ -62,8 +67,14 @@ def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
     return content.swarms
 
 
+class _FoundersFile(msgspec.Struct):
+    """Part of a founder's file that tells which swarm it is of."""
+
+    id: str
+
+
 class JoinedSwarms:
-    """Joined swarms under one home folder."""
+    """Swarms that were joined or founded with one home folder, by name."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
@@ -72,12 +83,20 @@ class JoinedSwarms:
         return f"<JoinedSwarms {', '.join(self.names())}>"
 
     def names(self) -> list[str]:
-        """Return the names of all joined swarms, sorted."""
-        return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}"))
+        """Return the names of all joined and founded swarms, sorted."""
+        return sorted({path.stem for path in self._folder.glob("*") if path.suffix in (SUFFIX, LINK)})
 
     def invite_to(self, name: str) -> str | None:
         """Return the invite remembered under this name; None if there is none. Raises UsageError if it cannot be read."""
         return self._read(f"{name}{SUFFIX}") if _is_plain(name) else None
+
+    def file_of(self, name: str) -> Path | None:
+        """Return the founder's file of the swarm with this name; None if the swarm was not founded with this home. The file may be
+        gone."""
+        try:
+            return (self._folder / f"{name}{LINK}").readlink() if _is_plain(name) else None
+        except OSError:
+            return None
 
     def remember(self, invite: str, name: str = "") -> str:
         """Keep an invite under `name`, by default its swarm's name, and return that name.
@@ -89,11 +108,51 @@ class JoinedSwarms:
         name = name or invited.name
         if not _is_plain(name):
             raise UsageError(f"{name!r} cannot be the name of a file; choose another one with --name")
-        known = self.invite_to(name)
-        if known is not None and decode_invite(known).swarm_id != invited.swarm_id:
-            raise UsageError(f"{name} is another swarm that you joined; choose another name with --name")
+        if self._id_of(name) not in (None, invited.swarm_id.hex()):
+            raise UsageError(f"{name} is another swarm that has this name here; choose another name with --name")
         write_private(self._folder / f"{name}{SUFFIX}", f"{invite}\n".encode(), make_folder=True)
         return name
+
+    def remember_file(self, file: Path) -> str:
+        """Give the swarm of a founder's file a name, by default that of the file, make it the one used last, and return the name.
+
+        If another swarm has that name, the beginning of the swarm's id follows it. Raises UsageError if the file cannot be
+        read, OSError if the name cannot be written.
+        """
+        target, swarm = file.absolute(), _id_in(file)
+        name = file.stem
+        if swarm is not None and self._id_of(name) not in (None, swarm):
+            name = f"{name}-{swarm[:8]}"
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new = self._folder / f".{name}{LINK}.{os.getpid()}"
+        new.unlink(missing_ok=True)
+        new.symlink_to(target)
+        new.replace(self._folder / f"{name}{LINK}")
+        self.used(name)
+        return name
+
+    def forget(self, name: str) -> None:
+        """Remove a name, with the invite under it. The founder's own file stays. Does nothing if the name is unknown."""
+        if not _is_plain(name):
+            return
+        if self.last in (name, str(self.file_of(name))):
+            (self._folder / LAST).unlink(missing_ok=True)
+        for suffix in (SUFFIX, LINK):
+            (self._folder / f"{name}{suffix}").unlink(missing_ok=True)
+
+    def similar(self, name: str) -> list[str]:
+        """Return the names of joined, founded and public swarms that `name` may be a misspelling of, the most similar first."""
+        known = [*self.names(), *known_swarms(self._folder.parent)]
+        by_lower = {each.lower(): each for each in known}
+        return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower)]
+
+    def _id_of(self, name: str) -> str | None:
+        """Return the id of the swarm that has this name, in hex; None if there is none, or its file is gone."""
+        file = self.file_of(name)
+        if file is not None:
+            return _id_in(file)
+        invite = self.invite_to(name)
+        return None if invite is None else decode_invite(invite).swarm_id.hex()
 
     @property
     def last(self) -> str | None:
@@ -108,6 +167,15 @@ class JoinedSwarms:
     def _read(self, file: str) -> str | None:
         data = read_user_file(self._folder / file, max_bytes=MAX_FILE_BYTES, what="the name of a swarm, or an invite")
         return None if data is None else data.decode(errors="replace").strip()
+
+
+def _id_in(file: Path) -> str | None:
+    """Return the id of the swarm that a founder's file is of, in hex; None if there is no such file. Raises UsageError if it cannot
+    be read."""
+    data = read_user_file(file, max_bytes=MAX_SWARM_FILE_BYTES, what="a .swarm file")
+    if data is None:
+        return None
+    return parse_user_file(data, _FoundersFile, source=file, what="a .swarm file").id
 
 
 def _is_plain(name: str) -> bool:

@@ -7,6 +7,7 @@ out instead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,17 +160,46 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
     """Return the swarm described by a .swarm file, an invite, a file with an invite in it, or a name.
 
     The suffix .swarm may be left out. A file keeps the invite out of the list of processes. Names are those of joined
-    swarms (`named_swarms.py`) and of public swarms, in the package's list and in `swarms.json` of the home folder.
+    and founded swarms (`named_swarms.py`) and of public swarms, in the package's list and in `swarms.json` of the home folder.
     Raises UsageError if `source` is none of these or is damaged.
     """
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
     path = swarm_path(source)
-    if not is_user_file(path) and (invite := _named(str(source), home)) is not None:
-        return _invited(invite)
-    data = _read(path)
+    if not is_user_file(path) and (named := load_named(str(source), home)) is not None:
+        return named
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    if data is None:
+        raise UsageError(_unknown(path, home))
     text = data.decode(errors="replace")
     return _invited(text) if looks_like_invite(text) else _decode(data, path)
+
+
+def load_named(name: str, home: Path | None) -> Swarm | None:
+    """Return the swarm that is called `name` here; None if there is none.
+
+    Raises UsageError if its invite is damaged, or the founder's file is gone or damaged.
+    """
+    named = _named(name, home)
+    if named is None or isinstance(named, str):
+        return None if named is None else _invited(named)
+    data = read_user_file(named, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    if data is None:
+        raise UsageError(
+            f"{named}, the file of {name}, is gone; give its new path, or forget it: swarmnode leave {name}"
+        )
+    return _decode(data, named)
+
+
+def load_all_named(home: Path) -> dict[str, Swarm]:
+    """Return the swarms that were joined or founded with this home, by name, without those whose file is gone or damaged."""
+    found = {}
+    for name in JoinedSwarms(home).names():
+        with contextlib.suppress(UsageError):
+            swarm = load_named(name, home)
+            if swarm is not None:
+                found[name] = swarm
+    return found
 
 
 def swarm_path(source: str | Path) -> Path:
@@ -184,26 +214,32 @@ def names_a_swarm(source: str, home: Path | None) -> bool:
     return looks_like_invite(source) or is_user_file(swarm_path(source)) or _named(source, home) is not None
 
 
-def _named(name: str, home: Path | None) -> str | None:
-    joined = None if home is None else JoinedSwarms(home).invite_to(name)
+def _named(name: str, home: Path | None) -> str | Path | None:
+    """Return the founder's file of the swarm called `name`, else an invite to it; None if the name is unknown. A file that is gone
+    counts only if there is no invite."""
+    joined = None if home is None else JoinedSwarms(home)
+    file, invite = (None, None) if joined is None else (joined.file_of(name), joined.invite_to(name))
+    if file is not None and (is_user_file(file) or invite is None):
+        return file
     public = known_swarms(home).get(name)
-    return joined or (public.invite if public is not None else None)
+    return invite or (public.invite if public is not None else None)
+
+
+def _unknown(path: Path, home: Path | None) -> str:
+    """Return the sentence that `path` is no file and no name, with similar names if there are any."""
+    similar = [] if home is None else JoinedSwarms(home).similar(path.name)
+    if similar:
+        return f"{path}: no swarm has this name here, and there is no such file; did you mean {' or '.join(similar)}?"
+    return (
+        f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…), or the name of a public swarm or of "
+        "one that you joined"
+    )
 
 
 def _invited(text: str) -> Swarm:
     invite = decode_invite(text)
     fields = msgspec.structs.asdict(invite)
     return Swarm(fields.pop("swarm_id"), **fields)
-
-
-def _read(path: Path) -> bytes:
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
-    if data is None:
-        raise UsageError(
-            f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…), or the name of a public swarm or of "
-            "one that you joined"
-        )
-    return data
 
 
 def _decode(data: bytes, path: Path) -> Swarm:

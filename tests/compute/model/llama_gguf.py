@@ -26,9 +26,10 @@ def save_llama_gguf(
     pre: str | None = "llama-bpe",
     words: Sequence[str] = (),
     say: Callable[[Any], None] = lambda _writer: None,
+    take: slice = slice(None),
 ) -> None:
     """Matrices as Q8_0, norms as F32; all but the tensor `without`, and those `beside`, as F32. The vocabulary ends with control
-    tokens `words`; `say` may write more keys."""
+    tokens `words`; `say` may write more keys. `take` of the tensors are written."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -49,11 +50,13 @@ def save_llama_gguf(
     writer.add_token_types([1] * len(WORDS) + [3] * len(words))
     writer.add_token_merges(["t h"])
     say(writer)
-    random = np.random.default_rng(1)
-    for name, shape in _shapes(len(tokens)).items():
+    random, shapes = np.random.default_rng(1), _shapes(len(tokens))
+    for name, shape in shapes.items():
         if name == without:
             continue
         values = random.normal(0, 0.1, shape).astype(np.float32)
+        if name not in list(shapes)[take]:
+            continue
         if len(shape) == 1:
             writer.add_tensor(name, values + 1)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -186,3 +187,41 @@ def test_special_floats_are_read_as_transformers_writes_them(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="not a config of mamba2") as caught:
         load_config(tmp_path / "config.json")
     assert "\n" not in str(caught.value)
+
+
+class Kept(logging.Handler):
+    """Handler that keeps the messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_of_a_config_users_read_only_what_concerns_them(tmp_path: Path) -> None:
+    """A vocabulary of a size of its own, because transformers keeps in mind what it has said once."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 301,
+    }
+    kept = Kept()
+    transformers_log = logging.getLogger("transformers")
+    transformers_log.addHandler(kept)
+    try:
+        for model_type, more in (
+            ("llama", {"eos_token_id": 128_001}),
+            ("gpt2", {"n_embd": 16, "n_head": 2}),
+            ("gemma", {"hidden_act": "gelu", "head_dim": 16}),
+            ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "spare": 3}}),
+        ):
+            file = tmp_path / "config.json"
+            file.write_text(json.dumps({"model_type": model_type, **sizes, **more}))
+            load_config(file)
+    finally:
+        transformers_log.removeHandler(kept)
+    assert len(kept.messages) == 1 and "spare" in kept.messages[0]

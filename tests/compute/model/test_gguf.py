@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -102,7 +103,26 @@ def test_which_file_is_meant(tmp_path: Path) -> None:
     assert find_gguf(other) == other
     (tmp_path / "model.safetensors").touch()
     assert find_gguf(tmp_path) is None
-    part = tmp_path / "model-00001-of-00003.gguf"
-    part.touch()
-    with pytest.raises(CheckpointError, match="llama-gguf-split"):
-        find_gguf(part)
+    parts = [tmp_path / "split" / f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    parts[0].parent.mkdir()
+    for part in parts[:2]:
+        part.touch()
+    with pytest.raises(CheckpointError, match=r"one of 3 parts.*model-00003-of-00003"):
+        find_gguf(parts[1])
+    parts[2].touch()
+    assert {find_gguf(path) for path in (*parts, parts[0].parent)} == {parts[0]}
+
+
+def test_the_parts_of_a_split_model_are_one(file: Path, tmp_path: Path) -> None:
+    """As `llama-gguf-split` writes them: the values in the first part, tensors in all of them."""
+    split, whole = tmp_path / "split", tmp_path / "whole"
+    split.mkdir(), whole.mkdir()
+    save_llama_gguf(
+        split / "tiny-00001-of-00002.gguf", take=slice(0, 5), say=lambda writer: writer.add_uint16("split.count", 2)
+    )
+    save_llama_gguf(split / "tiny-00002-of-00002.gguf", take=slice(5, None))
+    GgufCheckpoint(split / "tiny-00001-of-00002.gguf").write(tmp_path)
+    GgufCheckpoint(file).write(whole)
+    made, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path, whole))
+    assert made.keys() == expected.keys() and all(made[name].equal(expected[name]) for name in made)
+    assert (tmp_path / "config.json").read_text() == (whole / "config.json").read_text()

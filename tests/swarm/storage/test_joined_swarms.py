@@ -10,7 +10,13 @@ from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import Invite, encode_invite
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-from swarmnode.swarm.storage.swarmfile import load_swarm, names_a_swarm, new_swarm, save_swarm
+from swarmnode.swarm.storage.swarmfile import (
+    load_all_named,
+    load_swarm,
+    names_a_swarm,
+    new_swarm,
+    save_swarm,
+)
 from tests.swarm.records.test_manifest import make_manifest
 
 FRIENDS = encode_invite(Invite(bytes(32), "friends", ()))
@@ -50,3 +56,48 @@ def test_the_suffix_of_a_file_may_be_left_away(tmp_path: Path) -> None:
     loaded = load_swarm(str(tmp_path / "club"))
     assert loaded == swarm and loaded.file == tmp_path / "club.swarm"
     assert names_a_swarm(str(tmp_path / "club"), None) and not names_a_swarm("Once upon a time", tmp_path)
+
+
+def founders_file(folder: Path, name: str = "club") -> Path:
+    folder.mkdir(exist_ok=True)
+    save_swarm(new_swarm(encode_manifest(make_manifest(name=folder.name))), folder / f"{name}.swarm")
+    return folder / f"{name}.swarm"
+
+
+def test_a_founded_swarm_has_a_name_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, file = tmp_path / "home", founders_file(tmp_path / "one")
+    joined = JoinedSwarms(home)
+    assert joined.remember_file(file) == "club" == joined.last and joined.names() == ["club"]
+    monkeypatch.chdir(tmp_path)
+    assert load_swarm("club", home) == load_swarm(file) and load_swarm("club", home).file == file
+    assert joined.file_of("club") == file and joined.file_of("other") is None
+    joined.remember(load_swarm(file).invite, "club")  # as a friend who shares this home would
+    assert load_swarm("club", home).file == file
+    assert joined.remember_file(file) == "club"  # again, as when it is hosted again
+
+
+def test_two_founded_swarms_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    home, one, other = tmp_path / "home", founders_file(tmp_path / "one"), founders_file(tmp_path / "other")
+    joined = JoinedSwarms(home)
+    assert joined.remember_file(one) == "club"
+    longer = joined.remember_file(other)
+    assert longer == f"club-{load_swarm(other).id.hex()[:8]}" and load_swarm(longer, home).file == other
+    with pytest.raises(UsageError, match="--name"):
+        joined.remember(FRIENDS, "club")
+    one.unlink()
+    assert set(load_all_named(home)) == {longer}
+    with pytest.raises(UsageError, match=r"club is gone|, the file of club, is gone"):
+        load_swarm("club", home)
+    assert joined.remember_file(other) == "club"  # the name is free again
+
+
+def test_a_forgotten_name_is_free_and_its_file_stays(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", founders_file(tmp_path / "one")
+    joined = JoinedSwarms(home)
+    joined.used(joined.remember(FRIENDS))
+    joined.remember_file(file)
+    joined.forget("club")
+    assert joined.names() == ["friends"] and joined.last is None and file.exists()
+    joined.forget("friends")
+    joined.forget("../club")
+    assert joined.names() == [] and load_all_named(home) == {}

@@ -6,13 +6,14 @@ import dataclasses
 import os
 import platform
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from swarmnode.cli.lend.service.managers import Launchd, ScheduledTask, Systemd
-from swarmnode.cli.lend.service.service import Service, ServiceManager
+from swarmnode.cli.lend.service.service import Service, ServiceManager, config_folder
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, command, fail, say
 
@@ -57,6 +58,9 @@ def install(
     say(f"Wrote {', '.join(map(str, written))}")
     if start:
         say(f"The service runs. {manager.start(service)}\nRead its log: swarmnode service logs {name}")
+    else:
+        steps = "\n".join(f"  {shlex.join(words)}" for words in manager.start_commands(service))
+        say(f"It does not run yet. Start it now and whenever you log in:\n{steps}")
 
 
 @app.command()
@@ -79,6 +83,26 @@ def logs(name: str = NAME, follow: bool = option(False, "Keep printing new lines
     """
     _installed(name)
     raise typer.Exit(manager_here().logs(name, follow=follow))
+
+
+@command
+def logs_anywhere(
+    name: str = argument("", "Name of a service; default: the only one.", metavar="[NAME]"),
+    follow: bool = option(False, "Keep printing new lines.", "--follow", "-f"),
+) -> None:
+    """Show a service's log, or where other logs are.
+
+    Example: swarmnode logs friends -f
+    """
+    services = [path.stem for path in sorted(config_folder("swarmnode").glob("*.swarm"))]
+    if name in services or (not name and len(services) == 1):
+        raise typer.Exit(manager_here().logs(name or services[0], follow=follow))
+    if not name and services:
+        fail(f"which one? There are services for {', '.join(services)}", 2)
+    say(
+        f"No service{name and f' {name}'} is installed here. A node that you start prints its log in its own terminal, "
+        "all of it with --verbose. `swarmnode ps` lists the running nodes, `swarmnode why` their decisions."
+    )
 
 
 @app.command()

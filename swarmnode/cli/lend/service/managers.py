@@ -9,7 +9,17 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from swarmnode.cli.lend.service.service import Service, call, call_well, config_folder, program, show_log
+from swarmnode.cli.lend.service.service import (
+    Service,
+    call,
+    call_well,
+    config_folder,
+    program,
+    remove_files,
+    show_log,
+    try_call,
+)
+from swarmnode.cli.terminal.console import say
 
 UNIT = "swarmnode@.service"
 PROGRAM = "%h/.local/bin/swarmnode"  # in the unit file; replaced by the program that installs it
@@ -46,11 +56,16 @@ class ScheduledTask:
 
     def start(self, service: Service) -> str:
         """Start the service now and whenever the user logs in, and return where its log is."""
+        for command in self.start_commands(service):
+            call_well(*command)
+        return f"Its log is {_task_log(service.name)}"
+
+    def start_commands(self, service: Service) -> list[list[str]]:
+        """Return the commands that create the task and run it."""
         runs = f"wsl.exe -d {os.environ['WSL_DISTRO_NAME']} -e {_script(service.name)}"
         task = TASK.format(service.name)
-        call_well("schtasks.exe", "/Create", "/F", "/SC", "ONLOGON", "/TN", task, "/TR", runs)
-        call_well("schtasks.exe", "/Run", "/TN", task)
-        return f"Its log is {_task_log(service.name)}"
+        created = ["schtasks.exe", "/Create", "/F", "/SC", "ONLOGON", "/TN", task, "/TR", runs]
+        return [created, ["schtasks.exe", "/Run", "/TN", task]]
 
     def status(self, name: str) -> int:
         """Print the state of the task and return the exit code of `schtasks.exe`."""
@@ -62,10 +77,10 @@ class ScheduledTask:
 
     def remove(self, name: str) -> None:
         """Let the node leave its swarm in order, then remove the task and its files. Windows alone would end only `wsl.exe`."""
-        call(str(_script(name)), "stop")  # fails if the node does not run
-        call("schtasks.exe", "/Delete", "/F", "/TN", TASK.format(name))
-        for path in (_script(name), _task_log(name)):
-            path.unlink(missing_ok=True)
+        try_call(str(_script(name)), "stop")  # fails if the node does not run
+        if try_call("schtasks.exe", "/Delete", "/F", "/TN", TASK.format(name)):
+            say("Windows did not remove the task: see its message above.", err=True)
+        remove_files(_script(name), _task_log(name))
 
 
 def _script(name: str) -> Path:
@@ -95,8 +110,13 @@ class Launchd:
         """Start the service now and whenever the user logs in, and return where its log is."""
         if call("launchctl", "print", _target(service.name)) == 0:  # an earlier one, perhaps with other options
             call_well("launchctl", "bootout", _target(service.name))
-        call_well("launchctl", "bootstrap", _domain(), str(_agent(service.name)))
+        for command in self.start_commands(service):
+            call_well(*command)
         return f"Its log is {_log(service.name)}"
+
+    def start_commands(self, service: Service) -> list[list[str]]:
+        """Return the command that loads the agent."""
+        return [["launchctl", "bootstrap", _domain(), str(_agent(service.name))]]
 
     def status(self, name: str) -> int:
         """Print the state of the agent and return the exit code of `launchctl`."""
@@ -108,8 +128,8 @@ class Launchd:
 
     def remove(self, name: str) -> None:
         """Stop the agent and remove its property list; the log stays."""
-        call("launchctl", "bootout", _target(name))  # fails if the agent does not run
-        _agent(name).unlink(missing_ok=True)
+        try_call("launchctl", "bootout", _target(name))  # fails if the agent does not run
+        remove_files(_agent(name))
 
 
 def agent_of(service: Service) -> dict[str, object]:
@@ -169,10 +189,14 @@ class Systemd:
 
     def start(self, service: Service) -> str:
         """Start the service now, or restart it if it runs, and whenever the user logs in. Return a hint for the user."""
-        call_well("systemctl", "--user", "daemon-reload")
-        for command in ("enable", "restart"):
-            call_well("systemctl", "--user", command, f"swarmnode@{service.name}")
+        for command in self.start_commands(service):
+            call_well(*command)
         return "To keep it running while you are logged out: loginctl enable-linger"
+
+    def start_commands(self, service: Service) -> list[list[str]]:
+        """Return the commands that make systemd read the unit file, enable the service and start it."""
+        steps = [["daemon-reload"], *([verb, f"swarmnode@{service.name}"] for verb in ("enable", "restart"))]
+        return [["systemctl", "--user", *step] for step in steps]
 
     def status(self, name: str) -> int:
         """Print the state of the service and return the exit code of `systemctl`."""
@@ -184,12 +208,18 @@ class Systemd:
         return call("journalctl", "--user", f"--unit=swarmnode@{name}", *arguments, endless=follow)
 
     def remove(self, name: str) -> None:
-        """Stop the service and remove its options; remove the unit file too if no service is left."""
-        call_well("systemctl", "--user", "disable", "--now", f"swarmnode@{name}")
-        _options(name).unlink(missing_ok=True)
+        """Stop the service and remove its options; remove the unit file too if no service is left. Without a user bus, as under
+        `su`, systemd does not answer, and the links that enable the service are removed here."""
+        unit = f"swarmnode@{name}"
+        answers = try_call("systemctl", "--user", "disable", "--now", unit) == 0
+        if not answers:
+            say("systemd did not answer. If `swarmnode ps` still lists the node, `swarmnode stop` ends it.", err=True)
+            remove_files(*self._unit.parent.glob(f"*.wants/{unit}.service"))
+        remove_files(_options(name))
         if not list(config_folder("swarmnode").glob("*.conf")):
-            self._unit.unlink(missing_ok=True)
-            call_well("systemctl", "--user", "daemon-reload")
+            remove_files(self._unit)
+            if answers:
+                call_well("systemctl", "--user", "daemon-reload")
 
 
 def unit_text() -> str:

@@ -73,6 +73,10 @@ class ServiceManager(Protocol):
         """
         ...
 
+    def start_commands(self, service: Service) -> list[list[str]]:
+        """Return the commands that start a written service, each as its words."""
+        ...
+
     def status(self, name: str) -> int:
         """Print the state of the service called `name`.
 
@@ -94,7 +98,7 @@ class ServiceManager(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Stop the service called `name` and remove the files that `write` wrote."""
+        """Stop the service called `name` and remove the files that `write` wrote, also if the manager does not answer."""
         ...
 
 
@@ -112,8 +116,14 @@ def config_folder(kind: str) -> Path:
 def call(command: str, *arguments: str, endless: bool = False) -> int:
     """Run a program of the system until it ends and return its exit code. `endless` turns the time limit off. Ends the command if
     the program is missing."""
+    code = try_call(command, *arguments, endless=endless)
+    return code if code is not None else fail(f"{command} is missing on this machine: install it; services need it")
+
+
+def try_call(command: str, *arguments: str, endless: bool = False) -> int | None:
+    """Run a program of the system as `call` does and return its exit code; None if the program is missing."""
     if shutil.which(command) is None:
-        fail(f"{command} is missing on this machine: install it; services need it")
+        return None
     return subprocess.run([command, *arguments], timeout=None if endless else TIMEOUT_S, check=False).returncode
 
 
@@ -121,6 +131,12 @@ def call_well(command: str, *arguments: str) -> None:
     """Run a program of the system; end the command if it fails."""
     if call(command, *arguments):
         fail(f"`{command} {shlex.join(arguments)}` failed: see its message above")
+
+
+def remove_files(*paths: Path) -> None:
+    """Remove the files that exist."""
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def show_log(path: Path, *, follow: bool) -> int:

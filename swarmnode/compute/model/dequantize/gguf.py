@@ -6,6 +6,7 @@ family's reader joins from several tensors are written at the end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.assemble import quiet_loader
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, TensorEntry, load_config
 from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
@@ -27,55 +28,83 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import GENERATION_NAME, TOKENIZER_NAMES, Progress, has_tokenizer
+from swarmnode.version import missing_package
 
 SUFFIX = ".gguf"
 DTYPE = torch.bfloat16
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none.
+    """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none. The
+    file of a split model is its first part.
 
-    Raises CheckpointError if there are several, or it is one part of a split model.
+    Raises CheckpointError if there are several, or a part is missing.
     """
     files = [path]
     if path.is_dir():
         files = [] if any(path.glob("*.safetensors")) else sorted(path.glob(f"*{SUFFIX}"))
     files = [file for file in files if file.name.endswith(SUFFIX) and file.is_file()]
-    if split := [file.name for file in files if _SPLIT.search(file.name)]:
-        raise CheckpointError(f"{split[0]} is one part of a model: put them together with `llama-gguf-split --merge`")
-    if len(files) > 1:
-        raise CheckpointError(f"{path} holds {len(files)} GGUF files: give the path of one of them, as {files[0]}")
-    return files[0] if files else None
+    models = list({parts_of(file)[0]: None for file in files})
+    if len(models) > 1:
+        raise CheckpointError(f"{path} holds {len(models)} GGUF files: give the path of one of them, as {models[0]}")
+    return models[0] if models else None
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the parts of the model that `file` is a part of, in their order; `file` alone if the model is not split. Raises
+    CheckpointError if a part is missing."""
+    split = _SPLIT.search(file.name)
+    if split is None:
+        return [file]
+    count, stem = int(split[2]), file.name[: split.start()]
+    parts = [file.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
+        raise CheckpointError(f"{file} is one of {count} parts: put all of them into its folder, as {missing[:1]}")
+    return parts
 
 
 class GgufCheckpoint:
-    """Causal language model in a GGUF file. Raises CheckpointError if it cannot be read, or the package gguf is missing."""
+    """Causal language model in a GGUF file, or in the files of a split one. Raises CheckpointError if it cannot be read, or the
+    package gguf is missing."""
 
     @lean()
     def __init__(self, file: Path) -> None:
         try:
-            import gguf
+            import gguf as _installed  # noqa: F401
         except ImportError:
-            raise CheckpointError(
-                f"{file} is GGUF, and the package that reads it is missing: pip install 'swarmnode[gguf]'"
-            ) from None
+            raise CheckpointError(f"{file} is GGUF, and {missing_package('gguf')}") from None
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         self.file = file
         read: Any = load_gguf_checkpoint
         try:
-            with quiet_loader():
-                self._reader = gguf.GGUFReader(file)
+            self._readers = [_plain_reader(part) for part in parts_of(file)]
+            self._header = GgufHeader(*self._readers)
+            with quiet_loader(), _reads(self._readers[0]):
                 self._parsed: dict[str, Any] = read(str(file))
-                self._header = GgufHeader(self._reader)
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
 
     @property
+    def header_bytes(self) -> int:
+        """Size of the header of the first file in bytes."""
+        return int(self._readers[0].data_offset)
+
+    @property
     def plain_bytes(self) -> int:
         """Size of the plain weights in bytes."""
-        return sum(int(tensor.n_elements) for tensor in self._reader.tensors) * DTYPE.itemsize
+        return sum(int(tensor.n_elements) for tensor in self._stored()) * DTYPE.itemsize
+
+    def _stored(self) -> Iterator[Any]:
+        return (tensor for reader in self._readers for tensor in reader.tensors)
+
+    @lean()
+    def outline(self, folder: Path) -> Checkpoint:
+        """Return the checkpoint that `write` would make, with sizes and without weights; `folder` gets its config. Raises
+        CheckpointError."""
+        return _Outline(self.file, self._write_config(folder), folder)
 
     @lean()
     def write(self, out: Path, progress: Progress | None = None) -> None:
@@ -112,7 +141,7 @@ class GgufCheckpoint:
 
         Raises CheckpointError if the tokenizer cannot be read.
         """
-        fields = self._reader.fields
+        fields = self._readers[0].fields
         beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
         try:
             if has_tokenizer(beside):
@@ -144,7 +173,7 @@ class GgufCheckpoint:
         )  # type: ignore[no-untyped-call]
         names = get_gguf_hf_weights_map(model, processor)
         together: dict[str, Any] = {}
-        for tensor in self._reader.tensors:
+        for tensor in self._stored():
             if tensor.name in ROPE_TENSORS:  # the config holds them
                 continue
             read = processor.process(
@@ -159,6 +188,43 @@ class GgufCheckpoint:
                 raise CheckpointError(f"{self.file}: {read.name} has no place in a {model.config.model_type} model")
         for name, weights in together.items():
             yield name, weights.to(DTYPE)
+
+
+def _plain_reader(file: Path) -> Any:
+    """Return the gguf package's reader of `file`, on a plain array: slices of a memory map take three times as long to make, and
+    each word of a vocabulary is one."""
+    import gguf
+
+    class PlainReader(gguf.GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if isinstance(value, np.memmap) else value)
+
+    return PlainReader(file)
+
+
+@contextlib.contextmanager
+def _reads(reader: Any) -> Iterator[None]:
+    """Give transformers `reader` for any file that it reads inside the context, since reading a header takes seconds."""
+    import gguf
+
+    original: Any = gguf.GGUFReader
+    gguf.GGUFReader = lambda _path: reader  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original  # type: ignore[misc]
+
+
+class _Outline(Checkpoint):
+    """Checkpoint whose tensors are known by name and shape only."""
+
+    def __init__(self, file: Path, family: Family, folder: Path) -> None:
+        self.path = folder
+        shapes = _shapes(family, build_on_meta(family.model_class, family.config))
+        self.entries = {
+            name: TensorEntry(file, "BF16", tuple(shape), 0, shape.numel() * DTYPE.itemsize)
+            for name, shape in shapes.items()
+        }
 
 
 def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:

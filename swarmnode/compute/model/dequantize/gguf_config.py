@@ -84,11 +84,13 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class GgufHeader:
-    """Values that a file holds for its model, by key without the architecture's name, and its small tensors."""
+    """Values that a file holds for its model, by key without the architecture's name, and its small tensors. `readers` are those of
+    all parts of a split model; the first part has the values."""
 
-    def __init__(self, reader: Any) -> None:
-        self._fields: Mapping[str, Any] = reader.fields
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+    def __init__(self, *readers: Any) -> None:
+        self.parts = len(readers)
+        self._fields: Mapping[str, Any] = readers[0].fields
+        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         self.architecture = str(self._fields["general.architecture"].contents())
 
     def said(self, key: str) -> Any:
@@ -174,7 +176,7 @@ def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any],
             raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not supported here")
     for key in ("split.count", "general.type"):
         found = header.general(key)
-        if found not in (None, 0, 1, "model"):
+        if found not in (None, 0, 1, "model", header.parts):
             raise CheckpointError(f"its {key} is {str(found)[:64]}: this is not a whole model")
 
 
