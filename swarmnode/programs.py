@@ -36,7 +36,7 @@ def create(
     name: str | Path,
     *,
     mode: str = SERVE,
-    membership: str = "open",
+    membership: str = "private",
     password: str = "",
     listen: Sequence[str] = (),
     announce: Sequence[str] = (),
@@ -49,8 +49,8 @@ def create(
         model: Folder in the format of transformers, GGUF file, or hub id.
         name: Name of the swarm, or path of its file.
         mode: "serve" or "train".
-        membership: "open" admits every holder of the invite, "public" every machine, "private" invited machines only.
-        password: Password of the new owner's key, NAME.owner, for public and private swarms.
+        membership: "private" admits invited machines only, "public" every machine, "open" every holder of the invite.
+        password: Password of the new owner's key, NAME.owner, for private and public swarms; empty for none.
         listen: Multiaddrs at which the bootstrap peer will listen; by default a free port of loopback.
         announce: Multiaddrs at which other machines reach the bootstrap peer.
         adapters: Folders with LoRA adapters, by the adapters' names.
@@ -72,8 +72,6 @@ def create(
         raise UsageError(f"mode {mode!r}: choose {SERVE!r} or {TRAIN!r}")
     if membership not in ("open", "public", "private"):
         raise UsageError(f"membership {membership!r}: choose 'open', 'public' or 'private'")
-    if membership != "open" and not password:
-        raise UsageError(f"a {membership} swarm has an owner's key: give a password for it")
     path = new_swarm_file(str(name), force=overwrite)
     bootstraps = Bootstraps((), listen, announce).settled()
     owner = None if membership == "open" else new_owner(path, lambda: password, force=overwrite)

@@ -1,4 +1,4 @@
-"""Gateway of `serve` and `run --page`, with its page, at a port of this machine."""
+"""Gateway of `serve`, `run --page` and `host`, with its page, at a port of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,20 +31,38 @@ PORT = 8000
 
 
 @dataclass(frozen=True)
+class Served:
+    """Addresses of a running gateway: the base `url` for tools and that of the `page`, and the names of its models."""
+
+    url: str
+    page: str
+    models: list[str]
+
+    def print_json(self) -> None:
+        """Print the addresses as an event for scripts."""
+        print_json({"event": "serving", "url": self.url, "page": self.page, "models": self.models})
+
+    def say(self) -> None:
+        """Print the addresses for people."""
+        say(f"Serving {', '.join(self.models)} at {self.url}\nPage: {self.page}")
+
+
+@dataclass(frozen=True)
 class GatewayAddress:
-    """Address of a gateway; `home` is the folder of the nodes that its page may control."""
+    """Address of a gateway; `home` is the folder of the nodes that its page may control, and `say` tells people the addresses."""
 
     home: Path
     port: int = PORT
     host: str = LOOPBACK
     as_json: bool = False
+    say: Callable[[Served], None] = Served.say
 
     @contextlib.asynccontextmanager
     async def serving(
         self, clients: Mapping[str, SwarmClient], keys: KeyRing | None = None, config: GatewayConfig | None = None
     ) -> AsyncIterator[None]:
-        """Run a gateway to the swarms in `clients` while the context lasts, and print its address. Raises LocalError if the port is
-        taken."""
+        """Run a gateway to the swarms in `clients` while the context lasts, and print its addresses. Raises LocalError if the port
+        is taken."""
         from swarmnode.gateway.app import build_app
         from swarmnode.gateway.config import GatewayConfig
         from swarmnode.gateway.gateway import Gateway
@@ -71,10 +89,21 @@ class GatewayAddress:
         page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
         if not is_kept(sys.stdout):  # a journal has other readers; the owner finds the token in the home folder
             page += f"#owner={token}"
-        if self.as_json:
-            print_json({"event": "serving", "url": url, "page": page, "models": models})
-        else:
-            say(f"Serving {', '.join(models)} at {url}\nPage: {page}")
+        served = Served(url, page, models)
+        served.print_json() if self.as_json else self.say(served)
+
+
+def free_gateway_port(port: int) -> int:
+    """Return the port if no program listens there at the loopback address, else a free one; tell the user then."""
+    from swarmnode.errors import LocalError
+    from swarmnode.net.addressing.addresses import check_port_free, free_port
+
+    try:
+        check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
+    except LocalError:
+        taken, port = port, free_port()
+        say(f"Port {taken} is taken by another program: the page and the API are at port {port}.", err=True)
+    return port
 
 
 async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
@@ -95,11 +124,11 @@ async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
     """Run a node's `work` with a gateway to its swarm beside it. The gateway is a client of its own and starts as soon as the swarm
     can be reached. Raises the error that ends either of them."""
-    await until_first(work, _answer(swarm, address))
+    await until_first(work, answer(swarm, address))
 
 
-async def _answer(swarm: Swarm, address: GatewayAddress) -> None:
-    """Serve the gateway until cancelled; try again as long as the swarm cannot be reached."""
+async def answer(swarm: Swarm, address: GatewayAddress) -> None:
+    """Serve a gateway to the swarm until cancelled; try again as long as the swarm cannot be reached."""
     from swarmnode.client.swarm_client import SwarmClient
 
     while True:

@@ -1,4 +1,4 @@
-"""`NAME.guests`, the owner's list of issued invites, without their secrets, and of revocations.
+"""`NAME.guests`, the owner's list of issued invites and of revocations. Of secrets it has only the invite that `host` showed last.
 
 It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id.
 """
@@ -49,6 +49,7 @@ class IssuedInvite(msgspec.Struct, frozen=True):
 class _File(VersionedFile):
     guests: list[IssuedInvite] = msgspec.field(default_factory=list)
     revocations: bytes = b""
+    shown: str = ""
 
 
 @dataclass
@@ -58,6 +59,7 @@ class IssuedInvites:
     path: Path
     guests: list[IssuedInvite] = field(default_factory=list)
     revocations: bytes = b""  # newest revocation list as it was signed; empty before the first
+    shown: str = ""  # line of the invite that `host` showed last, to be shown again; a secret
 
     def __repr__(self) -> str:
         return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
@@ -72,7 +74,7 @@ class IssuedInvites:
 
     def save(self) -> None:
         """Write the file, readable by its owner alone. Raises LocalError if it cannot be written."""
-        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
+        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations, self.shown)))
 
 
 def issued_invites_path(swarm_file: Path) -> Path:
@@ -87,4 +89,4 @@ def open_issued_invites(path: Path) -> IssuedInvites:
     if data is None:
         return IssuedInvites(path)
     content = parse_user_file(data, _File, source=path, what=WHAT)
-    return IssuedInvites(path, content.guests, content.revocations)
+    return IssuedInvites(path, content.guests, content.revocations, content.shown)
