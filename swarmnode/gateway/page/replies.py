@@ -165,11 +165,12 @@ class GivenInvite(InviteReply):
 
 class MembersReply(BaseModel):
     """Members and invites, as in `swarmnode members --json`. `owned` means that the .swarm file and the owner's key are on this
-    machine, so that invites can be created and revoked."""
+    machine, so that invites can be created and revoked; `locked` that the key has a password."""
 
     name: str
     membership: str
     owned: bool
+    locked: bool
     members: list[MemberReply]
     invites: list[GivenInvite]
 

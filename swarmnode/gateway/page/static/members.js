@@ -17,6 +17,7 @@ export class Members {
     this.hasOwner = true; // until the gateway denies it
     this.told = null;
     this.owned = false;
+    this.locked = true;
     this.members = new VirtualGrid($("members"), { ...CARD, show: (card, each) => this.showMember(card, each), idOf: (each) => each.peer, label: "Members" });
     this.invites = new VirtualGrid($("invites"), { ...CARD, show: (card, each) => this.showInvite(card, each), idOf: (each) => each.id, label: "Invites" });
     $("invite-form").addEventListener("submit", (submit) => this.invite(submit));
@@ -68,6 +69,7 @@ export class Members {
     if (told === this.told) return; // so that the focus stays
     this.told = told;
     this.owned = picture.owned;
+    this.locked = picture.locked;
     const isPrivate = picture.membership === "private";
     $("owner-part").hidden = false;
     $("invites-block").hidden = !picture.owned || !isPrivate;
@@ -119,7 +121,7 @@ export class Members {
   /** Send an owner's command and return the response; null if it failed or was cancelled. Then update the view. */
   async command(question, what, body) {
     try {
-      const answer = await askAsOwner(question, this.path(what), body);
+      const answer = await askAsOwner(question, this.path(what), body, this.locked);
       if (answer) this.look();
       return answer;
     } catch (error) {
