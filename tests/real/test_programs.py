@@ -76,6 +76,6 @@ def test_the_examples_of_the_page_run(
         exec(compile(block, str(PAGE), "exec"), names)
     printed = capsys.readouterr().out
     assert len(blocks) == 6
-    assert printed.startswith("swarm1")
+    assert printed.startswith("swarm2")
     assert re.search(r"^2 \d", printed, re.MULTILINE), printed  # the last step of the training
     assert "no-such-swarm" in printed

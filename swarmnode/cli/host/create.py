@@ -118,8 +118,8 @@ def create(
 ) -> None:
     """Found a swarm that serves or trains a model.
 
-    It writes NAME.swarm, for you alone, and NAME.owner, the key with which you invite and revoke. New weights (of --config,
-    --module or a quantised model) go to NAME-weights, adapters to NAME-adapters.
+    It writes NAME.swarm, for you alone, and NAME.owner, your key to invite and revoke. New weights (of --config, --module or a
+    quantised model) go to NAME-weights, adapters to NAME-adapters.
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 

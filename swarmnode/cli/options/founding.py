@@ -34,7 +34,7 @@ class MembershipOptions:
     private: bool = option(False, "Admit only machines that you invite; this is the default.")
     public: bool = option(False, "Let everyone join; NAME.owner is your key, to revoke machines.")
     unowned: bool = option(
-        False, "Let everyone with the invite join; there is no owner's key, and nobody can revoke.", "--open"
+        False, "Let everyone with the invite join, without an owner's key and revocations.", "--open"
     )
 
     @property
