@@ -122,7 +122,7 @@ class HostedSwarm:
 
     @property
     def invite(self) -> str:
-        """The line for other machines. For a private swarm it admits two machines; when it is used up or has expired, another
+        """The line for other machines. For a private swarm it admits one friend; when it is used up or has expired, another
         one is made. Raises UsageError if that needs the owner's key and the key is not here, or locked."""
         swarm = self._swarm
         if not swarm.private or swarm.file is None:
