@@ -119,7 +119,7 @@ class Terminal:
         """Print the whole lines that are new, each as it stood last."""
         end = len(self._text) if rest else self._text.rfind("\n") + 1
         for line in self._text[self._printed : end].rstrip("\n").split("\n") if end > self._printed else ():
-            shown = line.rstrip("\r").rpartition("\r")[2]  # what is left of a line that changed
+            shown = line.rstrip("\r").rpartition("\r")[2]  # a line that changed, as it stood last
             print(f"{self.name:>5} | {shown}", flush=True)
         self._printed = max(end, self._printed)
 
@@ -170,7 +170,7 @@ def chat(page_url: str, inside: Sequence[str], folder: Path) -> tuple[str, float
 
 
 def walk(model: Path, folder: Path) -> dict[str, object]:
-    """Walk both friends from nothing to a chat; return what was measured. Raises TimeoutError."""
+    """Walk both friends from nothing to a chat; return the figures. Raises TimeoutError."""
     with Cable() as lab, terminals(folder, lab) as (alice, bob):
         begun_s = alice.type(f"swarmnode host {shlex.quote(str(model))}")
         reading_s = _since(begun_s, alice.read_until(r"Reading .*\n"))
