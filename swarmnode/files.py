@@ -35,24 +35,32 @@ def lock_alone(path: Path) -> IO[bytes] | None:
     return _locked(path, alone=True)
 
 
+def lock_in_turn(path: Path) -> IO[bytes]:
+    """Lock the file `path` exclusively, as `lock_alone`, after waiting while others hold it. Raises OSError if it cannot be opened,
+    LocalError on Windows."""
+    file = _locked(path, alone=True, wait=True)
+    assert file is not None
+    return file
+
+
 def lock_with_others(path: Path) -> IO[bytes]:
     """Lock the file `path` together with others until the returned file is closed; it is created if missing, and emptied.
 
     Waits while a process holds it alone. Raises OSError if it cannot be opened, LocalError on Windows.
     """
-    file = _locked(path, alone=False)
+    file = _locked(path, alone=False, wait=True)
     assert file is not None
     return file
 
 
-def _locked(path: Path, *, alone: bool) -> IO[bytes] | None:
+def _locked(path: Path, *, alone: bool, wait: bool = False) -> IO[bytes] | None:
     if sys.platform == "win32":
         raise LocalError("Windows has no such locks on files: run swarmnode in WSL 2 or in Docker")
     import fcntl
 
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")  # whatever the umask
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         return None
@@ -95,11 +103,11 @@ def replace_durably(new: Path, path: Path) -> None:
 def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None:
     """Write `data` to a file of mode 0600, atomically: a reader sees the old content or the new.
 
-    `make_folder` also creates its parent folder if missing, with mode 0700. Raises LocalError if the file cannot be written.
+    `make_folder` also creates its missing parent folders, with mode 0700. Raises LocalError if the file cannot be written.
     """
     try:
         if make_folder:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path.parent)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -113,6 +121,14 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
             raise
     except OSError as error:
         raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def make_private(folder: Path) -> None:
+    """Create the folder and its missing parents with mode 0700: `Path.mkdir` gives that mode to the last one only. Raises
+    OSError."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def default_home() -> Path:

@@ -32,7 +32,7 @@ from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
-GUEST = InviteTerms(uses=2, life_s=30 * 86_400.0)  # as those of `swarmnode host`
+GUEST = InviteTerms(uses=1, life_s=30 * 86_400.0)  # as those of `swarmnode host`
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

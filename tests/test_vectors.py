@@ -331,6 +331,13 @@ def test_bad_certificates(vector: Vector) -> None:
     assert caught.value.code.name == vector["error"]
 
 
+@pytest.mark.parametrize("vector", vectors("tolerated", of="certificates"))
+def test_tolerated_certificates(vector: Vector) -> None:
+    certificate = msgspec.msgpack.decode(data_of(vector), type=Certificate)
+    assert plain(certificate) == vector["value"]
+    assert open_certificate(data_of(vector), *swarm_and_owner(vector)).home == certificate.home
+
+
 @pytest.mark.parametrize("vector", vectors("revocations", good=True))
 def test_good_revocation_lists(vector: Vector) -> None:
     revocations = open_list(data_of(vector), *swarm_and_owner(vector))

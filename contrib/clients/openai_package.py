@@ -30,6 +30,11 @@ def sync(url: str, model: str) -> None:
         response = client.responses.create(input=SAID, max_output_tokens=4, **ask)
         *_, last = client.responses.create(input=SAID, max_output_tokens=4, stream=True, **ask)
         assert last.type == "response.incomplete" and last.response.output_text == response.output_text
+        later = client.responses.create(input=SAID, max_output_tokens=4, previous_response_id=response.id, **ask)
+        assert later.usage.input_tokens > response.usage.input_tokens
+        assert client.responses.retrieve(later.id).output_text == later.output_text
+        assert len(list(client.responses.input_items.list(later.id))) == 2 * len(SAID) + 1
+        client.responses.delete(later.id)
         called = client.responses.create(
             input=SAID, max_output_tokens=100, tools=[FLAT], tool_choice={"type": "function", "name": "count"}, **ask
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -78,7 +79,8 @@ class Recorder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count an HTTP request and pass it on."""
         if scope["type"] == "http":
-            self.calls[f"{scope['method']} {scope['path']}"] += 1
+            path = re.sub("/resp_[^/]+", "/{id}", scope["path"])
+            self.calls[f"{scope['method']} {path}"] += 1
         await self._app(scope, receive, send)
 
 
@@ -103,7 +105,7 @@ async def ask_by_all(local: LocalSwarm, python: str, node_modules: Path) -> int:
     """Run all clients against a gateway of `local`, print the table, and return the number of failed clients."""
     failed = 0
     async with await SwarmClient.join(load_swarm(local.file), home=local.folder / "client") as client:
-        recorder = Recorder(build_app(Gateway({MODEL: client})))
+        recorder = Recorder(build_app(Gateway({MODEL: client}, home=local.folder / "gateway")))
         async with serving_http(recorder, "127.0.0.1", 0) as port:
             print("| client | version | calls | |\n|---|---|---|---|")
             for each in CLIENTS:

@@ -87,7 +87,8 @@ class SyncSwarm:
         return future.result()
 
     def status(self) -> dict[str, Any]:
-        """Return the swarm's name, model and peers, and `max_model_len`: the positions of a text, None without a limit."""
+        """Return the swarm's name, model and peers, and `max_model_len`: the positions of a text, None without a limit
+        and before the first request has read it."""
         return self._client.status()
 
     def generate(

@@ -307,6 +307,7 @@ class ByteTokenizer:
     """Tokenizer for models that were trained without one: every byte of the text is a token."""
 
     separator = 0  # text contains no byte of this value
+    has_chat_template = False
 
     def __repr__(self) -> str:
         return "<ByteTokenizer>"

@@ -7,6 +7,7 @@ import platform
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
+from swarmnode.swarm.records.certificate import open_grant
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
@@ -76,6 +78,16 @@ async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
         else Finding("bootstrap peer", "doubtful" if any(tried) else "bad", f"{address} does not answer", remedy)
         for address, yes in zip(swarm.bootstraps, tried, strict=True)
     ]
+
+
+def judge_invite(swarm: Swarm, now: float) -> Finding:
+    """Judge an invite that this machine has not used yet, by what the owner signed. It is bad if it expired before unix time
+    `now`."""
+    grant = open_grant(swarm.grant, swarm.id, swarm.owner)
+    if 0 < grant.expires_at <= now:
+        return Finding("invite", "bad", "it has expired", "ask the person who invited you for a new one")
+    end = "for ever" if not grant.expires_at else f"until {time.strftime('%Y-%m-%d', time.localtime(grant.expires_at))}"
+    return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this look did not use it")
 
 
 def judge_versions(met: PeerVersions) -> Finding:

@@ -26,7 +26,7 @@ from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
 TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
-API_PATHS = ("/v1/", "/classify", "/rerank", "/tokenize", "/detokenize", "/api/")
+API_PATHS = ("/v1/", "/v2/", "/classify", "/rerank", "/tokenize", "/detokenize", "/api/")
 GONE = 499  # nginx's status for a client that has closed the connection; no client receives it
 MAX_PATH = 200  # characters of a path that an error repeats
 
@@ -48,7 +48,7 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(gateway.config.origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 from fastapi import Request
 
@@ -12,21 +14,27 @@ from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.openai.kept_responses import KeptResponses
 from swarmnode.gateway.served_model import ServedModel, TokenizerLoader
 from swarmnode.net.tasks import Tasks
+
+SWEEP_S = 600.0  # between removals of expired responses
 
 
 class Gateway:
     """Gateway to the swarms in `clients`, which are keyed by the names that the API serves them under. `swarms` are their models by
-    name; `models` are these and one more model per adapter."""
+    name; `models` are these and one more model per adapter. Without a `home` no responses are kept."""
 
     def __init__(
         self,
         clients: Mapping[str, SwarmClient],
         keys: KeyRing | None = None,
         config: GatewayConfig = GatewayConfig(),
+        *,
+        home: Path | None = None,
     ) -> None:
         self.config = config
+        self.responses = None if home is None else KeptResponses(home)
         self.keys = keys or KeyRing()
         self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)
         self._tasks = Tasks("gateway", on_crash=None)
@@ -45,10 +53,12 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
-        """Load the swarms' tokenizers in the background while the context lasts. Loading that is unfinished when the context ends
-        is cancelled."""
+        """Load the swarms' tokenizers in the background while the context lasts, and remove expired responses. Loading that is
+        unfinished when the context ends is cancelled."""
         for name, model in self.swarms.items():
             self._tasks.spawn(model.loader.load(), f"loading of {name}")
+        if self.responses is not None:
+            self._tasks.spawn(_sweep(self.responses), "sweep of kept responses")
         try:
             yield
         finally:
@@ -66,6 +76,12 @@ class Gateway:
                 sentence = f"the request names no model: choose one of {known}"
             raise ApiError(404, sentence, code="model_not_found", parameter="model")
         return self.models[name]
+
+
+async def _sweep(responses: KeptResponses) -> None:
+    while True:
+        await asyncio.to_thread(responses.sweep)
+        await asyncio.sleep(SWEEP_S)
 
 
 def _models(name: str, client: SwarmClient, queue: FairQueue, config: GatewayConfig, tasks: Tasks) -> list[ServedModel]:

@@ -298,8 +298,10 @@ class Workplace:
 
 def threads_of_devices(config: StageConfig) -> list[int | None]:
     """Return for each device the number of its compute threads (None: torch's default). Raises LocalError if a device is not
-    here."""
+    here, or has less free memory than is to be lent."""
     devices = probe_devices(config.device)
+    for device in devices:
+        _lent_bytes(device, config)
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
@@ -330,10 +332,7 @@ def _lend(devices: Sequence[Device], config: StageConfig, host: MemoryLedger, cl
     """Return the lent devices, with limits set in their ledgers. Raises LocalError if less memory is free than is to be lent."""
     lent = []
     for number, device in enumerate(devices):
-        memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
-        if not device.shared and memory_bytes > device.free_bytes:
-            wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
-            raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
+        memory_bytes = _lent_bytes(device, config)
         name = "device" if len(devices) == 1 else f"device {number}"
         ledger = _ledger_of(device, name, memory_bytes, host)
         slowed = config.throttle_units_per_s or math.inf
@@ -341,6 +340,15 @@ def _lend(devices: Sequence[Device], config: StageConfig, host: MemoryLedger, cl
         own_bytes = memory_bytes // len(devices) if device.shared else memory_bytes
         lent.append(LentDevice(device, own_bytes, ledger, throttle))
     return tuple(lent)
+
+
+def _lent_bytes(device: Device, config: StageConfig) -> int:
+    """Return the bytes of a device's memory that are to be lent. Raises LocalError if a card has less free memory."""
+    memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
+    if not device.shared and memory_bytes > device.free_bytes:
+        wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
+        raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
+    return memory_bytes
 
 
 def _ledger_of(device: Device, name: str, memory_bytes: int, host: MemoryLedger) -> MemoryLedger:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ import msgspec
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Hello, Revocations
-from swarmnode.errors import ErrorCode, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
-from swarmnode.net.identity import SigningKey
+from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
+from swarmnode.files import lock_in_turn
+from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.interfaces import Network, PeerId, Stream
 from swarmnode.net.links.gate import Gate, GuardedLink
 from swarmnode.net.links.link import Link
@@ -32,8 +33,9 @@ from swarmnode.net.measuring.traffic import protocol_name
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.notices import LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate
+from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate, open_grant
 from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.storage.issued_invites import AdmittedPeer
 from swarmnode.swarm.storage.remembered import MembershipFile
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -146,6 +148,31 @@ class AccessControl(Gate):
     def vouch(self, announcement: Announcement, certificate: bytes) -> None:
         """Check that the author of the announcement may announce it. Raises ProtocolError if not; see `Membership.vouch`."""
         self.membership.vouch(announcement, certificate, self.clock())
+
+    def admitted(self, names: Mapping[PeerId, str]) -> list[AdmittedPeer]:
+        """Return the members by invite that this peer knows of; `names` are those of announced peers. Peers that are announced or
+        linked are seen now, others when they were admitted."""
+        now = self.clock()
+        here = {*names, *self.linked}
+        return [
+            AdmittedPeer(
+                member.peer,
+                member.invite.hex(),
+                member.home.hex(),
+                member.role.name.lower(),
+                member.group,
+                member.expires_at,
+                member.admitted_at,
+                int(now) if member.peer in here else member.admitted_at,
+                names.get(member.peer, ""),
+            )
+            for member in self.membership.members(now)
+        ]
+
+    @property
+    def linked(self) -> set[PeerId]:
+        """Peers with an open link to this peer."""
+        return {link.peer for link in self._links}
 
     def group(self, peer: PeerId) -> str:
         """Return the group in the peer's certificate; empty if it has none or showed no certificate."""
@@ -283,7 +310,7 @@ def access_control_of(
     if swarm.private and not swarm.grant:
         raise NotAdmitted(f"the swarm {swarm.name} is private: ask its owner for an invite of your own")
     file = MembershipFile(home / "membership" / f"{swarm.id.hex()[:16]}-{peer[-8:]}.json")
-    certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate, clock())
+    certificate = b"" if not swarm.grant else _certificate(swarm, peer, load_home_key(home), file.certificate, clock())
     membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
     access_control = AccessControl(membership, file, clock=clock, on_crash=on_crash)
     if swarm.revocations:
@@ -294,14 +321,39 @@ def access_control_of(
     return access_control
 
 
-def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes, now: float) -> bytes:
-    """Return the certificate of an earlier run if it is of the same invite, else a new one. Raises NotAdmitted if the invite is not
-    valid for this peer."""
-    new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now)
+def load_home_key(home: Path) -> Identity:
+    """Return the key of a home folder, which makes its programs one user of an invite; a new one if it has none yet. Raises
+    LocalError if it cannot be read or written."""
+    try:
+        with lock_in_turn(home / "home.lock"):
+            return Identity.load_or_create(home / "home.key")
+    except OSError as error:
+        raise LocalError(f"cannot keep state in {home}: {error.strerror or error}") from error
+
+
+def is_first_use(swarm: Swarm, home: Path) -> bool:
+    """Return whether joining would count a use of the swarm's invite: its uses are limited, and no program of `home` has joined by
+    it. Raises ProtocolError if the invite is not the owner's."""
+    if not swarm.private or not swarm.grant:
+        return False
+    grant = open_grant(swarm.grant, swarm.id, swarm.owner)
+    used = False
+    for path in (home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"):
+        with contextlib.suppress(ProtocolError):
+            used |= open_certificate(MembershipFile(path).certificate, swarm.id, swarm.owner).invite == grant.invite_id
+    return bool(grant.uses) and not used
+
+
+def _certificate(swarm: Swarm, peer: PeerId, home: SigningKey, earlier: bytes, now: float) -> bytes:
+    """Return the certificate of an earlier run if it is of the same invite and home, else a new one. Raises NotAdmitted if the
+    invite is not valid for this peer."""
+    new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now, home=home)
     try:
         member = open_certificate(new, swarm.id, swarm.owner)
-        if earlier and open_certificate(earlier, swarm.id, swarm.owner).invite == member.invite:
-            return earlier
+        if earlier:
+            known = open_certificate(earlier, swarm.id, swarm.owner)
+            if (known.invite, known.home) == (member.invite, member.home):
+                return earlier
     except ProtocolError as error:
         raise NotAdmitted(f"this invite to {swarm.name} does not admit peer {peer}: {error}") from None
     return new

@@ -15,6 +15,7 @@ from swarmnode.net.identity import SigningKey, is_peer_id
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_USES, VERSION, Grant, Role, sign_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite, looks_like_invite
+from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.revocation import nobody, open_list, sign_list
 from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -64,8 +65,8 @@ def _dark_runs(row: Iterable[int]) -> Iterable[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class InviteTerms:
-    """Terms of an invite. `life_s` None: valid for ever; `uses` 0: for any number of peers. Raises UsageError if `uses` is out of
-    bounds."""
+    """Terms of an invite. `life_s` None: valid for ever; `uses`: the number of machines (homes), 0 any number. Raises UsageError if
+    `uses` is out of bounds."""
 
     role: Role = Role.VOLUNTEER
     life_s: float | None = None
@@ -79,11 +80,21 @@ class InviteTerms:
             raise UsageError(f"--uses is 1 to {MAX_USES}, or 0 for any number")
 
 
+def roles_of(swarm: Swarm) -> list[Role]:
+    """Return the roles that members can have in a swarm: no one trains in a swarm that serves."""
+    serves = swarm.manifest is not None and swarm.manifest.mode == SERVE
+    return [role for role in Role if role is not Role.TRAINER or not serves]
+
+
 def make_grant(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> tuple[bytes, bytes]:
     """Return the signed grant and the private key of its invite; the grant is entered into the book, which is not saved.
 
-    Raises UsageError if `owner` is not the swarm's owner, or if the peer or the group of `terms` is not valid.
+    Raises UsageError if `owner` is not the swarm's owner, or if the role, the peer or the group of `terms` is not valid.
     """
+    if terms.role not in roles_of(swarm):
+        raise UsageError(
+            f"{swarm.name} serves, so it has no trainers: invite a volunteer (to lend) or a client (to use it)"
+        )
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")
     if terms.peer and not is_peer_id(terms.peer):
@@ -151,7 +162,7 @@ def show_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issue
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: IssuedInvites) -> Swarm:
     """Return the private swarm with a grant in its file: the host's own machines may do everything. Raises UsageError as
     `make_grant`."""
-    grant, secret = make_grant(swarm, owner, InviteTerms(Role.TRAINER, note=HOST_NOTE), book)
+    grant, secret = make_grant(swarm, owner, InviteTerms(max(roles_of(swarm)), note=HOST_NOTE), book)
     return replace(swarm, grant=grant, secret=secret)
 
 
@@ -170,16 +181,22 @@ def newest_list(swarm: Swarm, candidates: Sequence[bytes]) -> bytes:
 
 
 def revoke(
-    swarm: Swarm, owner: SigningKey, current: bytes, *, peers: Sequence[PeerId] = (), invites: Sequence[bytes] = ()
+    swarm: Swarm,
+    owner: SigningKey,
+    current: bytes,
+    *,
+    peers: Sequence[PeerId] = (),
+    invites: Sequence[bytes] = (),
+    homes: Sequence[bytes] = (),
 ) -> bytes:
-    """Return the next revocation list, signed, with `peers` and `invites` added.
+    """Return the next revocation list, signed, with `peers`, `invites` and `homes` added.
 
     Raises UsageError if `owner` is not the swarm's owner or the list is full, ProtocolError if `current` is not the owner's.
     """
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")
     revocations = open_list(current, swarm.id, swarm.owner) if current else nobody(swarm.id)
-    return sign_list(revocations.extended(time.time(), peers=peers, invites=invites), owner)
+    return sign_list(revocations.extended(time.time(), peers=peers, invites=invites, homes=homes), owner)
 
 
 def find_invite(text: str, swarm: Swarm, book: IssuedInvites) -> bytes | None:

@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarmnode.errors import LocalError, with_advice
-from swarmnode.files import existing, lock_alone, may_write, write_private
+from swarmnode.files import existing, lock_alone, make_private, may_write, write_private
 from swarmnode.net.interfaces import PeerId
 
 SEED_BYTES = 32  # any 32 bytes are a private key (RFC 8032, section 5.1.5)
@@ -51,7 +51,7 @@ class IdentitySlot:
     def __init__(self, home: Path, role: str) -> None:
         self._lock: IO[bytes] | None = None
         try:
-            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(home)
             for slot in range(1, MAX_SLOTS + 1):
                 self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
                 self._lock = lock_alone(self.path.with_suffix(".lock"))

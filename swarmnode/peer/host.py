@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.errors import NetworkDown, PeerError, PeerRefused
+from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerRefused, UsageError
 from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -39,6 +39,7 @@ from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.sections import Introduction
+from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
 from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__
@@ -213,6 +214,8 @@ class Host:
         if not self.config.looks_on:
             self._tasks.spawn(self._dial_bootstraps(), "dial bootstraps")
         self._tasks.spawn(self._tell_paths(), "tell paths")
+        if self.swarm.file is not None and self.access_control is not None:
+            self._tasks.spawn(self._keep_book(self.swarm.file, self.access_control), "keep the owner's book")
 
     def _expel(self) -> None:
         """Drop peers from the directory that are no members any more."""
@@ -220,6 +223,17 @@ class Host:
         others = [peer for peer in self._others() if not self.access_control.admits(peer)]
         if others:
             self.directory.expel(others)
+
+    async def _keep_book(self, file: Path, access_control: AccessControl) -> None:
+        """Note members in the owner's book beside the .swarm file, if the owner's list of invites is there. A failure ends this."""
+        try:
+            while True:
+                await asyncio.sleep(self.config.book_s)
+                if issued_invites_path(file).is_file():
+                    names = {peer: announced.name for peer, announced in self.directory.peers().items()}
+                    await asyncio.to_thread(note_members, file, access_control.admitted(names))
+        except (LocalError, UsageError) as error:
+            log.warning("members of %s are no longer noted: %s", self.swarm.name, error)
 
     def _bootstraps(self) -> list[str]:
         """Return the addresses at which the swarm may be found: the user's, the invite's, the last good ones, the LAN's."""
@@ -261,14 +275,16 @@ class Host:
                     self.joined.set()
                     await self.directory.refresh()
                     told = False
-                elif not told and not self._is_turned_away() and not self._is_named():  # a refusal has its own message
+                elif not told and not self._has_own_message():
                     log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
 
-    def _is_named(self) -> bool:
-        """Return whether the invite names this peer: then being alone is normal."""
-        return any(peer_of(address) == self.peer_id for address in self.swarm.bootstraps)
+    def _has_own_message(self) -> bool:
+        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its command asks and waits for
+        the first answer; or whether the invite names this peer, and being alone is normal."""
+        waits = self.config.looks_on and not self.joined.is_set()
+        return self._is_turned_away() or waits or any(peer_of(each) == self.peer_id for each in self.swarm.bootstraps)
 
     async def _tell_paths(self) -> None:
         """Announce the measured paths and the addresses of this peer at intervals."""

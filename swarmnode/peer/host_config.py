@@ -40,6 +40,7 @@ class HostConfig:
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
     paths_s: float = 10.0  # interval between announcements of the measured paths
+    book_s: float = 20.0  # interval between notes of members in the owner's book
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_download_bps: float | None = None

@@ -46,7 +46,7 @@ def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  #
 
 @pytest.mark.parametrize(("life", "shown"), [("10m", "%Y-%m-%d %H:%M"), ("7d", "%Y-%m-%d.")])
 def test_the_time_of_day_is_told_of_an_end_that_is_near(file: Path, tmp_path: Path, life: str, shown: str) -> None:  # noqa: F811
-    given = json.loads(invoke("invite", str(file), "--expires", life, "--json").stdout)
+    given = json.loads(invoke("invite", str(file), "--uses", "0", "--expires", life, "--json").stdout)
     done = invoke("join", given["invite"], "--home", str(tmp_path / "home"))
     assert f"until {datetime.fromtimestamp(given['expires_at']).strftime(shown)}" in done.stdout
 

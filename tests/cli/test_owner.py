@@ -78,7 +78,12 @@ def test_an_invite_is_one_line_and_is_entered_into_the_book(file: Path) -> None:
 def test_as_json_and_for_ever(file: Path) -> None:
     told = json.loads(invoke("invite", str(file), "--json", "--expires", "never").stdout)
     assert invite_in(told.pop("invite")).opened_grant().invite_id.hex() == told.pop("id")
-    assert told == {"role": "volunteer", "expires_at": None, "uses": 0, "peer": None, "group": None}
+    assert told == {"role": "volunteer", "expires_at": None, "uses": 1, "peer": None, "group": None}
+
+
+def test_an_invite_is_for_a_volunteer_with_one_machine_for_a_year(file: Path) -> None:
+    grant = invite_in(invoke("invite", str(file)).stdout).opened_grant()
+    assert (grant.allows, grant.uses, grant.expires_at - grant.issued_at) == (Role.VOLUNTEER, 1, 365 * 86_400)
 
 
 def test_as_a_qr_code(file: Path) -> None:
@@ -89,7 +94,8 @@ def test_as_a_qr_code(file: Path) -> None:
 
 
 def test_what_cannot_be_invited(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_clear(invoke("invite", str(file), "--role", "king"), 2, "volunteer, client, trainer, bootstrap")
+    assert_clear(invoke("invite", str(file), "--role", "king"), 2, "volunteer, client, bootstrap, trainer")
+    assert_clear(invoke("invite", str(file), "--role", "trainer"), 2, "test serves, so it has no trainers")
     assert_clear(invoke("invite", str(file), "--expires", "soon"), 2, "7d")
     assert_clear(invoke("invite", str(file), "--uses", "5000"), 2, "--uses")
     assert_clear(invoke("invite", str(file), "--peer", "me"), 2, "swarmnode id")

@@ -80,8 +80,9 @@ def test_a_peer_is_one_line_of_80_columns() -> None:
     }
     status = {"name": "friends", "units": 126, "mode": "serve", "adapters": [], "missing": [3, 4], "peers": [peer] * 3}
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(status_table(status))
-    *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
+    console.print(status_table({**status, "max_model_len": 131072}))
+    title, *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
+    assert title.strip() == "swarm friends: 126 layers, 131,072 tokens of context, no machine holds 3-4"
     assert first == second == third and "relayed" in first and "RTX 3090" in first and "█" in first
 
 

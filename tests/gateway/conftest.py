@@ -97,8 +97,9 @@ async def serving(
             await member.wait_for("ready")
         async with swarm.client(patience_s=patience_s) as client:
             await sees_ready(client, len(nodes))
-            gateway = Gateway({MODEL: client}, keys, GatewayConfig(**config))
-            page = Page(gateway, folder / "page")
+            home = folder / "page"
+            gateway = Gateway({MODEL: client}, keys, GatewayConfig(**config), home=home)
+            page = Page(gateway, home)
             app = build_app(gateway, page)
             async with (
                 gateway.loading(),

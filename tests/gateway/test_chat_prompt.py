@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnode.client.conversation import Conversation
+from swarmnode.cli.use.chat import Conversation
 from swarmnode.client.tokenizer import without_system
 from swarmnode.gateway.generation.chat_prompt import with_calls_as_text
 from tests.gateway.conftest import MODEL, Served, found_on, serving

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,19 @@ async def test_the_notebook_is_run_to_its_end(
 def test_every_example_says_how_it_is_run() -> None:
     texts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     assert len(texts) == 5 and all(f"python examples/{name}" in text for name, text in texts.items())
+
+
+@in_virtual_time
+async def test_the_commands_of_the_api_page_are_answered(founded: Founded, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "api.md").read_text().replace("\\\n", "")
+    commands = re.findall(r"^curl .+", page, re.MULTILINE)
+    async with serving(founded, tmp_path) as served:
+        for command in commands:
+            words = shlex.split(command, comments=True)
+            path = next(word for word in words if word.startswith("http")).removeprefix("http://127.0.0.1:8000")
+            body = words[words.index("-d") + 1] if "-d" in words else None
+            method, kind = ("GET" if body is None else "POST"), {"Content-Type": "application/json"}
+            told = await served.http.request(method, path, content=body, headers=kind)
+            assert told.status_code == 200, (command, told.text)
+            assert told.text.rstrip().endswith("[DONE]") if "-N" in words else told.json()
+    assert len(commands) >= 6

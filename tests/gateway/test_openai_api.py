@@ -32,7 +32,10 @@ async def test_a_chat_says_what_the_swarm_says_to_the_templates_text(founded: Fo
             == len((await served.client.tokenizer()).encode(WRITTEN))
         )
         assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (24, 24 + answer.usage.prompt_tokens)
-        assert len(answer.id.removeprefix("chatcmpl-")) == len(expected.trace)
+        assert len(answer.id.split("-")[-1]) == len(expected.trace)
+        told = [*SAID, answer.choices[0].message.model_dump(include={"role", "content"}), *SAID]
+        later = await served.openai.chat.completions.create(model=MODEL, messages=told, **GREEDY)
+        assert later.usage.prompt_tokens_details.cached_tokens > 0 and later.id != answer.id
 
 
 @in_virtual_time

@@ -33,6 +33,8 @@ async def test_responses(founded: Founded, tmp_path: Path) -> None:
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == whole.output_text
+    [done] = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output[0] and done.status == "incomplete"
 
 
 @in_virtual_time

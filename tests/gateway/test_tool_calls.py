@@ -58,7 +58,7 @@ async def test_a_model_calls_tools_and_hears_of_them(
         assert [call.function.name for call in called] == ["count", "count"] and chunks[
             -1
         ].finish_reason == "tool_calls"
-        answer = {"role": "tool", "content": "4", "tool_call_id": called[0].id}
+        answer = {"role": "tool", "content": "4", "tool_call_id": whole.message.tool_calls[0].id}
         heard = [*ASKED["messages"], whole.message.model_dump(exclude_none=True), answer]
         await served.openai.chat.completions.create(**{**ASKED, "messages": heard, "tool_choice": "none"})
     assert "count" in tokenizer.decode(prompts[0]) and "count" not in tokenizer.decode(prompts[2])

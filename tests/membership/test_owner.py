@@ -6,9 +6,9 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.certificate import Role, open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, sign_swarm
-from swarmnode.swarm.records.manifest import OPEN, PRIVATE, encode_manifest, swarm_id
+from swarmnode.swarm.records.manifest import OPEN, PRIVATE, TRAIN, encode_manifest, swarm_id
 from swarmnode.swarm.records.revocation import MAX_PEERS, open_list
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, new_swarm, save_swarm
@@ -16,8 +16,8 @@ from tests.swarm.records.test_manifest import make_manifest
 from tests.swarm.society import ALICE, BOB, OWNER, STRANGER
 
 
-def founded(membership: str) -> Swarm:
-    raw = encode_manifest(make_manifest(owner=OWNER.public, membership=membership))
+def founded(membership: str, **more: str) -> Swarm:
+    raw = encode_manifest(make_manifest(owner=OWNER.public, membership=membership, **more))
     return new_swarm(raw, sign_swarm(swarm_id(raw), OWNER))
 
 
@@ -68,8 +68,21 @@ def test_the_hosts_own_file_makes_members_that_may_do_everything(swarm: Swarm, b
     book.save()
     again = load_swarm(path)
     assert again.private and again.grant and again.secret and again.revocations == book.revocations
-    assert book.guests[0].role == "trainer" and book.guests[0].expires_at == 0
+    assert book.guests[0].role == "volunteer" and book.guests[0].expires_at == 0, "no one trains in a swarm that serves"
     assert not decode_invite(again.invite).grant, "what `create` and `bootstrap` print gives nothing away"
+
+
+def test_no_one_trains_in_a_swarm_that_serves(swarm: Swarm, book: IssuedInvites):
+    with pytest.raises(UsageError, match="no trainers: invite a volunteer"):
+        make_invite(swarm, OWNER, InviteTerms(Role.TRAINER), book)
+    school = founded(PRIVATE, mode=TRAIN)
+    assert make_invite(school, OWNER, InviteTerms(Role.TRAINER), book)
+    assert decode_grant(with_host_grant(school, OWNER, book)) is Role.TRAINER
+
+
+def decode_grant(swarm: Swarm) -> Role:
+    """The role in a file's own grant."""
+    return open_grant(swarm.grant, swarm.id, OWNER.public).allows
 
 
 def test_lists_grow_and_go_on_from_the_newest(swarm: Swarm):
@@ -77,7 +90,7 @@ def test_lists_grow_and_go_on_from_the_newest(swarm: Swarm):
     second = revoke(swarm, OWNER, first, invites=[b"12345678"])
     assert newest_list(swarm, [b"", second, first, b"rubbish"]) == second
     revocations = open_list(second, swarm.id, OWNER.public)
-    assert revocations.number == 2 and revocations.covers(ALICE) and revocations.covers(BOB, b"12345678")
+    assert revocations.number == 2 and revocations.covers(ALICE) and b"12345678" in revocations.invites
     assert not revocations.covers(BOB)
     with pytest.raises(UsageError, match="not the key of the owner"):
         revoke(swarm, STRANGER, first, peers=[BOB])

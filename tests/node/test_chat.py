@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swarmnode.cli.use.chat import _talk
-from swarmnode.client.conversation import Conversation
+from swarmnode.cli.use.chat import Dialogue, TypedLines
+from swarmnode.client.text_stream import GeneratedText
 from swarmnode.client.tokenizer import ByteTokenizer, Turn
 from swarmnode.client.tokenizer import Tokenizer as ModelTokenizer
 from swarmnode.errors import CheckpointError, UsageError
-from swarmnode.serving.client.generation import GenerateOptions
+from swarmnode.serving.client.generation import GenerateOptions, Generation
 from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualSwarm
@@ -77,10 +81,92 @@ async def test_each_turn_is_asked_with_all_that_was_said(
                 return await stream(prompt, *options, **named)  # type: ignore[arg-type]
 
             monkeypatch.setattr(client, "stream", overheard)
-            await _talk(Conversation(client, GenerateOptions(4), system="short"))
+            await Dialogue(client, GenerateOptions(4), system="short").converse(TypedLines())
     told = capsys.readouterr()
+    assert told.err.count("tokens/s, written by a]") == 3, "each answer tells its speed and its machines"
     system = "<system>short<user>"
     assert asked[0] == f"{system}hello<assistant>"
     assert asked[2].startswith(asked[0]) and asked[2].endswith("<user>and now?<assistant>")
     assert "too long" not in asked[2] and "shorten it" in told.err, "what cannot be asked is told, and forgotten"
     assert asked[3] == f"{system}bye<assistant>"
+
+
+class Said:
+    """An answer that never ends after its second piece."""
+
+    def __init__(self) -> None:
+        self.result = Generation(ids=[1], first_token_s=0.5, seconds=1.0)
+
+    async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
+        yield GeneratedText(1, "one ")
+        yield GeneratedText(2, "two")
+        await asyncio.Event().wait()
+
+
+class Listener:
+    """A client that hears what is asked, and answers nothing but `Said`."""
+
+    manifest = SimpleNamespace(name="friends")
+
+    def __init__(self) -> None:
+        self.asked: list[list[Turn]] = []
+
+    async def stream_chat(self, turns: list[Turn], *_options: object, **_named: object) -> Said:
+        self.asked.append(turns)
+        return Said()
+
+    def status(self) -> dict[str, Any]:
+        return {"missing": [], "peers": []}
+
+
+def typed(*lines: str | Callable[[], None]) -> TypedLines:
+    """Lines that a user types; a function is called half a second after the line before it."""
+    coming = iter(lines)
+
+    class Lines(TypedLines):
+        async def next(self) -> str | None:
+            line = next(coming, None)
+            if not callable(line):
+                return line
+            asyncio.get_running_loop().call_later(0.5, line)
+            return await self.next()
+
+    return Lines()
+
+
+@in_virtual_time
+async def test_commands_of_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    listener: Any = Listener()
+    dialogue = Dialogue(listener, GenerateOptions(4))
+    lines = ["/help", "/set x", '/system "Be short."', "/system", dialogue.interrupt, "hens", '/system ""', "/system"]
+    lines += [dialogue.interrupt, '"""/two', '\x1blines"""', "/clear", dialogue.interrupt, " /etc", "/exit", "never"]
+    await dialogue.converse(typed(*lines))
+    told = capsys.readouterr()
+    first, second, third = listener.asked
+    assert first == [Turn("system", "Be short."), Turn("user", "hens")]
+    assert second == [Turn("user", "hens"), Turn("assistant", "one two"), Turn("user", "/two\n\x1blines")]
+    assert third == [Turn("user", "/etc")]
+    assert told.out == "one two\n" * 3
+    for words in ("There is no command /set. There are:", "Be short.", "There is no system text.", "/bye"):
+        assert words in told.err
+    assert told.err.count("tokens/s, written by") == 3
+
+
+@in_virtual_time
+async def test_a_second_interrupt_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener: Any = Listener()
+    dialogue = Dialogue(listener, GenerateOptions(4))
+    raised: list[int] = []
+    monkeypatch.setattr("swarmnode.cli.use.chat.signal.raise_signal", raised.append)
+    await dialogue.converse(typed(dialogue.interrupt, "hens"))
+    assert not raised, "the first one stops the answer"
+    dialogue.interrupt()
+    assert raised == [signal.SIGTERM]
+
+
+@in_virtual_time
+async def test_a_model_without_a_template_is_told_to_be_none_that_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    listener: Any = Listener()
+    listener.chat_tokenizer = lambda: asyncio.sleep(0, ByteTokenizer())
+    await Dialogue(listener, GenerateOptions(4)).check_model()
+    assert capsys.readouterr().err.startswith("This model has no chat template")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from swarmnode.client.owner_client import OwnerClient
+from swarmnode.client.owner_client import OwnerClient, OwnersView, end_membership
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
-from swarmnode.errors import ErrorCode, NoRoute, NotAdmitted, PeerError
+from swarmnode.errors import ErrorCode, LocalError, NoRoute, NotAdmitted, PeerError
+from swarmnode.membership.access_control import is_first_use, load_home_key
 from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
 from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.links.link_config import LinkConfig
@@ -24,10 +25,10 @@ from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.peers.standing import parse_trust
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.certificate import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
-from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
+from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_admitted_peers
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
@@ -51,6 +52,13 @@ class Club:
     def invite(self, role: Role = Role.VOLUNTEER, **terms: Any) -> str:
         return make_invite(self.swarm, self.owner, InviteTerms(role, **terms), self.book)
 
+    async def used(self, invite: Swarm) -> int:
+        """How many uses of an invite the swarm has counted."""
+        client = await self.owners_client()
+        uses = client.uses()
+        await client.close()
+        return uses.get(open_grant(invite.grant, invite.id, invite.owner).invite_id.hex(), 0)
+
     async def generate(self, invite: str, home: str = "guest", *, trust: list[str] | None = None) -> list[int]:
         """As a client with a home, which is where it keeps who it is."""
         options: dict[str, Any] = {
@@ -68,6 +76,14 @@ class Club:
         self.book.revocations = revoke(self.swarm, self.owner, current, **whom)
         assert await client.publish(self.book.revocations)
         await client.close()
+
+    async def members(self) -> list[dict[str, Any]]:
+        """As `swarmnode members` shows them."""
+        client = await self.owners_client()
+        view = await OwnersView.read(load_swarm(self.virtual.file), self.book, client)
+        await client.close()
+        picture: list[dict[str, Any]] = view.told()["members"]
+        return picture
 
     async def owners_client(self) -> OwnerClient:
         return await OwnerClient.join(self.swarm, self.virtual.folder / "owner", platform=self.virtual.platform())
@@ -91,11 +107,9 @@ async def club_of(tiny: TinyModel, folder: Path) -> AsyncIterator[Club]:
 async def test_invited_nodes_serve_an_invited_client(tiny: TinyModel, tmp_path: Path) -> None:
     async with club_of(tiny, tmp_path) as club:
         assert await club.generate(club.invite(Role.CLIENT)) == tiny.alone(PROMPT, NEW)
-        client = await club.owners_client()
-        roles = {member["name"]: member["role"] for member in client.picture()["members"]}
-        await client.close()
-        assert roles == {"a": "volunteer", "b": "volunteer", "": "trainer"}
-        assert [guest.role for guest in club.book.guests] == ["trainer", "volunteer", "client"]
+        members = await club.members()
+        assert {member["name"]: member["role"] for member in members} == dict.fromkeys(("a", "b", ""), "volunteer")
+        assert [guest.role for guest in club.book.guests] == ["volunteer", "volunteer", "client"]
 
 
 @in_virtual_time
@@ -151,8 +165,73 @@ async def test_an_invite_with_one_use(tiny: TinyModel, tmp_path: Path) -> None:
         assert await club.generate(once) == tiny.alone(PROMPT, NEW) == await club.generate(once), (
             "the same may come again"
         )
+        await asyncio.sleep(1.0)  # of two in the same second, the digest of the id decides
         with pytest.raises(NotAdmitted, match="does not admit"):
             await club.generate(once, "another")
+
+
+@in_virtual_time
+async def test_a_node_and_programs_of_one_home_are_one_use_and_failed_starts_are_none(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with club_of(tiny, tmp_path) as club:
+        line = club.invite(uses=1)
+        friends = load_swarm(line)
+        home = club.virtual.folder / "homes" / "friend"
+        assert is_first_use(friends, home)
+        with pytest.raises(LocalError, match="cuda"):  # found before it joins
+            await club.virtual.node("friend", swarm=line, device="cuda:7").task
+        assert is_first_use(friends, home) and await club.used(friends) == 0
+        with pytest.raises(LocalError):  # found when the model is known
+            await club.virtual.node("friend", swarm=line, memory_bytes=1000).task
+        await club.virtual.node("friend", "0:3", swarm=line).wait_for("ready")
+        assert not is_first_use(friends, home)
+        async with club.virtual.client(line, home=home) as chat, club.virtual.client(line, home=home):
+            assert (await chat.generate(PROMPT, max_new_tokens=NEW)).ids == tiny.alone(PROMPT, NEW)
+        assert await club.used(friends) == 1
+        with pytest.raises(NotAdmitted, match="does not admit"):
+            await club.generate(line, "another")
+
+
+@in_virtual_time
+async def test_the_owners_node_notes_members_that_the_owner_then_revokes_while_they_are_away(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    """The bootstrap peer runs with the owner's file; the member leaves before the owner looks."""
+    async with club_of(tiny, tmp_path) as club:
+        club.book.save()
+        invite = club.invite(Role.CLIENT, uses=1, note="Carol")
+        club.book.save()
+        assert await club.generate(invite) == tiny.alone(PROMPT, NEW)
+        await asyncio.sleep(MINUTE_S)
+        noted = {peer.invite: peer for peer in open_admitted_peers(club.virtual.file)}
+        assert noted[club.book.guests[-1].invite].role == "client"
+        (carol,) = [member for member in await club.members() if member["note"] == "Carol"]
+        assert carol["state"] == "offline" and not carol["revoked"]
+        view = await OwnersView.read(load_swarm(club.virtual.file), club.book, None)
+        ended = view.find(carol["peers"][0]["peer"][-8:])
+        assert ended == view.find("Carol") or ended.invites == view.find("Carol").invites
+        client = await club.owners_client()
+        assert await end_membership(club.swarm, club.owner, club.book, client, ended)
+        await client.close()
+        with pytest.raises(NotAdmitted, match="does not admit"):
+            await club.generate(invite)
+        (carol,) = [member for member in await club.members() if member["note"] == "Carol"]
+        assert carol["revoked"]
+
+
+@in_virtual_time
+async def test_a_revoked_home_cannot_come_back_as_another_program(tiny: TinyModel, tmp_path: Path) -> None:
+    """By an invite of several, of which the others go on."""
+    async with club_of(tiny, tmp_path) as club:
+        shared = club.invite(Role.CLIENT)
+        assert await club.generate(shared, "one") == await club.generate(shared, "other") == tiny.alone(PROMPT, NEW)
+        home = load_home_key(club.virtual.folder / "one")
+        await club.revoke(homes=[home.public])
+        (club.virtual.folder / "one" / "client.key").unlink()
+        with pytest.raises(NotAdmitted, match="does not admit"):
+            await club.generate(shared, "one")
+        assert await club.generate(shared, "other") == tiny.alone(PROMPT, NEW)
 
 
 @in_virtual_time

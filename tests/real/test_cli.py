@@ -57,6 +57,7 @@ def test_generate_and_status_for_scripts(stages: Stages, tiny: TinyModel, tmp_pa
     assert {"first_token_s", "seconds", "tokens_per_s", "reroutes"} <= result.keys()
     status = json.loads(swarmnode("status", str(stages.local.file), "--json", home=tmp_path).stdout)
     assert status["covered"] is True and status["units"] == 6
+    assert status["max_model_len"] == json.loads((tiny.folder / "config.json").read_text())["max_position_embeddings"]
     assert {(peer["name"], tuple(peer["span"])) for peer in status["peers"]} >= {("a1", (0, 3)), ("b2", (3, 6))}
     assert set(status["addresses"]) == {*status["bootstraps"], *(peer["peer"] for peer in status["peers"])}
     wrong = swarmnode("generate", str(stages.local.file), "--ids", "99999", home=tmp_path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +35,7 @@ class Club:
         local.environment["SWARMNODE_OWNER_PASSWORD"] = PASSWORD
         assert local.create(model.folder, membership="private") == ""
         self.door = local.bootstrap()
-        volunteers = self.invite()
+        volunteers = self.invite("--uses", "2")
         self.nodes = [self.node(name, span, volunteers) for name, span in (("a", "0:3"), ("b", "3:6"))]
         self.client_invite = self.invite("--role", "client")
 
@@ -47,6 +49,13 @@ class Club:
         prompt = ",".join(map(str, PROMPT))
         arguments = (invite, "--ids", prompt, "-n", str(NEW), "--json", *options)
         return json.loads(self.local.command("generate", *arguments))["ids"]
+
+    def members(self) -> dict[str, Any]:
+        picture: dict[str, Any] = json.loads(self.local.command("members", str(self.local.file), "--json"))
+        return picture
+
+    def uses(self, note: str) -> int:
+        return next(invite["used"] for invite in self.members()["invites"] if invite["note"] == note)
 
     @property
     def swarm(self) -> Swarm:
@@ -64,10 +73,38 @@ def test_invited_nodes_serve_an_invited_client(club: Club, tiny: TinyModel) -> N
         node.wait_for("ready")
     trusted = [option for node in club.nodes for option in ("--trust", node.peer[-12:])]
     assert club.generate(club.client_invite, *trusted) == tiny.alone(PROMPT, NEW)
-    picture = json.loads(club.local.command("members", str(club.local.file), "--json"))
+    picture = club.members()
     roles = {member["name"]: member["role"] for member in picture["members"]}
-    assert roles == {"a": "volunteer", "b": "volunteer", "bootstrap": "trainer"}
-    assert [invite["role"] for invite in picture["invites"]] == ["trainer", "volunteer", "client"]
+    assert {name: roles[name] for name in ("a", "b", "bootstrap")} == dict.fromkeys(
+        ("a", "b", "bootstrap"), "volunteer"
+    )
+    assert [invite["role"] for invite in picture["invites"]] == ["volunteer", "volunteer", "client"]
+
+
+def test_a_friend_looks_fails_lends_and_asks_by_one_use(club: Club, tiny: TinyModel, tmp_path: Path) -> None:
+    """With one home; then a second one comes with the same invite, and the owner revokes the friend, who is away by then."""
+    invite, home = club.invite("--note", "Carol"), club.local.folder / "homes" / "carol"
+    used = {"home": str(home), "node": ["run", invite, "--span", "0:3", "--json"]}
+    said = club.local.command("doctor", invite, "--home", used["home"])
+    assert "ok   invite: for a volunteer, until" in said and "this look did not use it" in said
+    with pytest.raises(LocalError, match="cuda"):
+        club.local.command(*used["node"], "--device", "cuda:7", "--home", used["home"])
+    assert club.uses("Carol") == 0
+    node = club.local.start("carol", used["node"])
+    node.wait_for("ready")
+    ask = ("generate", invite, "--ids", ",".join(map(str, PROMPT)), "-n", str(NEW), "--json")
+    assert json.loads(club.local.command(*ask, "--home", used["home"]))["ids"] == tiny.alone(PROMPT, NEW)
+    assert club.uses("Carol") == 1
+    with pytest.raises(LocalError, match="does not admit"):
+        club.local.command(*ask, "--home", str(tmp_path / "another"))
+    node.kill(signal.SIGINT)
+    assert node.finish(START_TIMEOUT_S) == 0
+    told = json.loads(club.local.command("revoke", str(club.local.file), "Carol", "--json"))
+    assert len(told["invites"]) == 1 and told["told"] >= 1
+    with pytest.raises(LocalError, match=r"revoked|does not admit"):
+        club.local.command(*ask, "--home", used["home"])
+    (carol,) = [member for member in club.members()["members"] if member["note"] == "Carol"]
+    assert carol["revoked"] and carol["state"] == "offline" and len(carol["peers"]) == 2
 
 
 async def test_a_stranger_who_knows_everything_but_has_no_invite_gets_nothing(club: Club, tmp_path: Path) -> None:

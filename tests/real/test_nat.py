@@ -37,7 +37,7 @@ def found(local: LocalSwarm, lab: NatLab, model: Path) -> str:
     for door in DOORS:
         more = () if door == DOORS[0] else ("--host-maddr", f"/ip4/{door}/tcp/4001")
         local.bootstrap(*more, inside=lab.inside("doors"))
-    return local.command("invite", str(local.file)).strip()
+    return local.command("invite", str(local.file), "--uses", "0").strip()
 
 
 def generate(local: LocalSwarm, lab: NatLab, invite: str) -> list[int]:

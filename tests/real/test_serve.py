@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from swarmnode.cli.options.gateway import PAGE_LINK
 from swarmnode.lending.control_client import running_gateways, tell_node
 from swarmnode.localswarm import STOP_TIMEOUT_S, NodeProcess
 from tests.browser.axe import serious_faults
@@ -114,7 +115,7 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
     if program is None:
         pytest.skip("there is no chromium here: apt-get install chromium")
     with Chromium(program, tmp_path / "profile") as browser:
-        page = browser.open(server.wait_for("serving")["page"])
+        page = browser.open(own_link(server))
         page.wait_until("document.getElementById('model').value")
         page.evaluate("document.getElementById('max-tokens').value = 3000")
         page.type_and_enter("#prompt", "# <script>alert(1)</script>\n**bold**")
@@ -142,9 +143,17 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
         assert serious_faults(page, tmp_path) == []
 
 
+def own_link(server: NodeProcess) -> str:
+    """The page with the owner's token, which is not printed into a pipe."""
+    assert "#owner=" not in server.wait_for("serving")["page"]
+    return (server.home / PAGE_LINK).read_text().strip()
+
+
 def invite_somebody(page: BrowserPage) -> None:
     """As the swarm's owner, who mistypes the password first, with a note that is markup."""
     page.wait_until("document.querySelectorAll('#members .member').length")
+    form = "[...document.querySelectorAll('#invite-role option, #invite-life, #invite-uses')].map((each) => each.value)"
+    assert page.evaluate(form) == ["volunteer", "client", "bootstrap", "31536000", "1"], "as `swarmnode invite`"
     page.evaluate("document.getElementById('invite-note').value = '<img src=x onerror=alert(2)>'")
     page.evaluate("document.getElementById('invite-make').click()")
     page.type_and_enter("#owner-password", "guess")
@@ -153,6 +162,8 @@ def invite_somebody(page: BrowserPage) -> None:
     page.wait_until(
         "document.querySelector('#new-invite textarea')?.value && document.querySelector('#new-invite .qr path')"
     )
+    steps = page.evaluate("[...document.querySelectorAll('#new-invite li code')].map((each) => each.textContent)")
+    assert steps[0] == "swarmnode join" and steps[1].startswith("swarmnode run "), "what the friend types"
     page.wait_until("document.querySelector('#invites').textContent.includes('onerror=alert(2)')")
     assert not page.evaluate(
         "document.getElementById('owner-dialog').open || document.getElementById('owner-password').value"

@@ -12,6 +12,7 @@ OWNER = SigningKey(b"o" * 32)
 STRANGER = SigningKey(b"s" * 32)
 NOW = 1_800_000_000.0
 DAY_S = 86_400
+HOME, ANOTHER_HOME = SigningKey(b"h" * 32), SigningKey(b"H" * 32)
 ALICE, BOB, CAROL = (Identity(name.encode().ljust(32, b".")).peer_id for name in ("alice", "bob", "carol"))
 
 
@@ -38,8 +39,8 @@ class Ticket:
     def id(self) -> bytes:
         return self.value.invite_id
 
-    def certificate(self, peer: str, at: float = NOW) -> bytes:
-        return admit_peer(self.grant, self.key, SWARM, peer, at)
+    def certificate(self, peer: str, at: float = NOW, *, home: SigningKey | None = None) -> bytes:
+        return admit_peer(self.grant, self.key, SWARM, peer, at, home=home)
 
 
 def private() -> Membership:
@@ -48,7 +49,11 @@ def private() -> Membership:
 
 
 def listed(
-    *, peers: tuple[str, ...] = (), invites: tuple[bytes, ...] = (), after: RevocationList | None = None
+    *,
+    peers: tuple[str, ...] = (),
+    invites: tuple[bytes, ...] = (),
+    homes: tuple[bytes, ...] = (),
+    after: RevocationList | None = None,
 ) -> bytes:
     """A signed revocation list."""
-    return sign_list((after or nobody(SWARM)).extended(NOW, peers=peers, invites=invites), OWNER)
+    return sign_list((after or nobody(SWARM)).extended(NOW, peers=peers, invites=invites, homes=homes), OWNER)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 PORT = 4001
-USES = 2  # a node and a client
+USES = 1
 TRY_S = 3.0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +21,13 @@ from swarmnode.counting import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from swarmnode.client.owner_client import OwnerClient
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
 SHOWN_CHARS = 8  # of an invite's id
 SOON_S = 48 * 3600.0  # a nearer end is shown to the minute
-ROLES = ("volunteer", "client", "trainer", "bootstrap")
+ROLES = ("volunteer", "client", "bootstrap", "trainer")
+USES = 1
 
 
 @command
@@ -29,22 +35,24 @@ def revoke(
     *,
     swarm: str = SWARM_FILE,
     who: str = argument(
-        ..., "A machine's id, the id's end or its name; or an invite or its id's beginning.", metavar="PEER|INVITE"
+        ...,
+        "A member: its name, the note of its invite, or a machine's id or the id's end; or an invite or its id's beginning.",
+        metavar="MEMBER|INVITE",
     ),
     owner: OwnerOptions,
     home: Path = HOME,
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """End a membership. Within a minute, all members cut their links to the machine and refuse it, even if you go offline.
+    """End a membership, or an invite with all memberships by it, whether or not anyone is online.
 
-    A revoked machine can come back under another id while its invite has uses left: revoke the invite too.
+    Within a minute, all members that are online cut their links to the machine and refuse it, even if you go offline. If the
+    member's invite was for one machine, the invite ends too; if it has uses left for others, the person can come back by it.
 
-    Example: swarmnode revoke friends.swarm 5TqWZRpY
+    Example: swarmnode revoke friends.swarm Carol
     """
     logs.begin()
-    from swarmnode.client.owner_client import OwnerClient, end_membership, find_member
-    from swarmnode.errors import NetworkDown
+    from swarmnode.client.owner_client import OwnersView, Revocation, end_membership
     from swarmnode.membership.owner import find_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
@@ -52,30 +60,40 @@ def revoke(
     file = swarm_file(swarm)
     loaded = load_swarm(file)
     book = open_issued_invites(issued_invites_path(file))
+    find_invite(who, loaded, book)  # an invite to another swarm is refused before anything is asked
     key = owner.key_of(file)
-    invite = find_invite(who, loaded, book)
 
-    async def carry_out(_stop: asyncio.Event) -> tuple[str | None, int]:
-        try:
-            owner_client = await OwnerClient.join(loaded, home)
-        except NetworkDown:
-            owner_client = None
-        try:
-            peer = None if invite else find_member(who, loaded, book, owner_client)
-            return peer, await end_membership(loaded, key, book, owner_client, peer=peer, invite=invite)
-        finally:
-            if owner_client is not None:
-                await owner_client.close()
+    async def carry_out(_stop: asyncio.Event) -> tuple[Revocation, int]:
+        async with _owner_if_online(loaded, home) as client:
+            ended = (await OwnersView.read(loaded, book, client)).find(who)
+            return ended, await end_membership(loaded, key, book, client, ended)
 
-    peer, told = run_async(carry_out)
+    ended, told = run_async(carry_out)
     if as_json:
-        print_json({"peer": peer, "invite": invite.hex() if invite else None, "told": told})
+        print_json({**ended.told(), "told": told})
     elif told:
-        say(
-            f"Revoked {peer or 'invite ' + (invite or b'').hex()}: {counted(told, 'machine')} got the news and will pass it on."
-        )
+        say(f"Revoked {ended.name}: {counted(told, 'machine')} got the news and will pass it on.")
     else:
-        say(f"Revoked and saved in {book.path}; no machine is online. To spread it, run a node with {swarm}.")
+        say(
+            f"Revoked {ended.name} and saved it in {book.path}; no machine is online. To spread it, run a node with {swarm}."
+        )
+
+
+@contextlib.asynccontextmanager
+async def _owner_if_online(swarm: Swarm, home: Path) -> AsyncIterator[OwnerClient | None]:
+    """Join the swarm as its owner for as long as the context lasts; yields None if no machine answers."""
+    from swarmnode.client.owner_client import OwnerClient
+    from swarmnode.errors import NetworkDown
+
+    try:
+        client = await OwnerClient.join(swarm, home)
+    except NetworkDown:
+        yield None
+        return
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 @dataclass(frozen=True)
@@ -83,15 +101,19 @@ class InviteOptions:
     """Options of an invite. Each except `role` is the field of InviteTerms with the same name."""
 
     peer: str = option("", "Only for this machine; run `swarmnode id` there to get its id.", metavar="ID")
-    role: str = option("volunteer", "What the member may do: lend, use, train, or be a bootstrap peer.", choices=ROLES)
+    role: str = option(
+        "volunteer",
+        "What the member may do: use the swarm, lend to it, or be a bootstrap peer; in a swarm that trains, also feed it.",
+        choices=ROLES,
+    )
     life_s: float | None = option(
         "365d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
     )
-    uses: int = option(0, "How many machines can use the invite; default: any number.", metavar="N")
+    uses: int = option(USES, "How many machines can use the invite, for all they do; 0: any number.", metavar="N")
     group: str = option(
         "", "Group that you vouch for, as a region or a club; clients can restrict routes to it.", metavar="NAME"
     )
-    note: str = option("", "Note for your own list; not in the invite.")
+    note: str = option("", "Whom the invite is for: `members` shows it, `revoke` takes it; not in the invite.")
 
 
 @command
@@ -105,7 +127,7 @@ def invite(
 ) -> None:
     """Print an invite to a private swarm. Anyone with the invite can join, by `swarmnode run INVITE`, even while you are offline.
 
-    Example: swarmnode invite friends.swarm --role volunteer --uses 3 --expires 30d
+    Example: swarmnode invite friends.swarm --note Carol --expires 30d
     """
     from swarmnode.membership.owner import InviteTerms, issue_invite
     from swarmnode.swarm.records.certificate import Role
@@ -142,26 +164,27 @@ def qr_code(line: str) -> str:
 def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs: Verbosity) -> None:
     """Show the members of a swarm.
 
-    With the owner's .swarm file, it also shows the issued invites. Members who only use the swarm appear if they joined by an
-    invite with --uses; the others are recorded nowhere.
+    With the owner's .swarm file, it shows every member that was ever seen, also those that are offline, and the issued invites. A
+    member that only uses the swarm is seen if its invite has a number of uses, or while it speaks with a machine of yours.
 
     Example: swarmnode members friends.swarm
     """
     logs.begin()
-    from swarmnode.client.owner_client import OwnerClient
+    from swarmnode.client.owner_client import OwnersView
+    from swarmnode.errors import NetworkDown
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 
     loaded = open_swarm(swarm, home)
-    guests = open_issued_invites(issued_invites_path(loaded.file)).guests if loaded.file else []
+    book = open_issued_invites(issued_invites_path(loaded.file)) if loaded.file else None
 
-    async def look(_stop: asyncio.Event) -> dict[str, Any]:
-        owner_client = await OwnerClient.join(loaded, home)
-        try:
-            return owner_client.picture(guests)
-        finally:
-            await owner_client.close()
+    async def look(_stop: asyncio.Event) -> OwnersView:
+        async with _owner_if_online(loaded, home) as client:
+            if client is None and (book is None or not book.guests):
+                raise NetworkDown(f"no machine of {loaded.name} is online, and there is no book of its members here")
+            return await OwnersView.read(loaded, book, client)
 
-    picture = run_async(look)
+    view = run_async(look)
+    picture = view.told()
     if as_json:
         print_json(picture)
         return
@@ -175,13 +198,16 @@ def members_table(picture: dict[str, Any]) -> Table:
     from swarmnode.cli.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
-    seen = f"{counted(len(picture['members']), 'member')} seen, {counted(count, 'revocation')}"
-    title = f"{picture['membership']} swarm {picture['name']}: {seen}"
-    table = new_table(title, ("peer", "name", "state", "role", "group", "invite", "until"))
+    title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
+    title += f", {counted(count, 'revocation')}" + ("" if picture["online"] else "; no machine is online")
+    table = new_table(title, ("member", "name", "state", "seen", "role", "group", "ids", "invite", "until"))
     for member in picture["members"]:
-        texts = (member.get(field, "") for field in ("name", "state", "role", "group"))
-        until = end(member["expires_at"]) if "role" in member else ""
-        table.add_row(member["peer"][-8:], *texts, member.get("invite", "")[:SHOWN_CHARS], until)
+        state = "revoked" if member["revoked"] else member["state"]
+        seen = ago(member["seen_at"]) if member["state"] == "offline" else "now"
+        until = end(member["expires_at"]) if member["invite"] else ""
+        ids = " ".join(peer["peer"][-SHOWN_CHARS:] for peer in member["peers"])
+        texts = (member["role"], member["group"], ids, member["invite"][:SHOWN_CHARS], until)
+        table.add_row(member["label"], member["name"], state, seen, *texts)
     return table
 
 
@@ -206,3 +232,15 @@ def end(unix_s: int | None) -> str:
     if left_s <= 0:
         return "expired"
     return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M" if left_s < SOON_S else "%Y-%m-%d")
+
+
+def ago(unix_s: int) -> str:
+    """Return how long ago a time was, as text: "just now", "5 min ago", "3 h ago", or the day."""
+    past_s = time.time() - unix_s
+    if past_s < 60:
+        return "just now"
+    if past_s < 3600:
+        return f"{past_s // 60:.0f} min ago"
+    if past_s < SOON_S:
+        return f"{past_s // 3600:.0f} h ago"
+    return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d")

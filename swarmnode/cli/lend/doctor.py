@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,13 +74,17 @@ def _ask_for_bandwidth(swarm: str) -> None:
 
 
 async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Finding]:
-    """Examine a swarm's bootstrap peers from outside; then join as a client if one of them answers."""
+    """Examine a swarm's bootstrap peers from outside; then join as a client if one of them answers. An invite that this machine has
+    not used yet is only looked at, since joining would count a use; a test of the bandwidth joins all the same."""
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.examination.machine import Finding, examine_bootstraps, judge_bandwidth, judge_versions
+    from swarmnode.examination.machine import Finding, examine_bootstraps, judge_bandwidth, judge_invite, judge_versions
+    from swarmnode.membership.access_control import is_first_use
 
     findings = await examine_bootstraps(swarm)
     if all(finding.verdict == "bad" for finding in findings):
         return findings
+    if not bandwidth and is_first_use(swarm, home):
+        return [*findings, judge_invite(swarm, time.time())]
     try:
         async with await SwarmClient.join(swarm, home=home, patience_s=JOIN_PATIENCE_S, audit_share=0.0) as client:
             measured = await client.bandwidth(BANDWIDTH_PEERS) if bandwidth else None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.terminal.console import is_kept, print_json, say
 from swarmnode.cli.terminal.formatting import origin
 from swarmnode.errors import NetworkDown
+from swarmnode.files import write_private
 from swarmnode.lending.control_client import GATEWAYS
 from swarmnode.net.tasks import until_first
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")  # nosec B104  # only compared with
 PORT = 8000
+PAGE_LINK = "page-link"  # file in the home folder
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class GatewayAddress:
         from swarmnode.gateway.page.page import Page
         from swarmnode.lending.control_server import CommandSocket
 
-        gateway = Gateway(clients, keys, config or GatewayConfig())
+        gateway = Gateway(clients, keys, config or GatewayConfig(), home=self.home)
         page = Page(gateway, self.home)
         async with (
             gateway.loading(),
@@ -87,8 +89,12 @@ class GatewayAddress:
     def _tell(self, port: int, token: str, models: list[str]) -> None:
         url = f"{origin(self.host, port)}/v1"
         page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
-        if not is_kept(sys.stdout):  # a journal has other readers; the owner finds the token in the home folder
-            page += f"#owner={token}"
+        link = f"{page}#owner={token}"
+        write_private(self.home / PAGE_LINK, f"{link}\n".encode(), make_folder=True)
+        if is_kept(sys.stdout):  # a log has other readers
+            say(f"Your own link to the page, with your rights as the owner: cat {self.home / PAGE_LINK}", err=True)
+        else:
+            page = link
         served = Served(url, page, models)
         served.print_json() if self.as_json else self.say(served)
 

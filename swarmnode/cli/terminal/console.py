@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import signal
-import stat
 import sys
 import threading
 import time
@@ -262,12 +261,12 @@ def has_terminal() -> bool:
 
 
 def is_kept(stream: IO[str]) -> bool:
-    """Return whether output to `stream` is stored for others to read, by a journal or in a file."""
+    """Return whether output to `stream` may be stored for others to read: by a journal, in a file, or behind a pipe, as by Docker.
+    Only a terminal's is not."""
     try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):
+        return not stream.isatty()
+    except ValueError:  # the stream is closed
         return False
-    return stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _to_nowhere(descriptors: Iterable[int]) -> None:

@@ -29,6 +29,7 @@ from swarmnode.cli.terminal.console import (
 from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 if TYPE_CHECKING:
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.peers.standing import Trust
 
 log = logging.getLogger(__name__)
@@ -96,10 +97,9 @@ def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, 
     return swarm, prompt
 
 
-async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
-    if stream and (missing := client.status()["missing"]):
-        units, wait_s = ", ".join(ranges(missing)), client.config.patience_s
-        say(f"No machine holds layers {units} yet; waiting for up to {wait_s:.0f} s", err=True)
+async def _produce(client: SwarmClient, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
+    if stream:
+        tell_missing(client)
     stream_of_text = await client.stream(prompt, options)
     result, smooth = stream_of_text.result, False
     try:
@@ -113,6 +113,13 @@ async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream
     if stream:
         say()
     return generation_json(result)
+
+
+def tell_missing(client: SwarmClient) -> None:
+    """Print on standard error which layers no machine holds, and how long the client waits for them; nothing if all are held."""
+    if missing := client.status()["missing"]:
+        units, wait_s = ", ".join(ranges(missing)), client.config.patience_s
+        say(f"No machine holds layers {units} yet; waiting for up to {wait_s:.0f} s", err=True)
 
 
 def generation_json(result: Any) -> dict[str, Any]:

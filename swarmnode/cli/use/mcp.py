@@ -25,8 +25,8 @@ def mcp(
 ) -> None:
     """Offer a swarm to an agent as tools (MCP).
 
-    The tools are status, and what the swarm's model can do: generate and trace, embed, classify, or infer. The agent starts and
-    ends this command.
+    The tools are status, and what the swarm's model can do: chat, generate and trace, embed, classify, or infer. The agent
+    starts and ends this command.
 
     Example: claude mcp add friends -- swarmnode mcp friends
     """

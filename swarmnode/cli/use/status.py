@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
 from swarmnode.cli.terminal.formatting import one_line
 from swarmnode.counting import counted
+from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -27,6 +29,7 @@ LINKED = 32  # peers whose links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
 KEPT = 6
 SLOWEST = 3
+CONFIG_S = 5.0  # for machines to send the model's config
 
 Picture = Mapping[str, Any]
 
@@ -107,7 +110,7 @@ def status(
 ) -> None:
     """Show the machines of a swarm and their layers.
 
-    It also shows whether they hold the whole model.
+    It also shows whether they hold the whole model, and how long a text may be.
 
     Example: swarmnode status friends.swarm --watch
     """
@@ -117,6 +120,7 @@ def status(
 
     async def look(stop: asyncio.Event) -> None:
         async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
+            await _read_limits(client)
 
             def status_of() -> dict[str, Any]:
                 picture = client.status()
@@ -134,6 +138,14 @@ def status(
                 show(status_table(status_of()))
 
     run_async(look)
+
+
+async def _read_limits(client: SwarmClient) -> None:
+    """Read the model's config, which has the number of positions of a text. If no machine sends it within `CONFIG_S` seconds, the
+    status goes without that number."""
+    if client.status()["peers"]:
+        with contextlib.suppress(SwarmnodeError, asyncio.TimeoutError):
+            await asyncio.wait_for(client.limits(), CONFIG_S)
 
 
 async def _tell(client: SwarmClient, status_of: Callable[[], dict[str, Any]]) -> None:
@@ -194,7 +206,8 @@ def status_table(status: dict[str, Any]) -> Table:
     covered = Text("covered", "green")
     if status["missing"]:
         covered = Text(f"no machine holds {', '.join(ranges(status['missing']))}", "red")
-    title = Text.assemble(one_line(f"swarm {status['name']}: {units} layers, {step}"), covered)
+    positions = f"{status['max_model_len']:,} tokens of context, " if status.get("max_model_len") else ""
+    title = Text.assemble(one_line(f"swarm {status['name']}: {units} layers, {positions}{step}"), covered)
     trains = status["mode"] == "train"
     # On one machine or LAN, nothing is known.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])

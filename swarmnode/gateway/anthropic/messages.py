@@ -277,7 +277,7 @@ class _MessageStyle:
         self._parts = Parts()
         self._begun = False
 
-    def whole(self, texts: Sequence[Text]) -> MessageReply:
+    async def whole(self, texts: Sequence[Text]) -> MessageReply:
         [text] = texts
         for _ in self._parts.push(text.reasoning, text.text, text.calls, over=True):
             pass
@@ -294,7 +294,7 @@ class _MessageStyle:
             events.append(NamedEvent.of("message_delta", delta=delta, usage=self._usage().model_dump()))
         return events
 
-    def ending(self) -> Sequence[BaseModel | str]:
+    async def ending(self) -> Sequence[BaseModel | str]:
         return [NamedEvent.of("message_stop")]
 
     def _step(self, event: PartEvent) -> NamedEvent:
@@ -313,7 +313,7 @@ class _MessageStyle:
         if part.kind is PartKind.REASONING:
             return ThinkingBlock(thinking=part.text)
         assert part.call is not None
-        id = f"toolu_{self._answer.trace}_{part.index}"
+        id = f"toolu_{self._answer.stem}_{part.index}"
         return ToolUseBlock(id=id, name=part.call.name, input=json.loads(part.text or "{}"))
 
     def _message(self, content: list[ReplyBlock], reason: str | None) -> MessageReply:

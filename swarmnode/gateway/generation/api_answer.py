@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.http.event_stream import EventStream, event
 
 REQUEST_ID = "X-Request-Id"
+UNIQUE_BYTES = 6
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Text:
 class Style(Protocol):
     """Response format of one API (OpenAI, Anthropic, …)."""
 
-    def whole(self, texts: Sequence[Text]) -> BaseModel:
+    async def whole(self, texts: Sequence[Text]) -> BaseModel:
         """Build the complete response body.
 
         Args:
@@ -67,7 +69,7 @@ class Style(Protocol):
         """
         ...
 
-    def ending(self) -> Sequence[BaseModel | str]:
+    async def ending(self) -> Sequence[BaseModel | str]:
         """Build the events that end a stream, after the last piece of the last choice.
 
         Returns:
@@ -84,6 +86,7 @@ class ApiAnswer:
         self.created = int(time.time())
         self.choices = choices
         self._prefix = prefix
+        self._unique = secrets.token_hex(UNIQUE_BYTES)
         self._prompt_tokens = sum(map(len, prompts))
 
     def __repr__(self) -> str:
@@ -95,9 +98,15 @@ class ApiAnswer:
         return self.choices[0].trace
 
     @property
+    def stem(self) -> str:
+        """Ending of the ids of the answer and of its parts: random digits and the trace. Answers of one conversation may share
+        their trace, because they continue one session."""
+        return f"{self._unique}-{self.trace}"
+
+    @property
     def id(self) -> str:
-        """Id of the answer: the API's prefix and the trace."""
-        return f"{self._prefix}{self.trace}"
+        """Id of the answer: the API's prefix and the stem."""
+        return f"{self._prefix}{self.stem}"
 
     def usage(self) -> TokenUsage:
         """Return the token counts up to now. A prompt that several choices continue counts once."""
@@ -119,8 +128,8 @@ class ApiAnswer:
             return events
         with ClientWatch(request.receive) as client:
             texts = await client.run(self._texts())
-        whole = style.whole(texts).model_dump_json()
-        return Response(whole, media_type="application/json", headers={REQUEST_ID: self.trace})
+        whole = await style.whole(texts)
+        return Response(whole.model_dump_json(), media_type="application/json", headers={REQUEST_ID: self.trace})
 
     async def _texts(self) -> list[Text]:
         texts = [Text(choice.index) for choice in self.choices]
@@ -142,7 +151,7 @@ class ApiAnswer:
                     running -= piece.finish_reason is not None
                     told: list[BaseModel | bytes | str] = list(style.events(piece))
                     if not running:
-                        told += style.ending()  # sent together with the last piece
+                        told += await style.ending()  # sent together with the last piece
                     yield b"".join(map(event, told))
                     begun = True
         except (SwarmnodeError, ApiError) as error:

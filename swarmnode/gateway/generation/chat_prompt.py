@@ -41,7 +41,7 @@ class ChatPrompter:
     @property
     def system_place(self) -> str:
         """Place of system texts: the template's own, or before the first user message."""
-        return BY_TEMPLATE if self.shows_system else "before the first user message"
+        return system_place(shows_system=self.shows_system)
 
     @property
     def tool_place(self) -> str:
@@ -76,6 +76,11 @@ class ChatPrompter:
             self._tokenizer.encode_messages(*said(""))  # raises CheckpointError if the template refuses the role
             if not self._tokenizer.shows(said):
                 raise bad_request(f"the model's chat template shows no messages of the role {role!r}", "messages")
+
+
+def system_place(*, shows_system: bool) -> str:
+    """Return the place of system texts for a template that shows them or not: "template", or "before the first user message"."""
+    return BY_TEMPLATE if shows_system else "before the first user message"
 
 
 def with_calls_as_text(turns: Sequence[Turn]) -> list[Turn]:

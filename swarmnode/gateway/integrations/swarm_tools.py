@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel
 
 from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.tokenizer import SYSTEM, Tokenizer, Turn
 from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
 from swarmnode.errors import SwarmnodeError, UsageError
+from swarmnode.gateway.generation.chat_prompt import system_place
+from swarmnode.gateway.generation.choice_stream import LENGTH, STOP
 from swarmnode.measuring.timeline import Stop, Timeline
+from swarmnode.serving.client.generation import GenerateOptions, Generation
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
+from swarmnode.version import __version__
 
 MAX_TEXTS = 64  # an agent reads every result
 MAX_NUMBERS = 4096
+
+
+class ToolMessage(BaseModel):
+    """Message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 class SwarmTools:
@@ -32,30 +46,62 @@ class SwarmTools:
         """Return an MCP server called `name`, with the tools that suit the task of the swarm's model."""
         manifest = self._client.manifest
         told = f"The swarm {name}: volunteers' machines that run a model together. It {manifest.purpose}."
-        server = MCPServer(name, instructions=told)
+        server = MCPServer(name, instructions=told, version=__version__)
         for tool in (*self._by_task().get(manifest.task, ()), self.status):
             server.add_tool(tool)
         return server
 
     def _by_task(self) -> dict[str, tuple[Callable[..., Any], ...]]:
         return {
-            GENERATE: (self.generate, self.trace),
+            GENERATE: (self.chat, self.generate, self.trace),
             EMBED: (self.embed,),
             CLASSIFY: (self.classify,),
             INFER: (self.infer,),
         }
 
-    async def generate(
-        self, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int | None = None
+    async def chat(
+        self,
+        messages: list[ToolMessage],
+        system: str = "",
+        max_tokens: int = 512,
+        stop: list[str] | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
     ) -> dict[str, Any]:
-        """Let the swarm's model continue a text. Returns the new text, the trace, and the machines that computed it. Raises
-        ToolError."""
+        """Let the swarm's model answer a conversation by its chat template.
+
+        `messages` are in order, the last one is the user's; `system` is a system text before them. The answer has at most
+        `max_tokens` tokens and ends before the first of the `stop` strings. Without a temperature, the model's own sampling
+        defaults apply. Returns the new text, why it ended ("stop" or "length"), the trace, and the machines that computed it.
+        Raises ToolError if the model has no chat template.
+        """
+        turns = [Turn(message.role, message.content) for message in messages]
+        if system:
+            turns.insert(0, Turn(SYSTEM, system))
         with _told_in_words():
-            result = await self._client.generate(
-                prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-            )
-        machines = [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route]
-        return {"text": result.text, "tokens": len(result.ids), "trace": result.trace, "machines": machines}
+            if not turns:
+                raise UsageError("send at least one message")
+            if not (await self._client.chat_tokenizer()).has_chat_template:
+                raise UsageError("this model has no chat template, so it cannot read conversations: use generate")
+            drawing: dict[str, Any] = {**await self._client.generation_defaults(), "seed": seed}
+            if temperature is not None:
+                drawing["temperature"] = temperature
+            options = GenerateOptions(max_new_tokens=max_tokens, **drawing)
+            return _written(await self._client.chat(turns, options, stop=stop or ()))
+
+    async def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = 128,
+        stop: list[str] | None = None,
+        temperature: float = 0.0,
+        seed: int | None = None,
+    ) -> dict[str, Any]:
+        """Let the swarm's model continue a text, which ends before the first of the `stop` strings. Returns the new text, why it
+        ended ("stop" or "length"), the trace, and the machines that computed it. Raises ToolError."""
+        with _told_in_words():
+            options = GenerateOptions(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+            return _written(await self._client.generate(prompt, options, stop=stop or ()))
 
     async def embed(self, texts: list[str]) -> dict[str, list[list[float]]]:
         """Return the vector that the swarm's model makes of each text: texts with a similar meaning have vectors of a similar
@@ -85,8 +131,21 @@ class SwarmTools:
 
     async def status(self) -> dict[str, Any]:
         """Return the machines of the swarm, the layers (units) of the model that each one holds, and the layers that no machine
-        holds."""
-        return self._client.status()
+        holds. For a language model, `max_model_len` is the number of tokens that prompt and answer may have, `chat_template` says
+        whether it answers conversations, and `system_prompt` where system texts go; they are null while no machine tells."""
+        template = await self._template() if self._client.manifest.task == GENERATE else {}
+        return {**self._client.status(), **template}
+
+    async def _template(self) -> dict[str, Any]:
+        try:
+            await self._client.limits()  # status has the number of positions after that
+            tokenizer = await self._client.tokenizer()
+        except SwarmnodeError:
+            return {"chat_template": None, "system_prompt": None}
+        if not isinstance(tokenizer, Tokenizer) or not tokenizer.has_chat_template:
+            return {"chat_template": False, "system_prompt": None}
+        shows_system = await asyncio.to_thread(lambda: tokenizer.shows_system)
+        return {"chat_template": True, "system_prompt": system_place(shows_system=shows_system)}
 
     async def trace(self, trace: str) -> dict[str, Any]:
         """Return where the time of a generation went: for each machine the tokens, and the median milliseconds of waiting and of
@@ -98,6 +157,16 @@ class SwarmTools:
         if len(known) != TRACE_ID_BYTES:
             raise ToolError(f"a trace is {2 * TRACE_ID_BYTES} hex digits, not {trace!r}")
         return {"machines": [_machine(stop) for stop in Timeline(await self._client.traces(known)).stops]}
+
+
+def _written(result: Generation) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "tokens": len(result.ids),
+        "finish_reason": STOP if result.whole else LENGTH,
+        "trace": result.trace,
+        "machines": [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route],
+    }
 
 
 @contextlib.contextmanager

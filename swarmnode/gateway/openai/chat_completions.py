@@ -37,7 +37,7 @@ class _ChatStyle:
         self._begun: set[int] = set()  # choices whose role has been sent
         self._texts = TextEvents(lambda index, text: self._chunk(index, ChatMessage(content=text)))
 
-    def whole(self, texts: Sequence[Text]) -> ChatReply:
+    async def whole(self, texts: Sequence[Text]) -> ChatReply:
         choices = [
             ChatChoice(
                 index=text.index,
@@ -77,17 +77,17 @@ class _ChatStyle:
     def _chunk(self, index: int, delta: ChatMessage) -> ChatReply:
         return self._told("chat.completion.chunk", [ChatChoice(index=index, delta=delta)])
 
-    def ending(self) -> Sequence[ChatReply | str]:
+    async def ending(self) -> Sequence[ChatReply | str]:
         if not self._tells_usage:
             return [DONE]
         return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
 
     def _calls(self, choice: int, calls: Sequence[ToolCall]) -> list[ToolCallReply] | None:
-        """Return the calls in this API's format, with ids derived from the answer's trace; None if there are none."""
+        """Return the calls in this API's format, with ids that are unique in a conversation; None if there are none."""
         told = [
             ToolCallReply(
                 index=number,
-                id=f"call_{self._answer.trace}_{choice}_{number}",
+                id=f"call_{self._answer.stem}_{choice}_{number}",
                 function=FunctionCall(name=call.name, arguments=call.arguments),
             )
             for number, call in enumerate(calls)

@@ -90,7 +90,7 @@ class _CompletionStyle:
         self._lengths: Counter[int] = Counter()  # characters sent up to now, by choice
         self._echoes = {choice.index: echoes[choice.index // asked.texts] for choice in answer.choices if echoes}
 
-    def whole(self, texts: Sequence[Text]) -> CompletionReply:
+    async def whole(self, texts: Sequence[Text]) -> CompletionReply:
         choices = [self._choice(text.index, text) for text in texts]
         return self._told(choices, Usage.of(self._answer.usage()))
 
@@ -108,7 +108,7 @@ class _CompletionStyle:
         ids = list(said.ids) if self._tells_ids else None
         return TextChoice(index=index, text=text, finish_reason=said.finish_reason, logprobs=logprobs, token_ids=ids)
 
-    def ending(self) -> Sequence[CompletionReply | str]:
+    async def ending(self) -> Sequence[CompletionReply | str]:
         return [self._told([], Usage.of(self._answer.usage())), DONE] if self._tells_usage else [DONE]
 
     def _told(self, choices: list[TextChoice], usage: Usage | None = None) -> CompletionReply:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
@@ -21,14 +23,38 @@ from swarmnode.gateway.openai.conversation import (
     template_role,
     text_of,
 )
+from swarmnode.gateway.openai.kept_responses import Item, ItemPart
 
 LOGPROBS = "message.output_text.logprobs"
+COMPLETED = "completed"
+REFERENCE = "item_reference"
+SPOKEN_BY = {True: "output_text", False: "input_text"}  # types of text parts, by whether the model wrote them
+ID_BYTES = 12
+MAX_PAIRS, MAX_NAME_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # of metadata, as at OpenAI
+
+
+def _checked_metadata(pairs: Any) -> Any:
+    """Raise ValueError unless metadata are few short texts by short names."""
+    if isinstance(pairs, dict) and (
+        len(pairs) > MAX_PAIRS
+        or any(len(name) > MAX_NAME_CHARS for name in pairs)
+        or any(not isinstance(value, str) or len(value) > MAX_VALUE_CHARS for value in pairs.values())
+    ):
+        raise ValueError(
+            f"metadata are at most {MAX_PAIRS} texts of {MAX_VALUE_CHARS} characters, with names of {MAX_NAME_CHARS}"
+        )
+    return pairs
+
+
+Metadata = Annotated[dict[str, Any], BeforeValidator(_checked_metadata)]
 
 
 class InputItem(BaseModel):
-    """Item of a conversation: a message, a tool call, a tool's result, or reasoning of the model."""
+    """Item of a conversation: a message, a tool call, a tool's result, reasoning of the model, or a reference to an item of a kept
+    response by its id."""
 
     type: str = "message"
+    id: str | None = None
     role: str = ""
     content: str | Items[ContentPart] | None = None
     call_id: str = ""
@@ -67,7 +93,7 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
-    """Body of POST /v1/responses. Fields that refer to something stored at OpenAI are refused."""
+    """Body of POST /v1/responses. `previous_response_id` continues a kept response; `store` false keeps nothing of this one."""
 
     input: str | Items[InputItem]
     kept_conversation: Any = Field(None, alias="conversation")
@@ -76,6 +102,8 @@ class ResponsesRequest(SamplingFields):
     include: Items[str] | None = None
     top_logprobs: int | None = None
     instructions: str | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
     max_output_tokens: NewTokens | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -112,54 +140,90 @@ class ResponsesRequest(SamplingFields):
         }
         return {name: hint for name, hint in hints.items() if hint is not None}
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the conversation in the format of chat templates. Raises ApiError if it refers to a stored answer, prompt or
-        conversation, is to run in the background, or is malformed."""
-        kept = {
-            "previous_response_id": self.previous_response_id,
-            "conversation": self.kept_conversation,
-            "prompt": self.prompt,
-        }
-        for field in (name for name, told in kept.items() if told is not None):
-            raise bad_request(
-                f"{field} is not supported, because nothing is stored here: send the whole conversation as input", field
-            )
+    def check_supported(self) -> None:
+        """Raise ApiError if the request refers to a prompt or conversation at OpenAI, is to run in the background, or asks for
+        log-probabilities."""
+        for field, told in (("conversation", self.kept_conversation), ("prompt", self.prompt)):
+            if told is not None:
+                raise bad_request(f"{field} is not supported: use previous_response_id, or send the whole input", field)
         if self.background:
-            sentence = "background is not supported, because answers are not stored: wait for the answer, or stream it"
-            raise bad_request(sentence, "background")
+            raise bad_request("background is not supported: wait for the answer, or stream it", "background")
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             raise bad_request(
                 "logprobs are not supported here: use /v1/chat/completions or /v1/completions", "top_logprobs"
             )
-        turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
+
+    def items(self) -> list[Item]:
+        """Return the input as items, with references as they are. Raises ApiError if there are none or too many, or one is not
+        supported."""
         if isinstance(self.input, str):
-            return [*turns, {"role": "user", "content": self.input}]
+            return [_item(InputItem(role="user", content=self.input))]
         if not 0 < len(self.input) <= MAX_MESSAGES:
             raise bad_request(f"input must be a text, or 1 to {MAX_MESSAGES} items", "input")
-        for item in self.input:
-            _add(item, turns)
-        check_results(turns)
-        return turns
+        return list(map(_item, self.input))
 
 
-def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
+def _item(given: InputItem) -> Item:
+    """Return an item of a request in the form that is kept. Raises ApiError if it is not supported."""
+    if given.type == REFERENCE:
+        return Item(given.id or "", REFERENCE, COMPLETED)
+    random = secrets.token_hex(ID_BYTES)
+    if given.type == "function_call":
+        return Item(
+            f"fc_{random}",
+            given.type,
+            COMPLETED,
+            call_id=given.call_id,
+            name=given.name,
+            arguments=given.arguments,
+        )
+    if given.type == "function_call_output":
+        return Item(f"fco_{random}", given.type, COMPLETED, call_id=given.call_id, output=text_of(given.output))
+    if given.type == "reasoning":
+        parts = given.content if isinstance(given.content, list) else []
+        content = [ItemPart("reasoning_text", part.text or "") for part in parts]
+        return Item(f"rs_{random}", given.type, COMPLETED, content=content, summary=[])
+    if given.type != "message" or not given.role:
+        raise bad_request(
+            f"an item of type {given.type!r} is not supported, or lacks a role: leave it out, or add the role", "input"
+        )
+    text_of(given.content)  # raises ApiError if a part is no text
+    kind = SPOKEN_BY[given.role == ASSISTANT]
+    parts = [ContentPart(type=kind, text=given.content)] if isinstance(given.content, str) else given.content or []
+    content = [
+        ItemPart(part.type, refusal=part.refusal) if part.type == "refusal" else ItemPart(kind, part.text)
+        for part in parts
+    ]
+    return Item(f"msg_{random}", given.type, COMPLETED, given.role, content)
+
+
+def turns_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Return a conversation in the format of chat templates. Raises ApiError if it has too many items, a call's arguments are no
+    JSON, or a tool's result has no call before it."""
+    if len(items) > MAX_MESSAGES:
+        raise bad_request(f"the conversation has {len(items)} items, and at most {MAX_MESSAGES} are allowed", "input")
+    turns = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        _add(item, turns)
+    check_results(turns)
+    return turns
+
+
+def _add(item: Item, turns: list[dict[str, Any]]) -> None:
     """Add `item` to `turns`, in the format of chat templates: there the model's reasoning, text and calls are one turn. Raises
-    ApiError if the item is unsupported."""
+    ApiError if a call's arguments are no JSON."""
     if item.type == "function_call":
-        call = template_call(item.call_id, item.name, arguments_of(item.name, item.arguments))
+        name = item.name or ""
+        call = template_call(item.call_id or "", name, arguments_of(name, item.arguments or ""))
         _answer(turns, without=()).setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
-        turns.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+        turns.append({"role": "tool", "content": item.output or "", "tool_call_id": item.call_id or ""})
     elif item.type == "reasoning":
-        _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _thought(item)
-    elif item.type != "message" or not item.role:
-        raise bad_request(
-            f"an item of type {item.type!r} is not supported, or lacks a role: leave it out, or add the role", "input"
-        )
+        _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = item.text
     elif item.role == ASSISTANT:
-        _answer(turns, without=("content", "tool_calls"))["content"] = text_of(item.content)
+        _answer(turns, without=("content", "tool_calls"))["content"] = item.text
     else:
-        turns.append({"role": template_role(item.role), "content": text_of(item.content)})
+        turns.append({"role": template_role(item.role or ""), "content": item.text})
 
 
 def _answer(turns: list[dict[str, Any]], *, without: tuple[str, ...]) -> dict[str, Any]:
@@ -168,8 +232,3 @@ def _answer(turns: list[dict[str, Any]], *, without: tuple[str, ...]) -> dict[st
     if not turns or turns[-1]["role"] != ASSISTANT or any(turns[-1].get(field) for field in without):
         turns.append({"role": ASSISTANT, "content": ""})
     return turns[-1]
-
-
-def _thought(item: InputItem) -> str:
-    parts = item.content if isinstance(item.content, list) else []
-    return "".join(part.text or "" for part in parts)

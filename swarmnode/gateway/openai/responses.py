@@ -1,26 +1,40 @@
-"""OpenAI's endpoint POST /v1/responses. Nothing is stored: each request has the whole conversation."""
+"""OpenAI's endpoints /v1/responses. A response is kept for a day unless its request forbids it, so that the next request can
+continue its conversation."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from swarmnode.errors import LocalError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
 from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
+from swarmnode.gateway.http.api_error import ApiError, bad_request
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
+from swarmnode.gateway.openai.kept_responses import Item, KeptResponse
 from swarmnode.gateway.openai.replies import PromptTokens
-from swarmnode.gateway.openai.response_requests import ResponsesRequest
+from swarmnode.gateway.openai.response_requests import COMPLETED, REFERENCE, ResponsesRequest, turns_of
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(route_class=BodyRoute)
-IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
+IN_PROGRESS, INCOMPLETE = "in_progress", "incomplete"
+MAX_LISTED = 100
+MAX_ID_CHARS = 100  # that an error repeats
+Keep = Callable[[str, bytes], None]
+"""Function that keeps a response by its id and its JSON. Raises LocalError."""
 SPOKEN = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
@@ -102,7 +116,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseReply(BaseModel):
-    """Response of POST /v1/responses."""
+    """Response of POST /v1/responses. `store` says whether it is kept."""
 
     id: str
     object: str = "response"
@@ -115,6 +129,7 @@ class ResponseReply(BaseModel):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool = True
+    previous_response_id: str | None
     temperature: float | None
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[dict[str, Any]] = []
@@ -123,42 +138,163 @@ class ResponseReply(BaseModel):
     store: bool = False
 
 
+class DeletedResponse(BaseModel):
+    """Response of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class InputItemList(BaseModel):
+    """Items that a response answers. `has_more` tells that further ones follow `last_id`."""
+
+    object: str = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 @router.post("/v1/responses", response_model=ResponseReply)
 async def responses(asked: ResponsesRequest, request: Request) -> Response:
-    """Generate the next message of a conversation."""
+    """Generate the next message of a conversation. The response is kept for a day unless `store` is false."""
     model = gateway_of(request).model(asked.model)
-    prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables)
+    asked.check_supported()
+    earlier = await _earlier(asked.previous_response_id, request)
+    items = await _with_referenced([*earlier, *asked.items()], request)
+    turns = turns_of(items, asked.instructions)
+    prompt = await model.encode_chat(turns, asked.tool_use, asked.template_variables)
     answer = ApiAnswer("resp_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
-    return await answer.respond(request, _ResponseStyle(answer, asked), stream=asked.stream)
+    keep = None
+    if (kept := gateway_of(request).responses) is not None and asked.store is not False:
+        keep = partial(kept.keep, key_of(request).name, items=items)
+    return await answer.respond(request, _ResponseStyle(answer, asked, keep), stream=asked.stream)
+
+
+@router.get("/v1/responses/{id}", response_model=ResponseReply)
+async def kept_response(id: str, request: Request, stream: bool = False) -> Response:
+    """Return a kept response of this API key."""
+    if stream:
+        raise bad_request("a kept response is not streamed again: leave out stream", "stream")
+    return Response(bytes((await _kept(id, request)).reply), media_type="application/json")
+
+
+@router.delete("/v1/responses/{id}")
+async def delete_response(id: str, request: Request) -> DeletedResponse:
+    """Remove a kept response of this API key. Later responses of its conversation stay."""
+    kept = gateway_of(request).responses
+    if kept is None or not await asyncio.to_thread(kept.remove, key_of(request).name, id):
+        raise _not_found(id)
+    return DeletedResponse(id=id)
+
+
+@router.get("/v1/responses/{id}/input_items")
+async def input_items(
+    id: str,
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> InputItemList:
+    """Return the items that a kept response answers, the last one first, with those of the responses before it."""
+    items = (await _kept(id, request)).input
+    if order == "desc":
+        items = items[::-1]
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise bad_request(f"{after!r} is no input item of this response", "after")
+    begin = 0 if after is None else ids.index(after) + 1
+    page = items[begin : begin + limit]
+    return InputItemList(
+        data=msgspec.to_builtins(page),
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=begin + limit < len(items),
+    )
+
+
+async def _earlier(id: str | None, request: Request) -> list[Item]:
+    """Return the conversation up to the end of the response `id`; empty if `id` is None. Raises ApiError (404) if this API key has
+    no such response."""
+    if id is None:
+        return []
+    try:
+        return (await _kept(id, request)).conversation()
+    except ApiError as error:
+        sentence = f"Previous response with id {id[:MAX_ID_CHARS]!r} not found: responses are kept for a day; send the whole input"
+        raise ApiError(404, sentence, code="previous_response_not_found", parameter="previous_response_id") from error
+
+
+async def _with_referenced(items: list[Item], request: Request) -> list[Item]:
+    """Return the conversation with each reference replaced by the item that it names. The item belongs to a kept response of the
+    request's API key, or precedes it. Raises ApiError (404) if there is no such item."""
+    known = {item.id: item for item in items if item.type != REFERENCE}
+    kept, owner = gateway_of(request).responses, key_of(request).name
+    for item in reversed(items):  # a later response has the items of those before it
+        if item.id in known or item.type != REFERENCE:
+            continue
+        _, _, place = item.id.partition("_")
+        found = None if kept is None else await asyncio.to_thread(kept.find, owner, f"resp_{place.rpartition('_')[0]}")
+        known |= {each.id: each for each in ([] if found is None else found.conversation())}
+        if item.id not in known:
+            sentence = f"the item_reference {item.id[:MAX_ID_CHARS]!r} names no item of a kept response: send the item"
+            raise ApiError(404, sentence, parameter="input")
+    return [known[item.id] for item in items]
+
+
+async def _kept(id: str, request: Request) -> KeptResponse:
+    """Return the kept response `id` of the request's API key. Raises ApiError (404) if there is none."""
+    kept = gateway_of(request).responses
+    found = None if kept is None else await asyncio.to_thread(kept.find, key_of(request).name, id)
+    if found is None:
+        raise _not_found(id)
+    return found
+
+
+def _not_found(id: str) -> ApiError:
+    return ApiError(404, f"Response with id {id[:MAX_ID_CHARS]!r} not found.", parameter="id")
 
 
 class _ResponseStyle:
-    def __init__(self, answer: ApiAnswer, asked: ResponsesRequest) -> None:
+    def __init__(self, answer: ApiAnswer, asked: ResponsesRequest, keep: Keep | None) -> None:
         self._answer = answer
         self._asked = asked
+        self._keep = keep
         self._parts = Parts()
         self._reason: str | None = None
         self._numbers = itertools.count()
         self._begun = False
 
-    def whole(self, texts: Sequence[Text]) -> ResponseReply:
+    async def whole(self, texts: Sequence[Text]) -> ResponseReply:
         [text] = texts
         self._reason = text.finish_reason
         for _ in self._parts.push(text.reasoning, text.text, text.calls, over=True):
             pass
-        return self._response()
+        return await self._kept()
 
     def events(self, piece: Piece) -> list[NamedEvent]:
         begins = [] if self._begun else [self._told("created"), self._told("in_progress")]
         self._begun = True
+        self._reason = piece.finish_reason
         over = piece.finish_reason is not None
         parts = self._parts.push(piece.reasoning, piece.text, piece.calls, over=over)
-        events = [event for step in parts for event in self._step(step)]
-        self._reason = piece.finish_reason
-        return [*begins, *events]
+        return [*begins, *(event for step in parts for event in self._step(step))]
 
-    def ending(self) -> Sequence[BaseModel | str]:
-        return [self._told(self._status)]
+    async def ending(self) -> Sequence[BaseModel | str]:
+        response = await self._kept()
+        return [self._event(self._status, response=response.model_dump())]
+
+    async def _kept(self) -> ResponseReply:
+        """Return the response after it was kept, if it is to be. If that fails, its `store` is false."""
+        response = self._response()
+        if self._keep is not None:
+            try:
+                await asyncio.to_thread(self._keep, response.id, response.model_dump_json().encode())
+            except LocalError as error:
+                log.warning("a response is not kept: %s", error)
+                response.store = False
+        return response
 
     # -- events
 
@@ -196,7 +332,8 @@ class _ResponseStyle:
         return [told, self._done(part)]
 
     def _done(self, part: AnswerPart) -> NamedEvent:
-        return self._event("output_item.done", output_index=part.index, item=self._item(part, COMPLETED).model_dump())
+        item = self._item(part, INCOMPLETE if self._reason == LENGTH else COMPLETED)
+        return self._event("output_item.done", output_index=part.index, item=item.model_dump())
 
     def _told(self, what: str) -> NamedEvent:
         return self._event(what, response=self._response().model_dump())
@@ -208,7 +345,7 @@ class _ResponseStyle:
 
     def _item_id(self, part: AnswerPart) -> str:
         prefix = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}[part.kind]
-        return f"{prefix}_{self._answer.trace}_{part.index}"
+        return f"{prefix}_{self._answer.stem}_{part.index}"
 
     def _content(self, part: AnswerPart) -> dict[str, Any]:
         content = OutputText if part.kind is PartKind.TEXT else ReasoningText
@@ -221,7 +358,7 @@ class _ResponseStyle:
         if part.kind is PartKind.REASONING:
             return ReasoningItem(id=id, status=status, content=[ReasoningText(text=part.text)])
         assert part.call is not None
-        call_id = f"call_{self._answer.trace}_{part.index}"
+        call_id = f"call_{self._answer.stem}_{part.index}"
         return FunctionCallItem(id=id, status=status, call_id=call_id, name=part.call.name, arguments=part.text)
 
     @property
@@ -244,12 +381,15 @@ class _ResponseStyle:
             status=status,
             incomplete_details={"reason": "max_output_tokens"} if status == INCOMPLETE else None,
             instructions=asked.instructions,
+            metadata=asked.metadata or {},
             model=answer.model,
             output=[] if status == IN_PROGRESS else self._output(),
             parallel_tool_calls=asked.parallel_tool_calls is not False,
+            previous_response_id=asked.previous_response_id,
             temperature=asked.temperature,
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[tool.model_dump() for tool in asked.tools or ()],
             top_p=asked.top_p,
+            store=self._keep is not None,
             usage=None if status == IN_PROGRESS else ResponseUsage.of(answer.usage()),
         )

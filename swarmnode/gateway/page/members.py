@@ -12,11 +12,11 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, SecretStr
 
-from swarmnode.client.owner_client import end_membership, find_member
+from swarmnode.client.owner_client import OwnersView, end_membership
 from swarmnode.errors import UsageError
 from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import MembersReply, NewInvite, RevocationReply
-from swarmnode.membership.owner import InviteQr, InviteTerms, find_invite, issue_invite
+from swarmnode.membership.owner import InviteQr, InviteTerms, issue_invite, roles_of
 from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role
 from swarmnode.swarm.records.invite import MAX_INVITE_CHARS
@@ -34,13 +34,13 @@ router = APIRouter(prefix="/api/v1/swarms/{name}")
 
 
 class InviteCommand(BaseModel):
-    """Terms of a new invite, like the options of `swarmnode invite`. `life_s` null means forever, `uses` 0 any number of peers,
+    """Terms of a new invite, with the defaults of `swarmnode invite`. `life_s` null means forever, `uses` 0 any number of machines,
     `peer` empty any peer. `note` is for the owner's own list. `password` opens the owner's key."""
 
     password: SecretStr = Field(max_length=MAX_PASSWORD_CHARS)
     role: Literal["client", "bootstrap", "volunteer", "trainer"] = "volunteer"
     life_s: int | None = Field(YEAR_S, ge=1, le=MAX_LIFE_S)
-    uses: int = Field(0, ge=0, le=MAX_USES)
+    uses: int = Field(1, ge=0, le=MAX_USES)
     peer: str = Field("", max_length=MAX_PEER_CHARS)
     group: str = Field("", max_length=MAX_GROUP_CHARS)
     note: str = Field("", max_length=MAX_NOTE_CHARS)
@@ -51,8 +51,8 @@ class InviteCommand(BaseModel):
 
 
 class RevokeCommand(BaseModel):
-    """Membership or invite to end. `who` is a peer's id, the end of the id or the peer's name; or an invite, or the beginning of
-    its id. `password` opens the owner's key."""
+    """Membership or invite to end. `who` is a member's name, the note of its invite, a peer's id or the end of the id; or an
+    invite, or the beginning of its id. `password` opens the owner's key."""
 
     password: SecretStr = Field(max_length=MAX_PASSWORD_CHARS)
     who: str = Field(min_length=1, max_length=MAX_INVITE_CHARS)
@@ -60,14 +60,16 @@ class RevokeCommand(BaseModel):
 
 @router.get("/members", response_model=MembersReply)
 async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
-    """Return the members of a swarm and, if the owner's .swarm file is here, the invites that were issued. Only for the owner of
-    this machine."""
+    """Return the members of a swarm. If the owner's .swarm file is here, they are all that were ever seen, together with the
+    invites that were issued. Only for the owner of this machine."""
     client = page.feed(name).client
-    owner_client, file = client.as_owner(), client.swarm.file
-    guests = [] if file is None else (await asyncio.to_thread(_book_beside, file)).guests
-    key = None if file is None else file.with_suffix(OWNER_SUFFIX)
-    owned = key is not None and key.is_file()
-    return {"owned": owned, "locked": key is not None and is_locked(key), **owner_client.picture(guests)}
+    owner_client, swarm = client.as_owner(), client.swarm
+    book = None if swarm.file is None else await asyncio.to_thread(_book_beside, swarm.file)
+    key = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
+    keys = {"owned": key is not None and key.is_file(), "locked": key is not None and is_locked(key)}
+    view = await OwnersView.read(swarm, book, owner_client)
+    usual = {field: InviteCommand.model_fields[field].default for field in ("role", "life_s", "uses")}
+    return {**keys, "roles": [role.name.lower() for role in roles_of(swarm)], "usual": usual, **view.told()}
 
 
 @router.post("/invites", response_model=NewInvite)
@@ -88,10 +90,9 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
     await owner_client.refresh()
     async with page.book_lock:
         book = await asyncio.to_thread(_book_beside, _owners_file(swarm))
-        revoked = find_invite(wanted.who, swarm, book)
-        peer = None if revoked else find_member(wanted.who, swarm, book, owner_client)
-        told = await end_membership(swarm, owner, book, owner_client, peer=peer, invite=revoked)
-    return {"peer": peer, "invite": revoked.hex() if revoked else None, "told": told}
+        ended = (await OwnersView.read(swarm, book, owner_client)).find(wanted.who)
+        told = await end_membership(swarm, owner, book, owner_client, ended)
+    return {**ended.told(), "told": told}
 
 
 def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:

@@ -129,18 +129,31 @@ class MachineReply(BaseModel):
     nodes: list[NodeReply]
 
 
-class MemberReply(BaseModel):
-    """Member of a swarm. The state `unseen` means that the member used an invite but has not announced itself. `role`, `group` and
-    `invite` come from its certificate and are empty if that is unknown; `expires_at` null means never."""
+class MemberPeer(BaseModel):
+    """Peer of a member: a node or a program of its machine."""
 
     peer: str
-    name: str
     state: str
-    role: str = ""
-    group: str = ""
-    invite: str = ""
-    joined_at: int | None = None
-    expires_at: int | None = None
+
+
+class MemberReply(BaseModel):
+    """Member of a swarm, with all peers of its machine. `label` is for people; `name` is the one announced last and `note` that of
+    the invite, and these may be empty. `role`, `group` and `invite` are empty in a public swarm. The state `offline` means that no
+    peer of it is online; `expires_at` null means never."""
+
+    id: str
+    label: str
+    name: str
+    note: str
+    state: str
+    role: str
+    group: str
+    invite: str
+    joined_at: int | None
+    seen_at: int
+    expires_at: int | None
+    revoked: bool
+    peers: list[MemberPeer]
 
 
 class InviteReply(BaseModel):
@@ -163,14 +176,25 @@ class GivenInvite(InviteReply):
     revoked: bool
 
 
+class UsualTerms(BaseModel):
+    """Terms of an invite that names no others."""
+
+    role: str
+    life_s: int | None
+    uses: int
+
+
 class MembersReply(BaseModel):
     """Members and invites, as in `swarmnode members --json`. `owned` means that the .swarm file and the owner's key are on this
-    machine, so that invites can be created and revoked; `locked` that the key has a password."""
+    machine, so that invites can be created and revoked; `locked` that the key has a password. `roles` are those that an invite can
+    give."""
 
     name: str
     membership: str
     owned: bool
     locked: bool
+    roles: list[str]
+    usual: UsualTerms
     members: list[MemberReply]
     invites: list[GivenInvite]
 
@@ -190,9 +214,10 @@ class NewInvite(InviteReply):
 
 
 class RevocationReply(BaseModel):
-    """Result of a revocation: the `peer` or the `invite` that was revoked. `told` is how many peers received it. If it is 0, the
+    """Result of a revocation: the `peers` and `invites` that were revoked. `told` is how many peers received it. If it is 0, the
     revocation spreads when a node runs with the .swarm file."""
 
-    peer: str | None
-    invite: str | None
+    name: str
+    peers: list[str]
+    invites: list[str]
     told: int

@@ -16,7 +16,8 @@ from swarmnode.net.libp2p.from_hivemind import PeerID
 from swarmnode.net.limits.address_group import address_group
 from swarmnode.net.limits.fair_share import Recent
 
-MAX_ID_BYTES = 64
+SHA_256_HEAD, SHA_256_BYTES = b"\x12\x20", 32  # multihash: code and length before the digest
+MAX_INLINE_KEY_BYTES = 42  # libp2p hashes the ids of longer public keys
 MOST_IDS, MOST_GROUPS = 4096, 8192  # entries in the caches
 
 Connected = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
@@ -58,16 +59,20 @@ class AddressGroups:
 
 
 def peer_name(raw: bytes) -> PeerId:
-    """Return the bytes of a peer id as text, without a check that they are one; empty if they are more than `MAX_ID_BYTES`."""
-    return _name(raw) if len(raw) <= MAX_ID_BYTES else ""  # strangers send them: long ones do not enter the cache
+    """Return the bytes of a peer id as text; empty if they are no peer id."""
+    return _name(raw) if _is_peer_id(raw) else ""  # strangers send them: others do not enter the cache
+
+
+def _is_peer_id(raw: bytes) -> bool:
+    """Return whether the bytes are a multihash as libp2p makes it of a public key: the short key itself, or its SHA-256."""
+    if raw[:2] == SHA_256_HEAD:
+        return len(raw) == 2 + SHA_256_BYTES
+    return raw[:1] == b"\0" and 2 < len(raw) == 2 + raw[1] <= 2 + MAX_INLINE_KEY_BYTES
 
 
 @lru_cache(MOST_IDS)
 def _name(raw: bytes) -> PeerId:
-    try:
-        name: PeerId = PeerID(raw).to_base58()
-    except ValueError:
-        return ""
+    name: PeerId = PeerID(raw).to_base58()
     return name
 
 

@@ -68,7 +68,9 @@ def _is_kept(notice: Notice, found: Mapping[bytes, Mapping[bytes, Record]], now:
     record = found.get(notice.key, {}).get(notice.subkey)
     if record is None or record.expires_at <= now + RENEW_S:
         return False
-    return notice.subkey != REVOCATIONS or record.value == notice.value  # any certificate of a member proves its use
+    if notice.subkey == REVOCATIONS:
+        return record.value == notice.value
+    return len(record.value) >= len(notice.value)  # any certificate proves the use, but a shorter one names no home
 
 
 def use_subkey(member: Member) -> bytes:

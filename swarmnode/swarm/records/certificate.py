@@ -1,6 +1,7 @@
 """Certificate: a grant of the owner, and the admission of one peer by it, signed with the invite's key.
 
-It is valid only for the peer that it names: libp2p has authenticated a peer's id before any certificate is read.
+It is valid only for the peer that it names: libp2p has authenticated a peer's id before any certificate is read. The peer's home,
+a folder of one person's machine, countersigns: the node and the programs of one home are one user of the invite.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.identity import SigningKey
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import MAX_CERTIFICATE_BYTES
-from swarmnode.swarm.records.signed import PUBLIC_BYTES, OwnerSigned, Signable, is_signed
+from swarmnode.swarm.records.signed import PUBLIC_BYTES, SIGNATURE_BYTES, OwnerSigned, Signable, is_signed
 
 DOMAIN = b"swarmnode admission 1\n"
+HOME_DOMAIN = b"swarmnode home 1\n"
 MAX_SKEW_S = 60.0  # an admission may lie this far in the future
 REMEMBERED = 4096
 VERSION = 1
@@ -55,7 +57,7 @@ class Grant(Signable, frozen=True):
     role: Annotated[int, Meta(ge=0, le=255)]
     issued_at: UnixTime  # in seconds
     expires_at: UnixTime  # end of every membership by it; 0 is never
-    uses: Annotated[int, Meta(ge=0, le=MAX_USES)] = 0  # number of peers that may use it; 0 is any number
+    uses: Annotated[int, Meta(ge=0, le=MAX_USES)] = 0  # number of homes that may use it; 0 is any number
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""  # the only peer that may use it; empty is any peer
     group: str = ""  # the owner's word on its users: a region, a club
 
@@ -85,12 +87,15 @@ assert MAX_GRANT_BYTES < MAX_CERTIFICATE_BYTES <= MAX_PROOF_BYTES
 
 
 class Certificate(msgspec.Struct, array_like=True, frozen=True):
-    """Grant as the owner signed it, and the signature of the invite's key over (swarm, peer, admitted_at)."""
+    """Grant as the owner signed it, the signature of the invite's key over (swarm, peer, admitted_at), and that of the peer's home
+    over (swarm, invite, peer, admitted_at). A certificate without `home` is of an older version."""
 
     grant: bytes
     peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
     admitted_at: UnixTime  # in seconds
     signature: bytes
+    home: Annotated[bytes, Meta(max_length=PUBLIC_BYTES)] = b""  # public key of the peer's home
+    home_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,18 @@ class Member:
     invite: bytes  # id of the member's invite
     admitted_at: int
     expires_at: int
-    uses: int  # number of peers that may use that invite; 0 is any number
+    uses: int  # number of homes that may use that invite; 0 is any number
     group: str
+    home: bytes  # public key; empty if the peer named none
     certificate: bytes
 
     def __repr__(self) -> str:
         return f"<Member {self.peer[-8:]} {self.role.name} by {self.invite.hex()}>"
+
+    @property
+    def user(self) -> bytes:
+        """User of the invite, as its uses are counted: the peer's home, or the peer alone if it named none."""
+        return self.home or self.peer.encode()
 
     def expired(self, now: float) -> bool:
         """Return whether the membership has ended at unix time `now`."""
@@ -117,12 +128,19 @@ class Member:
 _decoder = msgspec.msgpack.Decoder(Certificate)
 
 
-def admit_peer(grant: bytes, invite: SigningKey, swarm: bytes, peer: PeerId, now: float) -> bytes:
-    """Make the certificate of a peer that holds an invite: its grant and the invite's private key."""
+def admit_peer(
+    grant: bytes, invite: SigningKey, swarm: bytes, peer: PeerId, now: float, *, home: SigningKey | None = None
+) -> bytes:
+    """Make the certificate of a peer that holds an invite: its grant and the invite's private key. `home` is the key of the peer's
+    home; it is left out if the certificate would be too long with it, as by a grant of a newer version."""
     admitted_at = int(now)
-    return msgspec.msgpack.encode(
-        Certificate(grant, peer, admitted_at, invite.sign(_admission(swarm, peer, admitted_at)))
-    )
+    bare = Certificate(grant, peer, admitted_at, invite.sign(_admission(swarm, peer, admitted_at)))
+    if home is not None:
+        signature = home.sign(_residence(swarm, invite.public, peer, admitted_at))
+        raw = msgspec.msgpack.encode(msgspec.structs.replace(bare, home=home.public, home_signature=signature))
+        if len(raw) <= MAX_CERTIFICATE_BYTES:
+            return raw
+    return msgspec.msgpack.encode(bare)
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -130,8 +148,8 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     """Return the member that a certificate admits to a swarm, if its two signatures are right.
 
     Expiry and revocation are left to the caller: the signed content does not change, so the result is cached. Raises
-    ProtocolError if the certificate is invalid, is for another peer, or is not signed by the owner and the invite's
-    key.
+    ProtocolError if the certificate is invalid, is for another peer, or is not signed by the owner, the invite's key
+    and the home that it names.
     """
     if len(raw) > MAX_CERTIFICATE_BYTES:
         raise ProtocolError(f"a certificate of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
@@ -145,8 +163,16 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
         raise ProtocolError("the invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
     if not is_signed(grant.key, _admission(swarm, peer, admitted_at), certificate.signature):
         raise ProtocolError("the invite's key did not sign this admission", code=ErrorCode.REFUSED, peer=peer)
-    return Member(peer, grant.allows, grant.invite_id, admitted_at, grant.expires_at, grant.uses, grant.group, raw)
+    home = certificate.home
+    if home and not is_signed(home, _residence(swarm, grant.key, peer, admitted_at), certificate.home_signature):
+        raise ProtocolError("the home that it names did not sign this admission", code=ErrorCode.REFUSED, peer=peer)
+    terms = (grant.expires_at, grant.uses, grant.group)
+    return Member(peer, grant.allows, grant.invite_id, admitted_at, *terms, home, raw)
 
 
 def _admission(swarm: bytes, peer: PeerId, admitted_at: int) -> bytes:
     return DOMAIN + msgspec.msgpack.encode((swarm, peer, admitted_at))
+
+
+def _residence(swarm: bytes, invite: bytes, peer: PeerId, admitted_at: int) -> bytes:
+    return HOME_DOMAIN + msgspec.msgpack.encode((swarm, invite, peer, admitted_at))

@@ -7,8 +7,9 @@ certificates are remembered by peer, because a link, a DHT call and an announcem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
@@ -19,6 +20,9 @@ from swarmnode.swarm.records.revocation import nobody, open_list, revoked_digest
 MAX_MEMBERS = 16_384
 RACE_S = 60.0
 MAX_INVITES = 256
+MAX_PEERS_OF_A_HOME = 8  # a node and seven programs at once that ask
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -35,52 +39,77 @@ class InviteUse:
 
 
 class InviteUses:
-    """Known uses by invite. It neither waits nor reads a clock."""
+    """Known uses by invite and user: a user is a home with its peers, or a peer that named none. It neither waits nor reads a
+    clock."""
 
     def __init__(self) -> None:
-        self._by_invite: dict[bytes, dict[PeerId, InviteUse]] = {}
+        self._by_invite: dict[bytes, dict[bytes, dict[PeerId, InviteUse]]] = {}
 
     def __repr__(self) -> str:
-        return f"<InviteUses of {len(self._by_invite)} invites by {sum(map(len, self._by_invite.values()))} peers>"
+        return f"<InviteUses of {len(self._by_invite)} invites by {sum(map(len, self._by_invite.values()))} users>"
 
     def __iter__(self) -> Iterator[InviteUse]:
-        return (use for users in list(self._by_invite.values()) for use in list(users.values()))
+        everyone = [peers for users in self._by_invite.values() for peers in users.values()]
+        return (use for peers in everyone for use in list(peers.values()))
 
     def count(self, invite: bytes) -> int:
-        """Return the number of places of an invite that are taken."""
+        """Return the number of users that have a place of an invite."""
         return len(self._by_invite.get(invite, ()))
 
-    def admits(self, member: Member, now: float) -> bool:
-        """Return whether the member has a place. It takes one if a place is free or it wins one in a race."""
-        if not member.uses:
-            return True
-        if member.invite not in self._by_invite and len(self._by_invite) >= MAX_INVITES:
-            return False
-        users = self._by_invite.setdefault(member.invite, {})
-        if member.peer in users:
-            return True
-        if len(users) >= member.uses and not self._wins_a_place(users, InviteUse(member, now), now):
-            return False
-        users[member.peer] = InviteUse(member, now)
-        return True
+    def objection(self, member: Member, now: float, *, shown: bool = False) -> str | None:
+        """Return why the member has no place of its invite; None if it has one. It takes one if a place is free or it wins one in a
+        race.
 
-    @staticmethod
-    def _wins_a_place(users: dict[PeerId, InviteUse], use: InviteUse, now: float) -> bool:
-        """Free the place of the latest use heard of just now, if `use` was admitted before it. Returns whether a place
-        was freed."""
-        if abs(now - use.member.admitted_at) > RACE_S:
-            return False
-        racing = [other for other in users.values() if now - other.heard_at <= RACE_S]
-        latest = max(racing, key=lambda other: other.order, default=None)
-        if latest is None or latest.order <= use.order:
-            return False
-        del users[latest.member.peer]
-        return True
+        `shown` means that the peer itself showed the certificate. Only then its home takes over the place of a peer that had named
+        none: else a holder of the invite could declare that peer its own.
+        """
+        if not member.uses:
+            return None
+        if member.invite not in self._by_invite and len(self._by_invite) >= MAX_INVITES:
+            return "too many invites are in use"
+        users = self._by_invite.setdefault(member.invite, {})
+        peers = users.get(member.user, {})
+        if member.peer in peers or (not member.home and any(member.peer in each for each in users.values())):
+            return None
+        use, alone = InviteUse(member, now), users.get(member.peer.encode())
+        if alone:
+            if not shown:
+                return None
+            use = InviteUse(member, alone[member.peer].heard_at)
+            del users[member.peer.encode()]
+        if not peers and len(users) >= member.uses and not _make_room(users, _first_uses(users), use, now):
+            return "its invite was used up by others"
+        if len(peers) >= MAX_PEERS_OF_A_HOME and not _make_room(peers, peers, use, now):
+            return f"its home has {MAX_PEERS_OF_A_HOME} programs in the swarm already"
+        users.setdefault(member.user, peers)[member.peer] = use
+        return None
 
     def forget(self, invites: Iterable[bytes]) -> None:
         """Drop the uses of invites that are no longer valid."""
         for invite in invites:
             self._by_invite.pop(invite, None)
+
+
+def _first_uses(users: Mapping[bytes, Mapping[PeerId, InviteUse]]) -> dict[bytes, InviteUse]:
+    """Return the earliest use of each user, with the time at which this peer first heard of the user."""
+    return {
+        user: InviteUse(
+            min(peers.values(), key=lambda use: use.order).member, min(use.heard_at for use in peers.values())
+        )
+        for user, peers in users.items()
+    }
+
+
+def _make_room(places: dict[Key, Any], taken: Mapping[Key, InviteUse], use: InviteUse, now: float) -> bool:
+    """Free the place of the latest use heard of just now, if `use` was admitted before it. Returns whether a place was freed."""
+    if abs(now - use.member.admitted_at) > RACE_S:
+        return False
+    racing = {key: other for key, other in taken.items() if now - other.heard_at <= RACE_S}
+    latest = max(racing, key=lambda key: racing[key].order, default=None)
+    if latest is None or racing[latest].order <= use.order:
+        return False
+    del places[latest]
+    return True
 
 
 class Membership:
@@ -107,6 +136,9 @@ class Membership:
 
         Raises ProtocolError: REFUSED if the peer is not a member now, BUSY if too many members are known.
         """
+        self._admit(peer, proof, now, shown=True)
+
+    def _admit(self, peer: PeerId, proof: bytes, now: float, *, shown: bool) -> None:
         if not self.private:
             self._check(peer, None, now)
             return
@@ -116,7 +148,7 @@ class Membership:
             raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
         if member.peer != peer:
             raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
-        self._check(peer, member, now)
+        self._check(peer, member, now, shown=shown)
         if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
             raise ProtocolError("this peer knows too many members already", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
@@ -134,26 +166,24 @@ class Membership:
         del self._members[next(peer for peer in reversed(self._members) if self._members[peer].invite == largest)]
         return True
 
-    def _check(self, peer: PeerId, member: Member | None, now: float) -> None:
-        reason = self._objection(peer, member, now)
+    def _check(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> None:
+        reason = self._objection(peer, member, now, shown=shown)
         if reason is not None:
             raise ProtocolError(f"{peer}: {reason}", code=ErrorCode.REFUSED, peer=peer)
 
-    def _objection(self, peer: PeerId, member: Member | None, now: float) -> str | None:
+    def _objection(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> str | None:
         """Return why this peer is not admitted now; None if it is."""
-        if self.revocations.covers(peer, b"" if member is None else member.invite):
+        if self.revocations.covers(peer) if member is None else self.revocations.ends(member):
             return "its membership was revoked"
-        return None if member is None else self._objection_to_use(member, now)
+        return None if member is None else self._objection_to_use(member, now, shown=shown)
 
-    def _objection_to_use(self, member: Member, now: float) -> str | None:
+    def _objection_to_use(self, member: Member, now: float, *, shown: bool = False) -> str | None:
         """Return why the certificate is not valid now; None if it is. A free place of a limited invite is taken."""
         if member.expired(now):
             return "its membership has expired"
         if member.admitted_at > now + MAX_SKEW_S:
             return "its admission lies in the future; is a clock wrong?"
-        if not self.uses.admits(member, now):
-            return "its invite was used up by others"
-        return None
+        return self.uses.objection(member, now, shown=shown)
 
     def stands(self, peer: PeerId, now: float) -> bool:
         """Return whether a peer belongs to the swarm now, by its certificate as known here."""
@@ -201,15 +231,13 @@ class Membership:
             return False
         self.revocations, self.revocations_bytes = revocations, raw
         self.uses.forget(revocations.invites)
-        self._members = {
-            peer: member for peer, member in self._members.items() if not revocations.covers(peer, member.invite)
-        }
+        self._members = {peer: member for peer, member in self._members.items() if not revocations.ends(member)}
         return True
 
     def note_use(self, certificate: bytes, now: float) -> bool:
         """Record that a peer used a limited invite. Returns whether the peer has a place.
 
-        A revoked peer keeps its place: otherwise it could come back by the same invite under another id. Raises
+        A revoked user keeps its place: otherwise it could come back by the same invite under another id. Raises
         ProtocolError if the certificate is invalid.
         """
         member = open_certificate(certificate, self.swarm, self.owner)
@@ -226,7 +254,7 @@ class Membership:
         """Check that the author of an announcement may announce it. Raises ProtocolError (REFUSED, or BUSY as `admit`
         does)."""
         peer = announcement.peer
-        self.admit(peer, certificate, now)
+        self._admit(peer, certificate, now, shown=False)
         role = self.role(peer)
         if role < Role.BOOTSTRAP:
             raise ProtocolError("a client must not announce itself", code=ErrorCode.REFUSED, peer=peer)

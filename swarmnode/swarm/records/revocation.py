@@ -1,4 +1,4 @@
-"""Revocation list: the peers and invites that the owner no longer admits. Signed, numbered, complete: a newer list
+"""Revocation list: the peers, homes and invites that the owner no longer admits. Signed, numbered, complete: a newer list
 replaces an older."""
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from msgspec import Meta
 
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.certificate import INVITE_ID_BYTES, SwarmId, UnixTime
+from swarmnode.swarm.records.certificate import INVITE_ID_BYTES, Member, SwarmId, UnixTime
 from swarmnode.swarm.records.signed import OwnerSigned, Signable
 
 VERSION = 1
 DOMAIN = b"swarmnode revocations 1\n"
-PEER_DIGEST_BYTES = 16  # of the SHA-256 of the peer's id: long enough that no other id can be found for it
+PEER_DIGEST_BYTES = (
+    16  # of the SHA-256 of the peer's id or the home's key: long enough that no other can be found for it
+)
 MAX_PEERS = 160
 MAX_INVITES = 96
 MAX_LIST_BYTES = 4096  # the DHT takes no longer values
@@ -27,7 +29,7 @@ InviteId = Annotated[bytes, Meta(min_length=INVITE_ID_BYTES, max_length=INVITE_I
 
 
 class RevocationList(Signable, frozen=True):
-    """Revoked peers and invites of one swarm. Newer versions append fields."""
+    """Revoked peers, homes and invites of one swarm; homes stand among the peers. Newer versions append fields."""
 
     version: Annotated[int, Meta(ge=VERSION)]
     swarm: SwarmId
@@ -39,13 +41,29 @@ class RevocationList(Signable, frozen=True):
     def __repr__(self) -> str:
         return f"<RevocationList #{self.number}, {len(self.peers)} peers, {len(self.invites)} invites>"
 
-    def covers(self, peer: PeerId, invite: bytes = b"") -> bool:
-        """Return whether a peer or its invite is on the list."""
-        return invite in self.invites or revoked_digest(peer) in self.peers
+    def covers(self, peer: PeerId) -> bool:
+        """Return whether a peer is on the list."""
+        return revoked_digest(peer) in self.peers
 
-    def extended(self, now: float, *, peers: Iterable[PeerId] = (), invites: Iterable[bytes] = ()) -> RevocationList:
-        """Return the next list, with these peers and invites added. Raises UsageError if it would be too long."""
-        digests = dict.fromkeys([*self.peers, *map(revoked_digest, peers)])
+    def ends(self, member: Member) -> bool:
+        """Return whether a member is on the list, by its invite, its own id or its home."""
+        return (
+            member.invite in self.invites
+            or self.covers(member.peer)
+            or (bool(member.home) and home_digest(member.home) in self.peers)
+        )
+
+    def extended(
+        self,
+        now: float,
+        *,
+        peers: Iterable[PeerId] = (),
+        invites: Iterable[bytes] = (),
+        homes: Iterable[bytes] = (),
+    ) -> RevocationList:
+        """Return the next list, with these peers, invites and homes (public keys) added. Raises UsageError if it would be too
+        long."""
+        digests = dict.fromkeys([*self.peers, *map(revoked_digest, peers), *map(home_digest, homes)])
         ids = dict.fromkeys([*self.invites, *invites])
         if len(digests) > MAX_PEERS or len(ids) > MAX_INVITES:
             raise UsageError(
@@ -65,6 +83,11 @@ def nobody(swarm: bytes) -> RevocationList:
 def revoked_digest(peer: PeerId) -> bytes:
     """Return 16 bytes that stand for a peer on a list."""
     return hashlib.sha256(peer.encode()).digest()[:PEER_DIGEST_BYTES]
+
+
+def home_digest(home: bytes) -> bytes:
+    """Return 16 bytes that stand for a home with this public key on a list."""
+    return hashlib.sha256(home).digest()[:PEER_DIGEST_BYTES]
 
 
 _LISTS = OwnerSigned("revocation list", RevocationList, domain=DOMAIN, max_bytes=MAX_LIST_BYTES)

@@ -18,7 +18,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.identity import SigningKey, has_signed
 from swarmnode.net.interfaces import PeerId
 
-PUBLIC_BYTES = 32
+PUBLIC_BYTES, SIGNATURE_BYTES = 32, 64
 
 Sign = Callable[[bytes], bytes]
 

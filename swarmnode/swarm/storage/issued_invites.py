@@ -1,10 +1,13 @@
 """`NAME.guests`, the owner's list of issued invites and of revocations. Of secrets it has only the invite that `host` showed last.
 
-It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id.
+It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id or by their note. Nor can
+members that are offline, without `NAME.members` beside it: the list of peers that came by invites.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,10 @@ from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, re
 SUFFIX = ".guests"
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 24
+MEMBERS_SUFFIX = ".members"
+MAX_PEERS_OF_AN_INVITE = 1024  # a holder of an invite for any number of machines makes as many identities as it likes
+MAX_PEERS = 16_384
+SEEN_STEP_S = 300
 WHAT = "a guestbook"
 
 
@@ -44,6 +51,102 @@ class IssuedInvite(msgspec.Struct, frozen=True):
             "peer": self.peer or None,
             "group": self.group,
         }
+
+
+class AdmittedPeer(msgspec.Struct, frozen=True):
+    """A peer that came by an invite, and its terms. Times are unix seconds; `expires_at` 0 is never. `invite` and `home` are in
+    hex. `home` is empty if the peer named none; `name` is the one announced last."""
+
+    peer: PeerId
+    invite: str
+    home: str
+    role: str
+    group: str
+    expires_at: int
+    joined_at: int
+    seen_at: int
+    name: str = ""
+
+    @property
+    def user(self) -> str:
+        """Member that the peer belongs to: its home, or the peer alone if it named none."""
+        return self.home or self.peer
+
+
+class _MembersFile(VersionedFile):
+    peers: list[AdmittedPeer] = msgspec.field(default_factory=list)
+
+
+@dataclass
+class AdmittedPeers:
+    """Every peer that was seen in one swarm, in the owner's file `NAME.members`. It is a file of its own, since running nodes of
+    the owner write it while commands write the invites."""
+
+    path: Path
+    _peers: dict[tuple[str, PeerId], AdmittedPeer] = field(default_factory=dict)  # by invite and peer
+
+    def __repr__(self) -> str:
+        return f"<AdmittedPeers {self.path.name} of {len(self._peers)}>"
+
+    def __iter__(self) -> Iterator[AdmittedPeer]:
+        return iter(self._peers.values())
+
+    def take_in(self, seen: Iterable[AdmittedPeer]) -> bool:
+        """Add the peers `seen` now, at most `MAX_PEERS_OF_AN_INVITE` of an invite. Returns whether the file should be written;
+        not if a peer was merely seen again within `SEEN_STEP_S`."""
+        news = False
+        counts = Counter(peer.invite for peer in self)
+        for peer in seen:
+            known = self._peers.get((peer.invite, peer.peer))
+            if known is None:
+                if counts[peer.invite] >= MAX_PEERS_OF_AN_INVITE or len(self._peers) >= MAX_PEERS:
+                    continue
+                counts[peer.invite] += 1
+            else:
+                peer = _merged(known, peer)
+                if (
+                    peer == msgspec.structs.replace(known, seen_at=peer.seen_at)
+                    and peer.seen_at - known.seen_at < SEEN_STEP_S
+                ):
+                    continue
+            self._peers[peer.invite, peer.peer] = peer
+            news = True
+        return news
+
+    def save(self) -> None:
+        """Write the file, readable by its owner alone. Raises LocalError if it cannot be written."""
+        write_private(self.path, msgspec.json.encode(_MembersFile(FORMAT, list(self))))
+
+
+def _merged(known: AdmittedPeer, seen: AdmittedPeer) -> AdmittedPeer:
+    """Return a known peer as it was `seen` now; what it did not say now stays."""
+    return msgspec.structs.replace(
+        seen,
+        home=seen.home or known.home,
+        name=seen.name or known.name,
+        joined_at=min(seen.joined_at, known.joined_at),
+        seen_at=max(seen.seen_at, known.seen_at),
+    )
+
+
+def open_admitted_peers(swarm_file: Path) -> AdmittedPeers:
+    """Read the members' file that belongs to a .swarm file: beside it. Empty if there is no file. Raises UsageError if the file
+    cannot be read or is not such a list."""
+    path = swarm_file.with_suffix(MEMBERS_SUFFIX)
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    if data is None:
+        return AdmittedPeers(path)
+    content = parse_user_file(data, _MembersFile, source=path, what=WHAT)
+    return AdmittedPeers(path, {(peer.invite, peer.peer): peer for peer in content.peers})
+
+
+def note_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeers:
+    """Add the peers `seen` now to the members' file beside a .swarm file, and return its content. Raises UsageError if the file
+    cannot be read, LocalError if it cannot be written."""
+    admitted = open_admitted_peers(swarm_file)
+    if admitted.take_in(seen):
+        admitted.save()
+    return admitted
 
 
 class _File(VersionedFile):

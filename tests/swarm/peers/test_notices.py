@@ -4,7 +4,7 @@ from swarmnode.net.interfaces import Record, key_digest
 from swarmnode.swarm.peers.notices import LIFE_S, RENEW_S, due, notice_keys, own_notices, take_in
 from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules, record_validator
 from swarmnode.swarm.records.revocation import open_list
-from tests.swarm.society import ALICE, BOB, NOW, OWNER, SWARM, Ticket, listed, private
+from tests.swarm.society import ALICE, BOB, HOME, NOW, OWNER, SWARM, Ticket, listed, private
 
 REVOCATIONS_KEY, USES_KEY = map(key_digest, notice_keys(SWARM))
 
@@ -42,6 +42,15 @@ def test_missing_old_and_ending_notices_are_due():
     older = table(membership, NOW + LIFE_S)
     membership.take_list(newer)
     assert [notice.value for notice in due(membership, older, NOW)] == [newer]
+
+
+def test_a_certificate_that_was_cut_short_in_the_table_is_stored_again():
+    membership, ticket = private(), Ticket(uses=1)
+    membership.admit(ALICE, ticket.certificate(ALICE, home=HOME), NOW)
+    (whole,) = own_notices(membership)
+    bare = {whole.key: {whole.subkey: Record(ticket.certificate(ALICE), NOW + LIFE_S)}}
+    assert due(membership, bare, NOW) == [whole]
+    assert due(membership, table(membership, NOW + LIFE_S), NOW) == []
 
 
 def test_false_notices_are_neither_kept_nor_believed():

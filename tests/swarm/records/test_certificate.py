@@ -18,7 +18,7 @@ from swarmnode.swarm.records.certificate import (
     open_grant,
     sign_grant,
 )
-from tests.swarm.society import ALICE, BOB, NOW, OWNER, STRANGER, SWARM, Ticket
+from tests.swarm.society import ALICE, ANOTHER_HOME, BOB, HOME, NOW, OWNER, STRANGER, SWARM, Ticket
 
 
 def opened(raw: bytes):
@@ -36,7 +36,8 @@ def test_what_an_invite_admits_to():
 
 def test_the_largest_certificate_fits_into_a_greeting_and_an_announcement():
     ticket = Ticket(role=Role.TRAINER, uses=MAX_USES, peer=ALICE, group="x" * MAX_GROUP_CHARS)
-    certificate = ticket.certificate(ALICE)
+    certificate = ticket.certificate(ALICE, 2**40 - 1, home=HOME)
+    assert opened(certificate).home == HOME.public
     assert len(certificate) <= min(MAX_CERTIFICATE_BYTES, MAX_PROOF_BYTES)
     assert opened(certificate).peer == ALICE
 
@@ -63,15 +64,62 @@ def test_a_certificate_cannot_be_moved_to_another_peer_or_time_nor_its_grant_be_
     body, signature = msgspec.msgpack.decode(certificate.grant)
     better = msgspec.structs.replace(msgspec.msgpack.decode(body, type=Grant), role=Role.TRAINER)
     raised = msgspec.msgpack.encode([msgspec.msgpack.encode(better), signature])
-    for change in ({"peer": BOB}, {"admitted_at": int(NOW) - 1}, {"grant": raised}):
+    for change in ({"peer": BOB}, {"admitted_at": int(NOW) - 1}, {"grant": raised}, {"home": HOME.public}):
         with pytest.raises(ProtocolError) as caught:
             opened(msgspec.msgpack.encode(msgspec.structs.replace(certificate, **change)))
         assert caught.value.code is ErrorCode.REFUSED
 
 
+def test_a_home_countersigns_one_admission():
+    """A friend's home cannot be named by another holder of the invite, nor be moved to another peer, time, invite or swarm."""
+    ours = msgspec.msgpack.decode(Ticket().certificate(ALICE, home=HOME), type=Certificate)
+    assert opened(msgspec.msgpack.encode(ours)).home == HOME.public
+    for others in (
+        Ticket().certificate(BOB),
+        Ticket().certificate(ALICE, NOW - 1),
+        Ticket("another").certificate(ALICE),
+    ):
+        bare = msgspec.msgpack.decode(others, type=Certificate)
+        moved = msgspec.structs.replace(bare, home=ours.home, home_signature=ours.home_signature)
+        with pytest.raises(ProtocolError, match="home") as caught:
+            opened(msgspec.msgpack.encode(moved))
+        assert caught.value.code is ErrorCode.REFUSED
+    for home in (b"short", bytes(33), ANOTHER_HOME.public):
+        with pytest.raises(ProtocolError):
+            opened(msgspec.msgpack.encode(msgspec.structs.replace(ours, home=home)))
+
+
+class OlderCertificate(msgspec.Struct, array_like=True, frozen=True):
+    """As a version that knows no homes reads it."""
+
+    grant: bytes
+    peer: str
+    admitted_at: int
+    signature: bytes
+
+
+def test_an_older_version_reads_a_certificate_with_a_home_and_this_one_reads_an_older_one():
+    ticket = Ticket(uses=1)
+    with_home, without = ticket.certificate(ALICE, home=HOME), ticket.certificate(ALICE)
+    read = msgspec.msgpack.decode(with_home, type=OlderCertificate)
+    assert read == msgspec.msgpack.decode(without, type=OlderCertificate), "the same admission, with the same signature"
+    member = opened(msgspec.msgpack.encode(read))
+    assert not member.home and member.user == ALICE.encode() and opened(with_home).user == HOME.public
+
+
+def test_a_home_is_left_out_where_a_newer_grant_leaves_no_room():
+    body = msgspec.msgpack.encode(Ticket().value)
+    fields = [*msgspec.msgpack.decode(body), "x" * 150]
+    newer = msgspec.msgpack.encode([2, *fields[1:]])
+    ticket = Ticket()
+    ticket.grant = msgspec.msgpack.encode([newer, OWNER.sign(b"swarmnode grant 1\n" + newer)])
+    certificate = ticket.certificate(ALICE, home=HOME)
+    assert opened(certificate).peer == ALICE and not opened(certificate).home
+
+
 @given(st.data())
 def test_no_bit_may_be_turned(data):
-    certificate = bytearray(Ticket().certificate(ALICE))
+    certificate = bytearray(Ticket().certificate(ALICE, home=data.draw(st.sampled_from([None, HOME]))))
     certificate[data.draw(st.integers(0, len(certificate) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ProtocolError):
         opened(bytes(certificate))

@@ -5,9 +5,23 @@ import pytest
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import MAX_SKEW_S, Role
-from swarmnode.swarm.records.membership import RACE_S, Membership
+from swarmnode.swarm.records.membership import MAX_PEERS_OF_A_HOME, RACE_S, Membership
 from swarmnode.swarm.records.revocation import open_list
-from tests.swarm.society import ALICE, BOB, CAROL, DAY_S, NOW, OWNER, STRANGER, SWARM, Ticket, listed, private
+from tests.swarm.society import (
+    ALICE,
+    ANOTHER_HOME,
+    BOB,
+    CAROL,
+    DAY_S,
+    HOME,
+    NOW,
+    OWNER,
+    STRANGER,
+    SWARM,
+    Ticket,
+    listed,
+    private,
+)
 
 
 def refused(membership: Membership, peer: str, certificate: bytes, now: float = NOW) -> str:
@@ -128,6 +142,78 @@ def test_a_revoked_peer_keeps_its_place_for_those_who_come_later_too():
     assert membership.uses.count(ticket.id) == 1
     assert not membership.stands(ALICE, NOW)
     assert "used up" in refused(membership, BOB, ticket.certificate(BOB, NOW + 1), NOW + 1)
+
+
+def test_the_programs_of_a_home_are_one_user():
+    membership, ticket = private(), Ticket(uses=1)
+    for peer in (ALICE, BOB):
+        membership.admit(peer, ticket.certificate(peer, home=HOME), NOW)
+    assert membership.uses.count(ticket.id) == 1
+    for home in (ANOTHER_HOME, None):
+        assert "used up" in refused(membership, CAROL, ticket.certificate(CAROL, NOW + 1, home=home), NOW + 1)
+
+
+def test_a_home_has_so_many_programs_and_cannot_admit_the_world():
+    membership, ticket = private(), Ticket(uses=2)
+    for number in range(MAX_PEERS_OF_A_HOME):
+        membership.admit(f"peer {number}", ticket.certificate(f"peer {number}", home=HOME), NOW)
+    assert "home" in refused(membership, ALICE, ticket.certificate(ALICE, NOW + 1, home=HOME), NOW + 1)
+    assert not membership.note_use(ticket.certificate(ALICE, NOW + 1, home=HOME), NOW + 1)
+    membership.admit(ALICE, ticket.certificate(ALICE, NOW + 1, home=ANOTHER_HOME), NOW + 1)
+    assert membership.uses.count(ticket.id) == 2
+
+
+def test_the_programs_of_a_home_that_race_for_its_last_place_are_told_apart_alike_everywhere():
+    ticket = Ticket(uses=1)
+    certificates = [
+        ticket.certificate(f"peer {number}", NOW + number, home=HOME) for number in range(MAX_PEERS_OF_A_HOME + 1)
+    ]
+    here, there = private(), private()
+    for membership, heard in ((here, certificates), (there, certificates[::-1])):
+        for certificate in heard:
+            membership.note_use(certificate, NOW + 10)
+    assert sorted(use.member.peer for use in here.uses) == sorted(use.member.peer for use in there.uses)
+
+
+def test_homes_that_race_for_the_last_place_are_told_apart_alike_everywhere():
+    """The home of which a program was admitted first stays, with all its programs."""
+    here, there, ticket = private(), private(), Ticket(uses=1)
+    node, client = ticket.certificate(ALICE, NOW, home=HOME), ticket.certificate(BOB, NOW + 5, home=HOME)
+    other = ticket.certificate(CAROL, NOW + 3, home=ANOTHER_HOME)
+    for membership, heard in ((here, (node, client, other)), (there, (client, other, node, client))):
+        for certificate in heard:
+            membership.note_use(certificate, NOW + 6)
+        assert sorted(use.member.peer for use in membership.uses) == sorted((ALICE, BOB))
+
+
+def test_a_peer_that_named_no_home_yet_keeps_its_place_and_is_counted_once():
+    """A peer of an older version, that is started again with this one; and a certificate that another member cut short."""
+    membership, ticket = private(), Ticket(uses=1)
+    membership.note_use(ticket.certificate(ALICE), NOW)
+    assert membership.note_use(ticket.certificate(ALICE, home=HOME), NOW), "hearsay changes nothing"
+    refused(membership, BOB, ticket.certificate(BOB, NOW + 1, home=HOME), NOW + 1)
+    membership.admit(ALICE, ticket.certificate(ALICE, home=HOME), NOW)
+    membership.admit(BOB, ticket.certificate(BOB, NOW + 1, home=HOME), NOW + 1)
+    assert membership.note_use(ticket.certificate(ALICE), NOW + 2) and membership.uses.count(ticket.id) == 1
+
+
+def test_the_holder_of_an_invite_cannot_declare_another_peer_its_own():
+    """Else it shared the place of a peer of an older version."""
+    membership, ticket = private(), Ticket(uses=1)
+    membership.admit(ALICE, ticket.certificate(ALICE), NOW)
+    membership.note_use(ticket.certificate(ALICE, home=ANOTHER_HOME), NOW + RACE_S)
+    refused(membership, CAROL, ticket.certificate(CAROL, NOW, home=ANOTHER_HOME), NOW + RACE_S + 1)
+    assert membership.stands(ALICE, NOW + RACE_S + 1)
+
+
+def test_a_revoked_home_brings_no_other_program():
+    membership, ticket = private(), Ticket(uses=2)
+    membership.admit(ALICE, ticket.certificate(ALICE, home=HOME), NOW)
+    membership.take_list(listed(homes=(HOME.public,)))
+    assert not membership.stands(ALICE, NOW)
+    assert "revoked" in refused(membership, BOB, ticket.certificate(BOB, home=HOME))
+    assert membership.uses.count(ticket.id) == 1, "and it keeps its place"
+    membership.admit(CAROL, ticket.certificate(CAROL, home=ANOTHER_HOME), NOW)
 
 
 def test_uses_of_a_revoked_invite_are_forgotten():

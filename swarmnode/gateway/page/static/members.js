@@ -2,12 +2,13 @@
 
 import { askJson, isOwner } from "./api.js";
 import { $, fill, h, styled } from "./dom.js";
-import { hue, nameOf, plural, until } from "./format.js";
-import { shortId, showGiven, showNew, terms } from "./invites.js";
+import { hue, plural, until } from "./format.js";
+import { offer, shortId, showGiven, showNew, terms } from "./invites.js";
 import { askAsOwner, startOwnerDialog } from "./owner-key.js";
 import { VirtualGrid } from "./virtual-grid.js";
 
 const LOOK_MS = 10_000;
+const when = (unix) => new Date(unix * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 const CARD = { make: () => h("article", { class: "card member" }), width: 270, height: 140 };
 
 export class Members {
@@ -18,7 +19,7 @@ export class Members {
     this.told = null;
     this.owned = false;
     this.locked = true;
-    this.members = new VirtualGrid($("members"), { ...CARD, show: (card, each) => this.showMember(card, each), idOf: (each) => each.peer, label: "Members" });
+    this.members = new VirtualGrid($("members"), { ...CARD, show: (card, each) => this.showMember(card, each), idOf: (each) => each.id, label: "Members" });
     this.invites = new VirtualGrid($("invites"), { ...CARD, show: (card, each) => this.showInvite(card, each), idOf: (each) => each.id, label: "Invites" });
     $("invite-form").addEventListener("submit", (submit) => this.invite(submit));
     startOwnerDialog();
@@ -31,6 +32,7 @@ export class Members {
     this.name = name;
     this.hasOwner = true;
     this.told = null;
+    this.offered = null;
     $("members-said").textContent = "";
     fill($("new-invite"));
     this.look();
@@ -71,26 +73,33 @@ export class Members {
     this.owned = picture.owned;
     this.locked = picture.locked;
     const isPrivate = picture.membership === "private";
+    if (this.offered !== picture.name) offer(picture.roles, picture.usual);
+    this.offered = picture.name;
     $("owner-part").hidden = false;
     $("invites-block").hidden = !picture.owned || !isPrivate;
     const who = isPrivate ? "Only invited machines belong to it." : "Everyone may join it; its owner can revoke machines.";
     const where = picture.owned ? "" : " To change members, open the page on the machine with the .swarm file and the owner's key.";
-    $("members-note").textContent = `${plural(picture.members.length, "member")} seen. ${who}${where}`;
+    const online = picture.members.filter((each) => each.state !== "offline").length;
+    $("members-note").textContent = `${plural(picture.members.length, "member")}, ${online} online. ${who}${where}`;
     this.members.set(picture.members);
     this.invites.set(picture.invites.toReversed()); // the newest first
   }
 
   showMember(card, member) {
-    const facts = [member.role, member.group && `group ${member.group}`, member.role && until(member.expires_at)];
+    const name = member.label;
+    const state = member.revoked ? "revoked" : member.state;
+    const seen = member.state === "offline" && `seen ${when(member.seen_at)}`;
+    const facts = [member.role, member.group && `group ${member.group}`, seen, member.role && until(member.expires_at)];
     const text = facts.filter(Boolean).join(" · ") || "joined without an invite";
+    const ids = member.peers.map((each) => each.peer).join(" ");
     fill(
       card,
-      h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: member.peer }, nameOf(member)), h("b", { class: `state ${member.state}` }, member.state)),
+      h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: ids }, name), h("b", { class: `state ${state}` }, state)),
       h("p", { class: "fine", title: text }, text),
-      h("p", { class: "fine", title: member.peer }, member.peer),
-      this.revoker(member.peer, nameOf(member)),
+      h("p", { class: "fine", title: ids }, [[member.note, member.name].find((each) => each !== name), ids].filter(Boolean).join(" · ")),
+      member.revoked ? null : this.revoker(member.peers[0].peer, name),
     );
-    styled(card, { "--hue": hue(member.peer) });
+    styled(card, { "--hue": hue(member.peers[0].peer) });
   }
 
   showInvite(card, invite) {
@@ -115,7 +124,7 @@ export class Members {
     const made = await this.command("Create an invite", "invites", terms());
     if (!made) return;
     $("invite-form").reset();
-    showNew($("new-invite"), made);
+    showNew($("new-invite"), made, this.offered);
   }
 
   /** Send an owner's command and return the response; null if it failed or was cancelled. Then update the view. */
