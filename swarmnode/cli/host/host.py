@@ -22,7 +22,7 @@ from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 from swarmnode.cli.terminal.formatting import parse_life
 from swarmnode.cli.terminal.process import beginning_anew
-from swarmnode.cli.terminal.progress import bytes_bar
+from swarmnode.cli.terminal.progress import bytes_bar, spinner
 from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
@@ -112,11 +112,12 @@ def host(
     watch = metrics.watch(home, as_json=as_json)
     founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
     check_home(home)
-    swarm, path = founding.known()
-    new_owner = None
-    if swarm is None:
-        _probe(node)  # before anything is written
-        swarm, new_owner = founding.found(path)
+    with spinner("Reading", quiet=as_json) as end_spinner:
+        swarm, path = founding.known()
+        new_owner = None
+        if swarm is None:
+            _probe(node)  # before anything is written
+            swarm, new_owner = founding.found(path, end_spinner)
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
 
@@ -214,9 +215,9 @@ class Founding:
                 2,
             )
 
-    def found(self, path: Path) -> tuple[Swarm, NewOwner | None]:
-        """Found the swarm; return it and its owner's key, None if it has no owner. Raises UsageError, CheckpointError,
-        LocalError."""
+    def found(self, path: Path, end_spinner: Callable[[], None]) -> tuple[Swarm, NewOwner | None]:
+        """Found the swarm; return it and its owner's key, None if it has no owner. `end_spinner` makes room for other output.
+        Raises UsageError, CheckpointError, LocalError."""
         from swarmnode.founding.bootstraps import Bootstraps
         from swarmnode.founding.model_source import from_model
         from swarmnode.founding.swarm_creation import found, new_beside
@@ -224,11 +225,13 @@ class Founding:
 
         membership = self.membership.membership
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
+        if self.owner.ask_password or not Path(self.model).expanduser().exists():
+            end_spinner()  # for a question, or the bars of a download
         owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
-            with bytes_bar("Dequantising the weights", quiet=self.quiet) as progress:
+            with bytes_bar("Dequantising the weights", quiet=self.quiet, first=end_spinner) as progress:
                 source = from_model(self.model, weights, progress=progress)
-            with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
+            with bytes_bar("Hashing the weights", quiet=self.quiet, first=end_spinner) as progress:
                 swarm = found(
                     path,
                     source,
@@ -239,6 +242,7 @@ class Founding:
                     adapters=self.adapters,
                     progress=progress,
                 )
+        end_spinner()
         if owner is not None and not self.quiet:
             say(owner.advice)
         return swarm, owner
