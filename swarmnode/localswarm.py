@@ -157,10 +157,11 @@ class LocalSwarm:
     def __repr__(self) -> str:
         return f"<LocalSwarm {self.file} {self.members}>"
 
-    def create(self, model: Path, *extra: str) -> str:
-        """Create a swarm for the checkpoint `model` (`--mode train` to train it) and return its invite. Raises LocalError if that
-        fails."""
-        return self.command("create", str(self.file.with_suffix("")), "--model", str(model), "--quiet", *extra).strip()
+    def create(self, model: Path, *extra: str, membership: str = "open") -> str:
+        """Create a swarm for the checkpoint `model` (`--mode train` to train it) and return its invite, empty for a private swarm.
+        Raises LocalError if that fails."""
+        options = ("--model", str(model), f"--{membership}", "--quiet", *extra)
+        return self.command("create", str(self.file.with_suffix("")), *options).strip()
 
     def command(self, *arguments: str, timeout_s: float = START_TIMEOUT_S, inside: Sequence[str] = ()) -> str:
         """Run a `swarmnode` command to its end and return what it printed. Raises LocalError if it fails, subprocess.TimeoutExpired

@@ -20,12 +20,19 @@ from typing import TYPE_CHECKING, TypedDict
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import UsageError
 from swarmnode.files import default_home
+from swarmnode.membership.owner import InviteTerms, show_invite, shown_invite
+from swarmnode.net.identity import SigningKey, hosting_alone
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import SERVE, TRAIN
 from swarmnode.swarm.records.run import Averaging, Compression, Run
+from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
+from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+
+GUEST = InviteTerms(uses=1, life_s=30 * 86_400.0)  # as those of `swarmnode host`
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,7 +43,7 @@ def create(
     name: str | Path,
     *,
     mode: str = SERVE,
-    membership: str = "open",
+    membership: str = "private",
     password: str = "",
     listen: Sequence[str] = (),
     announce: Sequence[str] = (),
@@ -49,8 +56,8 @@ def create(
         model: Folder in the format of transformers, GGUF file, or hub id.
         name: Name of the swarm, or path of its file.
         mode: "serve" or "train".
-        membership: "open" admits every holder of the invite, "public" every machine, "private" invited machines only.
-        password: Password of the new owner's key, NAME.owner, for public and private swarms.
+        membership: "private" admits invited machines only, "public" every machine, "open" every holder of the invite.
+        password: Password of the new owner's key, NAME.owner, for private and public swarms; empty for none.
         listen: Multiaddrs at which the bootstrap peer will listen; by default a free port of loopback.
         announce: Multiaddrs at which other machines reach the bootstrap peer.
         adapters: Folders with LoRA adapters, by the adapters' names.
@@ -72,8 +79,6 @@ def create(
         raise UsageError(f"mode {mode!r}: choose {SERVE!r} or {TRAIN!r}")
     if membership not in ("open", "public", "private"):
         raise UsageError(f"membership {membership!r}: choose 'open', 'public' or 'private'")
-    if membership != "open" and not password:
-        raise UsageError(f"a {membership} swarm has an owner's key: give a password for it")
     path = new_swarm_file(str(name), force=overwrite)
     bootstraps = Bootstraps((), listen, announce).settled()
     owner = None if membership == "open" else new_owner(path, lambda: password, force=overwrite)
@@ -87,12 +92,14 @@ def create(
 class HostedSwarm:
     """A swarm with an open door and a running node, in a thread of this process: `with swarmnode.host(…) as hosted`."""
 
-    def __init__(self, swarm: Swarm, config: NodeConfig) -> None:
+    def __init__(self, swarm: Swarm, config: NodeConfig, password: str = "") -> None:
         import uvloop
 
+        self._key = _owner_key(swarm, password)
         door = HostConfig(config.host.home, name="bootstrap")
         self._host = SwarmHost(swarm, door, config, self._tell)
         self._swarm = swarm
+        self._home = config.host.home
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._opened: queue.Queue[BaseException | None] = queue.Queue()
@@ -115,8 +122,17 @@ class HostedSwarm:
 
     @property
     def invite(self) -> str:
-        """The line for other machines. A private swarm needs invites of its own: `swarmnode invite`."""
-        return self._swarm.invite
+        """The line for other machines. For a private swarm it admits one friend; when it is used up or has expired, another
+        one is made. Raises UsageError if that needs the owner's key and the key is not here, or locked."""
+        swarm = self._swarm
+        if not swarm.private or swarm.file is None:
+            return swarm.invite
+        book = open_issued_invites(issued_invites_path(swarm.file))
+        if (line := shown_invite(swarm, GUEST, book, self._host.uses_of)) is not None:
+            return line
+        if self._key is None:
+            raise UsageError(f"a new invite to {swarm.name} needs the owner's key: give its password to `host`")
+        return show_invite(swarm, self._key, GUEST, book)
 
     def wait_until_serving(self, timeout_s: float | None = None) -> bool:
         """Wait until the node of this process serves. Returns whether it does, False after `timeout_s` seconds.
@@ -140,7 +156,8 @@ class HostedSwarm:
     def _live(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._host.run(self._stop, self._welcome))
+            with hosting_alone(self._home, self._swarm.id, self._swarm.name):
+                self._loop.run_until_complete(self._host.run(self._stop, self._welcome))
         except BaseException as error:
             self._error = error
         finally:
@@ -157,25 +174,37 @@ class HostedSwarm:
             self._serving.set()
 
 
-def host(swarm: Swarm | str | Path, config: NodeConfig | None = None) -> HostedSwarm:
+def _owner_key(swarm: Swarm, password: str) -> SigningKey | None:
+    """Return the key beside the .swarm file; None if there is none, or if it is locked and no password is given. Raises
+    UsageError if the password is wrong."""
+    path = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
+    if path is None or not path.exists():
+        return None
+    if is_locked(path):
+        return load_owner_key(path, password) if password else None
+    return load_owner_key(path, None)
+
+
+def host(swarm: Swarm | str | Path, config: NodeConfig | None = None, *, password: str = "") -> HostedSwarm:
     """Open the door of a swarm that was founded here, and lend this machine to it.
 
     Args:
         swarm: The result of `create`, or the .swarm file.
         config: What the node lends; the default is most of the machine.
+        password: Password of a locked owner's key, to make invites.
 
     Returns:
         The running host; leave its `with` block, or call `close`, to end it.
 
     Raises:
-        UsageError: If `swarm` is only an invite.
-        LocalError, NetworkDown: If the door cannot be opened.
+        UsageError: If `swarm` is only an invite, or the password is wrong.
+        LocalError, NetworkDown: If the door cannot be opened, or a process hosts the swarm here already.
     """
     config = config or NodeConfig()
     known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, config.host.home)
     if known.file is None:
         raise UsageError("only the .swarm file of the founder can be hosted; with an invite, use Node")
-    return HostedSwarm(known, config)
+    return HostedSwarm(known, config, password)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class ModelSource:
     """A model to found a swarm on: the folder with the weights, the files of it that count, and the model's description.
 
     `vocabulary` is the size of a language model's vocabulary, None if unknown. `remarks` are for the founder. `original` is
-    the path or hub id of the quantised checkpoint that the folder was made from, else empty.
+    the path or hub id of the checkpoint that the folder was made from, quantised or an encoder's; else empty.
     """
 
     folder: Path
@@ -99,10 +99,16 @@ class ModelSource:
 
     @classmethod
     def of_graph(
-        cls, folder: Path, model: ModelInfo, *, vocabulary: int | None = None, remarks: tuple[str, ...] = ()
+        cls,
+        folder: Path,
+        model: ModelInfo,
+        *,
+        vocabulary: int | None = None,
+        remarks: tuple[str, ...] = (),
+        original: str = "",
     ) -> ModelSource:
         """Describe a graph that was written into `folder`; the checkpoint files beside it are shared by the swarm, too."""
-        return cls(folder, tuple(checkpoint_files(folder)), GRAPH, model, vocabulary, remarks)
+        return cls(folder, tuple(checkpoint_files(folder)), GRAPH, model, vocabulary, remarks, original)
 
 
 def from_model(
@@ -120,7 +126,8 @@ def from_model(
     task = task or _task_of(checkpoint)
     if task != GENERATE:
         encoder = write_encoder(checkpoint, task, out, force=force)
-        return ModelSource.of_graph(out, encoder, vocabulary=getattr(checkpoint.config, "vocab_size", None))
+        vocabulary = getattr(checkpoint.config, "vocab_size", None)
+        return ModelSource.of_graph(out, encoder, vocabulary=vocabulary, original=_place_of(model))
     return _of_language_model(checkpoint, model, out)
 
 
@@ -207,7 +214,6 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     folder, named = Path(checkpoint.path), Path(model).expanduser()
     made = folder == out != named
-    original = str(named.absolute()) if named.exists() else model
     files = checkpoint_files(folder)
     return ModelSource(
         folder=folder,
@@ -222,7 +228,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             positions=positions or 0,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
-        original=original if made else "",
+        original=_place_of(model) if made else "",
         remarks=(
             *([f"the weights of {model} are quantised: {out.name} has the dequantised ones"] if made else []),
             *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
@@ -240,6 +246,12 @@ def _stray_tokens(config: Path) -> Iterator[str]:
     ]
     if found:
         yield f"{config} names {' and '.join(found)} beyond the vocabulary of {vocabulary} tokens: texts do not end there"
+
+
+def _place_of(model: str) -> str:
+    """Return the absolute path of the user's model, or its hub id."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model
 
 
 def _check_tokenizer(folder: Path) -> None:

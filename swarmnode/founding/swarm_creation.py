@@ -200,8 +200,17 @@ class NewOwner:
     file: Path | None = None
     password: str = field(default="", repr=False)
 
+    @property
+    def advice(self) -> str:
+        """Sentence for the owner about the key."""
+        if self.file is None:
+            return "The given key is the key to the swarm, too: keep it; it cannot be replaced."
+        if self.password:
+            return f"{self.file} is the key to the swarm: keep it and its password; they cannot be replaced."
+        return f"{self.file} is the key to the swarm, without a password: keep it, and show it to nobody; it cannot be replaced."
+
     def save(self) -> None:
-        """Write a new key under its password. Raises LocalError if it cannot be written."""
+        """Write a new key, under its password if there is one. Raises LocalError if it cannot be written."""
         from swarmnode.swarm.storage.owner_key import save_owner_key
 
         if self.file is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+
+import msgspec
 
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.net.identity import SigningKey, is_peer_id
@@ -123,6 +125,38 @@ def issue_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issu
     line = make_invite(swarm, owner, terms, book)
     book.save()
     return line, book.guests[-1]
+
+
+def shown_invite(
+    swarm: Swarm, terms: InviteTerms, book: IssuedInvites, used: Callable[[bytes], int] = lambda _invite: 0
+) -> str | None:
+    """Return the line of the invite that was shown last, with the swarm's present addresses, if it still admits by these `terms`.
+
+    None if there is no such invite, or if it has expired, was revoked, or is used up; `used` counts the uses of an invite's id.
+    """
+    try:
+        invite = decode_invite(book.shown)
+        if not isinstance(invite, OwnedInvite) or invite.swarm_id != swarm.id:
+            return None
+        grant = invite.opened_grant()
+        revoked = open_list(book.revocations, swarm.id, swarm.owner).invites if book.revocations else ()
+    except (UsageError, ProtocolError):
+        return None
+    life_s = grant.expires_at - grant.issued_at if grant.expires_at else None
+    asked_s = None if terms.life_s is None else max(1, int(terms.life_s))
+    of_terms = (grant.allows, grant.uses, life_s) == (terms.role, terms.uses, asked_s)
+    is_over = grant.invite_id in revoked or 0 < grant.expires_at <= time.time()
+    is_used_up = 0 < grant.uses <= used(grant.invite_id)
+    good = of_terms and not is_over and not is_used_up
+    return encode_invite(msgspec.structs.replace(invite, bootstraps=swarm.bootstraps)) if good else None
+
+
+def show_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> str:
+    """Return the line of text of a new invite, and keep it in the book for `shown_invite`. Raises UsageError and LocalError as
+    `issue_invite`."""
+    book.shown = make_invite(swarm, owner, terms, book)
+    book.save()
+    return book.shown
 
 
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: IssuedInvites) -> Swarm:

@@ -6,7 +6,10 @@ with the id alone.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, TypeVar
@@ -20,6 +23,7 @@ from swarmnode.files import existing, lock_alone, make_private, may_write, write
 from swarmnode.net.interfaces import PeerId
 
 SEED_BYTES = 32  # any 32 bytes are a private key (RFC 8032, section 5.1.5)
+HOSTED = "hosted"  # folder of locks in a home
 MAX_SLOTS = 64  # identities of one role in one home
 REMEMBERED_SIGNATURES = 1024
 
@@ -65,6 +69,26 @@ class IdentitySlot:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+@contextlib.contextmanager
+def hosting_alone(home: Path, swarm_id: bytes, name: str) -> Iterator[None]:
+    """Hold a swarm's lock in the home folder while the context lasts. Raises LocalError if another process hosts the swarm
+    already, and names that process."""
+    folder = home / HOSTED
+    path = folder / f"{swarm_id.hex()[:16]}.lock"
+    pid_file = path.with_suffix(".pid")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = lock_alone(path)
+        if lock is None:
+            pid = pid_file.read_text()
+            raise LocalError(f"{name} is hosted here already, by process {pid}: `swarmnode ps` shows it")
+        pid_file.write_text(str(os.getpid()))
+    except OSError as error:
+        raise LocalError(f"cannot keep state in {home}: {with_advice(error, 'choose another --home')}") from error
+    with lock:
+        yield
 
 
 class SigningKey:

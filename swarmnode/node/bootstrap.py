@@ -174,6 +174,11 @@ class SwarmHost:
             return self._door.host.readings()
         return self.node.readings()
 
+    def uses_of(self, invite: bytes) -> int:
+        """Return how many uses of an invite, given by its id, the bootstrap peer knows of; 0 before it has joined."""
+        control = None if self._door is None else self._door.host.access_control
+        return 0 if control is None else control.membership.uses.count(invite)
+
     async def run(self, stop: asyncio.Event, opened: Callable[[Swarm, list[str]], Awaitable[None]]) -> None:
         """Run the bootstrap peer and the node until `stop` is set.
 

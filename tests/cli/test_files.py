@@ -66,7 +66,9 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(folder / "model", 1, vocab_size=64, hidden_size=16, intermediate_size=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SWARMNODE_OWNER_PASSWORD", "correct horse")
-        (folder / "invite").write_text(invoke("create", "swarm", "--model", "model", "--quiet", cwd=folder).stdout)
+        (folder / "invite").write_text(
+            invoke("create", "swarm", "--model", "model", "--open", "--quiet", cwd=folder).stdout
+        )
         assert invoke("create", "private", "--model", "model", "--private", cwd=folder).returncode == 0
     return folder
 

@@ -6,17 +6,33 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from swarmnode.cli.host import host as command
+from swarmnode.cli.options.gateway import Served, free_gateway_port
 from swarmnode.cli.terminal import process
 from swarmnode.errors import ExecutorDied
+from swarmnode.net.addressing.addresses import bound
+from swarmnode.net.identity import hosting_alone
 from swarmnode.node.bootstrap import SwarmHost
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.cli.command import assert_clear, invoke
+from tests.encoders import save_encoder
 from tests.llama import save_llama
+from tests.swarm.records.test_manifest import make_manifest
 
 LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
+
+
+async def opens(self: SwarmHost, stop: Any, opened: Any) -> None:
+    """Say where the door would be."""
+    await opened(self._swarm, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"])
+
+
+def invite_in(output: str) -> str:
+    return next(word for word in output.split() if word.startswith("swarm2"))
 
 
 @pytest.fixture
@@ -24,10 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model in it, and a host that says where it would stand instead of standing there."""
     save_llama(tmp_path / "tiny", 1, vocab_size=64, hidden_size=16, intermediate_size=32)
 
-    async def run(self: SwarmHost, stop: Any, opened: Any) -> None:
-        await opened(self._swarm, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"])
-
-    monkeypatch.setattr(SwarmHost, "run", run)
+    monkeypatch.setattr(SwarmHost, "run", opens)
     monkeypatch.setattr(command, "TRY_S", 0.5)
     monkeypatch.setenv("SWARMNODE_OWNER_PASSWORD", "correct horse")
     monkeypatch.setenv("SWARMNODE_HOME", str(tmp_path / "home"))
@@ -36,23 +49,133 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_command_founds_and_says_what_a_friend_types(folder: Path) -> None:
-    done = invoke("host", "./tiny", "--private", "--uses", "3", "--expires", "7d", *LOOPBACK)
+    done = invoke("host", "./tiny", "--uses", "3", "--expires", "7d", "--no-page", *LOOPBACK)
     assert done.returncode == 0, done.stderr
-    assert "volunteer, 3 machines, for 7 days" in done.stdout and "swarmnode run swarm2" in done.stdout
-    assert "does not answer from here" in done.stdout
-    line = next(word for word in done.stdout.split() if word.startswith("swarm2"))
-    assert load_swarm(line).id == load_swarm(folder / "tiny.swarm").id
+    assert done.stdout.startswith("Reading tiny …\n")
+    assert "volunteer, 3 machines, for 7 days" in done.stdout and "\nswarmnode join\nswarm2" in done.stdout
+    assert "does not answer from here" in done.stdout and "swarmnode chat tiny\n" in done.stdout
+    assert load_swarm(invite_in(done.stdout)).id == load_swarm(folder / "tiny.swarm").id
 
 
 def test_the_next_time_it_goes_on_with_the_same_swarm(folder: Path) -> None:
     assert invoke("host", "./tiny", *LOOPBACK).returncode == 0
     founded = load_swarm(folder / "tiny.swarm")
-    for again in ("./tiny", "tiny.swarm"):
-        assert invoke("host", again).returncode == 0
+    listening = ("--listen", founded.bootstrap_listen[0])
+    for again in (("./tiny",), ("tiny.swarm",), ("./tiny", *LOOPBACK), ("./tiny", *listening), ("./tiny", "--private")):
+        done = invoke("host", *again)
+        assert done.returncode == 0, done.stderr
         assert load_swarm(folder / "tiny.swarm").bootstraps == founded.bootstraps
     save_llama(folder / "other", 1, vocab_size=64, hidden_size=16, intermediate_size=32)
     assert_clear(invoke("host", "./other", "--name", "tiny"), 2, "another model", "--name")
-    assert_clear(invoke("host", "./tiny", *LOOPBACK), 2, "--listen")
+    for other in (
+        ("--listen", "/ip4/127.0.0.1/tcp/9"),
+        ("--listen", "/ip4/0.0.0.0/tcp/0"),
+        ("--announce", "/ip4/5.5.5.5/tcp/9"),
+    ):
+        assert_clear(invoke("host", "./tiny", *other), 2, "other addresses", "--name")
+    for kind in ("--open", "--public"):
+        assert_clear(invoke("host", "./tiny", kind), 2, "a private swarm", "--name")
+
+
+def test_an_encoder_goes_on_too(folder: Path) -> None:
+    save_encoder(folder / "encoder")
+    for _ in range(2):
+        done = invoke("host", "./encoder", "--no-page", *LOOPBACK)
+        assert done.returncode == 0, done.stderr
+        assert "chat" not in done.stdout and "generate" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "owned", "begins"),
+    [((), True, "swarm2"), (("--public",), True, "swarm2"), (("--open",), False, "swarm1")],
+)
+def test_a_new_swarm_is_private_unless_said(folder: Path, flags: tuple[str, ...], owned: bool, begins: str) -> None:
+    done = invoke("host", "./tiny", "--no-page", *flags, *LOOPBACK)
+    assert done.returncode == 0, done.stderr
+    assert load_swarm(folder / "tiny.swarm").private == (not flags)
+    assert (folder / "tiny.owner").exists() == owned
+    assert f"\n{begins}" in done.stdout
+
+
+def test_without_a_password_nothing_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARMNODE_OWNER_PASSWORD")
+    done = invoke("host", "./tiny", "--no-page", *LOOPBACK)
+    assert done.returncode == 0, done.stderr
+    assert "without a password" in done.stdout
+    for name in ("tiny.owner", "tiny.guests", "tiny.swarm"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600
+    assert invoke("invite", "tiny").returncode == 0
+
+
+def test_the_last_invite_is_shown_again_while_it_is_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(*options: str) -> str:
+        done = invoke("host", "./tiny", "--no-page", *options)
+        assert done.returncode == 0, done.stderr
+        return invite_in(done.stdout)
+
+    two = ("--uses", "2")
+    first = shown(*LOOPBACK, *two)
+    assert shown(*two) == first
+    monkeypatch.setattr(SwarmHost, "uses_of", lambda _self, _invite: 1)
+    assert shown(*two) == first, "one use is left"
+    monkeypatch.setattr(SwarmHost, "uses_of", lambda _self, _invite: 2)
+    second = shown(*two)
+    assert second != first, "it is used up"
+    monkeypatch.setattr(SwarmHost, "uses_of", lambda _self, _invite: 0)
+    monkeypatch.delenv("SWARMNODE_OWNER_PASSWORD")
+    assert shown(*two) == second, "without the password, too"
+    assert_nothing_to_show("--uses", "3")
+    monkeypatch.setenv("SWARMNODE_OWNER_PASSWORD", "correct horse")
+    third = shown("--uses", "3")
+    assert third not in (first, second), "other terms"
+    assert invoke("revoke", "tiny", third).returncode == 0
+    assert shown("--uses", "3") != third, "it is revoked"
+
+
+def assert_nothing_to_show(*options: str) -> None:
+    """A service goes on without the owner's password, and says how an invite is made."""
+    done = invoke("host", "./tiny", "--no-page", *options)
+    assert done.returncode == 0, done.stderr
+    assert "swarm2" not in done.stdout and "swarmnode invite tiny" in done.stdout
+
+
+def test_a_swarm_is_not_hosted_twice(folder: Path) -> None:
+    assert invoke("host", "./tiny", *LOOPBACK).returncode == 0
+    swarm = load_swarm(folder / "tiny.swarm")
+    with hosting_alone(folder / "home", swarm.id, swarm.name):
+        assert_clear(invoke("host", "./tiny"), 1, "tiny is hosted here already", str(os.getpid()))
+    assert invoke("host", "./tiny").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "has", "lacks"),
+    [
+        ({}, ("http://127.0.0.1:8000/v1 ", "chat my"), ("infer", "embeddings")),
+        ({"kind": GRAPH, "task": EMBED}, ("http://127.0.0.1:8000/v1/embeddings ",), ("chat", "infer")),
+        ({"kind": GRAPH, "task": CLASSIFY}, ("http://127.0.0.1:8000/classify ",), ("chat", "infer")),
+        ({"kind": GRAPH}, ("swarmnode infer my --input",), ("chat", "8000/v1")),
+        ({"kind": GRAPH, "mode": TRAIN}, ("swarmnode train my --data",), ("chat", "8000/v1")),
+        ({"mode": TRAIN}, ("swarmnode train my --data",), ("chat", "8000/v1")),
+    ],
+)
+def test_what_is_said_fits_the_task(changes: dict[str, Any], has: tuple[str, ...], lacks: tuple[str, ...]) -> None:
+    task = changes.pop("task", None)
+    manifest = make_manifest(**changes)
+    manifest = msgspec.structs.replace(
+        manifest, model=msgspec.structs.replace(manifest.model, task=task or msgspec.UNSET)
+    )
+    served = Served("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/#owner=x", ["my"])
+    text = "\n".join(command._ways(manifest, Path("my.swarm"), served))
+    assert "Web page:   http://127.0.0.1:8000/#owner=x\n" in text
+    assert all(word in text for word in has) and not any(word in text for word in lacks), text
+
+
+def test_a_taken_port_gives_way_to_a_free_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with bound("127.0.0.1", 0, backlog=1) as taken:
+        port = taken.getsockname()[1]
+        other = free_gateway_port(port)
+    assert other != port and str(port) in capsys.readouterr().err
+    assert free_gateway_port(other) == other and not capsys.readouterr().err
 
 
 def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,11 @@ def test_an_invite_need_not_stand_in_the_command(tmp_path: Path, way: str) -> No
     assert json.loads(done.stdout)["name"] == "friends"
 
 
+def test_what_host_prints_can_be_pasted_whole(tmp_path: Path) -> None:
+    done = invoke("join", "--home", str(tmp_path), "--json", given=f"swarmnode join\n{FRIENDS}\n")
+    assert done.returncode == 0 and json.loads(done.stdout)["name"] == "friends", done.stderr
+
+
 def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  # noqa: F811
     line = invoke("invite", str(file), "--role", "client", "--uses", "3", "--expires", "never").stdout.strip()
     done = invoke("join", line, "--home", str(tmp_path / "home"), "--name", "club")

@@ -97,6 +97,7 @@ def test_what_passes_shares_a_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch
         tell("left", "Left")
     assert terminal.getvalue().count("\n") == 2 and "\x1b[2J" not in terminal.getvalue()
     assert terminal.getvalue().endswith("Left\n")
+    assert "20 %" not in terminal.getvalue().partition("Serving")[2], "it is over"
 
 
 def test_sentences_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

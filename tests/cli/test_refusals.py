@@ -22,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def file(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a swarm that nobody is in."""
     path = tmp_path_factory.mktemp("founded") / "local.swarm"
-    assert invoke("create", str(path), "--model", str(tiny.folder), "--quiet").returncode == 0
+    assert invoke("create", str(path), "--model", str(tiny.folder), "--open", "--quiet").returncode == 0
     return path
 
 
@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_create_writes_a_private_file_and_prints_an_invite_alone(tiny: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "mine.swarm"
-    done = invoke("create", str(tmp_path / "mine"), "--model", str(tiny.folder), "--quiet")
+    done = invoke("create", str(tmp_path / "mine"), "--model", str(tiny.folder), "--open", "--quiet")
     assert done.stdout.startswith("swarm1") and len(done.stdout.split()) == 1
     assert file.stat().st_mode & 0o777 == 0o600
     assert_clear(invoke("create", str(tmp_path / "mine"), "--model", "x"), 2, "already exists")
@@ -48,7 +48,7 @@ def test_a_command_that_fails_as_it_starts_leaves_the_collector_on(command: tupl
 
 
 def test_what_is_not_a_swarm_is_refused(tmp_path: Path, tiny: TinyModel) -> None:
-    invite = invoke("create", str(tmp_path / "mine"), "--model", str(tiny.folder), "--quiet").stdout.strip()
+    invite = invoke("create", str(tmp_path / "mine"), "--model", str(tiny.folder), "--open", "--quiet").stdout.strip()
     text = tmp_path / "text.swarm"
     text.write_text("hello")
     damaged = invite[:-3] + "abc"

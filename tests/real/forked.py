@@ -39,8 +39,9 @@ forkserver.set_forkserver_preload(list(IMPORTED))
 class ForkedSwarm(LocalSwarm):
     """A local swarm of forked members, founded by this process."""
 
-    def create(self, model: Path, *extra: str) -> str:
-        arguments = ["create", str(self.file.with_suffix("")), "--model", str(model), "--quiet", *extra]
+    def create(self, model: Path, *extra: str, membership: str = "open") -> str:
+        options = ["--model", str(model), f"--{membership}", "--quiet", *extra]
+        arguments = ["create", str(self.file.with_suffix("")), *options]
         result = CliRunner().invoke(
             app, arguments, env={**self.environment, "SWARMNODE_HOME": str(self.folder / "client")}
         )

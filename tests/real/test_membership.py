@@ -33,7 +33,7 @@ class Club:
     def __init__(self, local: ForkedSwarm, model: TinyModel) -> None:
         self.local = local
         local.environment["SWARMNODE_OWNER_PASSWORD"] = PASSWORD
-        assert local.create(model.folder, "--private") == ""
+        assert local.create(model.folder, membership="private") == ""
         self.door = local.bootstrap()
         volunteers = self.invite("--uses", "2")
         self.nodes = [self.node(name, span, volunteers) for name, span in (("a", "0:3"), ("b", "3:6"))]

@@ -31,7 +31,7 @@ def test_a_module_trains_as_one_process_though_a_replica_is_killed(spec: str, tm
     save_data(data)
     settings = ("--data", str(data), "--steps", str(STEPS), "--batch", "8", "--microbatch", "2", "--lr", "1e-2")
     with ForkedSwarm(tmp_path) as local:
-        asked = ["create", str(local.file.with_suffix("")), "--mode", "train", "--module", spec]
+        asked = ["create", str(local.file.with_suffix("")), "--open", "--mode", "train", "--module", spec]
         environment = {**local.environment, "SWARMNODE_HOME": str(tmp_path / "client")}
         created = CliRunner().invoke(app, [*asked, "--units", "8", "--quiet"], env=environment)
         assert created.exit_code == 0, created.stderr

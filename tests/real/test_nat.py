@@ -33,7 +33,7 @@ def networks() -> None:
 def found(local: LocalSwarm, lab: NatLab, model: Path) -> str:
     """A private swarm with four doors on the internet; an invite."""
     local.environment["SWARMNODE_OWNER_PASSWORD"] = "secret"
-    local.create(model, "--private", "--listen", f"/ip4/{DOORS[0]}/tcp/4001")
+    local.create(model, "--listen", f"/ip4/{DOORS[0]}/tcp/4001", membership="private")
     for door in DOORS:
         more = () if door == DOORS[0] else ("--host-maddr", f"/ip4/{door}/tcp/4001")
         local.bootstrap(*more, inside=lab.inside("doors"))

@@ -10,10 +10,12 @@ from typing import get_type_hints
 import pytest
 
 import swarmnode
-from swarmnode.errors import UsageError
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.net.identity import hosting_alone
 from swarmnode.programs import RunKeywords
 from swarmnode.serving.client.generation import GenerateKeywords, GenerateOptions, with_keywords
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.owner_key import is_locked
 from tests.gateway.speaking import save_speaking_llama
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
@@ -64,6 +66,21 @@ def test_a_message_of_another_shape_is_refused() -> None:
             turn_of(wrong)  # type: ignore[arg-type]
 
 
+def test_a_private_swarm_is_hosted_once_and_its_key_may_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARMNODE_HOME", str(tmp_path / "home"))
+    save_speaking_llama(tmp_path / "model")
+    swarm = swarmnode.create(tmp_path / "model", tmp_path / "locked", password="correct horse")
+    assert swarm.private and is_locked(tmp_path / "locked.owner")
+    with pytest.raises(UsageError, match="password is wrong"):
+        swarmnode.host(swarm, password="guess")
+    config = swarmnode.NodeConfig()
+    with hosting_alone(config.host.home, swarm.id, swarm.name), pytest.raises(LocalError, match="hosted here already"):
+        swarmnode.host(swarm, config, password="correct horse")
+    assert not swarmnode.create(tmp_path / "model", tmp_path / "plain", membership="open").owner
+
+
 def test_the_examples_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +93,6 @@ def test_the_examples_of_the_page_run(
         exec(compile(block, str(PAGE), "exec"), names)
     printed = capsys.readouterr().out
     assert len(blocks) == 6
-    assert printed.startswith("swarm1")
+    assert printed.startswith("swarm2")
     assert re.search(r"^2 \d", printed, re.MULTILINE), printed  # the last step of the training
     assert "no-such-swarm" in printed

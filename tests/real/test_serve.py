@@ -37,7 +37,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSwarm]:
     save_speaking_llama(folder / "model")
     with ForkedSwarm(folder) as local:
         local.environment["SWARMNODE_OWNER_PASSWORD"] = PASSWORD
-        local.create(folder / "model", "--private")
+        local.create(folder / "model", membership="private")
         local.bootstrap()
         for node in [local.node(name, "--span", "0:4", "--name", MARKUP.format(name)) for name in NODES]:
             node.wait_for("ready")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, owner_of
+from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, owner_of
 from swarmnode.cli.options.option import argument, of_same_names, option, path_option
-from swarmnode.cli.options.owner import OwnerOptions
+from swarmnode.cli.options.owner import NewOwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.cli.terminal.progress import bytes_bar
@@ -96,11 +96,9 @@ class CreateDoorOptions(DoorOptions):
 
 
 @dataclass(frozen=True)
-class MembershipOptions:
+class StandingOptions(MembershipOptions):
     """Options of membership and priority."""
 
-    private: bool = option(False, "Admit only machines that you invite; NAME.owner is your key.")
-    public: bool = option(False, "Let everyone join; NAME.owner is your key, to revoke machines.")
     priority: str = option(
         "none", "Whose sessions go first; credit: those of machines that served others.", choices=PRIORITIES
     )
@@ -113,17 +111,17 @@ def create(
     model: NewModelOptions,
     adapters: dict[str, Path] = ADAPTERS,
     doors: Annotated[CreateDoorOptions, "running listen announce"],
-    membership: MembershipOptions,
-    owner: OwnerOptions,
+    standing: StandingOptions,
+    owner: NewOwnerOptions,
     home: Path = HOME,
     force: bool = option(False, "Overwrite existing files NAME.swarm and NAME-weights."),
-    quiet: bool = option(False, "Print only the invite.", "--quiet", "-q"),
+    quiet: bool = option(False, "Print only the invite, which a private swarm has none of.", "--quiet", "-q"),
     as_json: bool = JSON,
 ) -> None:
     """Found a swarm that serves or trains a model.
 
-    It writes NAME.swarm and prints an invite. Keep NAME.swarm to yourself; hand out the invite. New weights (of --config, --module
-    or a quantised model) go to NAME-weights, adapters to NAME-adapters.
+    It writes NAME.swarm, for you alone, and NAME.owner, your key to invite and revoke. New weights (of --config, --module or a
+    quantised model) go to NAME-weights, adapters to NAME-adapters.
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
@@ -131,11 +129,9 @@ def create(
 
     Example: swarmnode create poets --model ./llama --adapter verse=./verse-lora --adapter prose=./prose-lora
 
-    Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
+    Example: swarmnode create club --public --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
-    private, silent = membership.private, quiet or as_json
-    if private and membership.public:
-        fail("give either --private or --public, not both", 2)
+    membership, silent = standing.membership, quiet or as_json
     model.check()
     if adapters and not model.serves_checkpoint:
         fail("--adapter needs --model and --mode serve", 2)
@@ -144,7 +140,7 @@ def create(
 
     path = new_swarm_file(name, force=force)
     bootstraps = of_same_names(Bootstraps, doors).settled()
-    new = owner_of(path, owner, force=force) if private or membership.public else None
+    new = None if membership == "open" else owner_of(path, owner, force=force)
     with new_beside(path) as weights:
         source = model.source(weights, force=force, quiet=silent)
         with bytes_bar("Hashing the weights", quiet=silent) as progress:
@@ -154,8 +150,8 @@ def create(
                 bootstraps,
                 new,
                 mode=model.mode,
-                private=private,
-                by_credit=membership.priority == "credit",
+                private=membership == "private",
+                by_credit=standing.priority == "credit",
                 adapters=adapters,
                 force=force,
                 progress=progress,
@@ -164,9 +160,11 @@ def create(
     if as_json:
         _print_json(swarm, path, source)
     elif quiet:
-        say("" if private else swarm.invite, nl=not private)
+        say("" if swarm.private else swarm.invite, nl=not swarm.private)
     else:
         _tell(swarm, path, source, model.mode)
+        if new is not None:
+            say(new.advice)
 
 
 def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:
@@ -175,9 +173,6 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
         say(f"Note: {remark}")
     file = shlex.quote(str(path))
     say(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
-    if swarm.owner:
-        key = path.with_suffix(".owner")
-        say(f"{key} is the key to the swarm: keep it and its password; they cannot be replaced.")
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
     elif model_source.model.task:

@@ -5,29 +5,37 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, listen_option, owner_of
+from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
+from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
+from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.option import argument, of_same_names, option
-from swarmnode.cli.options.owner import OwnerOptions
+from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
-from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async
+from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 from swarmnode.cli.terminal.formatting import parse_life
-from swarmnode.cli.terminal.process import beginning_anew, is_begun_anew
-from swarmnode.cli.terminal.progress import bytes_bar
+from swarmnode.cli.terminal.process import beginning_anew
+from swarmnode.cli.terminal.progress import bytes_bar, spinner
+from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
+from swarmnode.net.tasks import until_first
 
 if TYPE_CHECKING:
+    from swarmnode.founding.swarm_creation import NewOwner
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.identity import SigningKey
     from swarmnode.node.description import Tell
+    from swarmnode.swarm.records.manifest import Manifest
+    from swarmnode.swarm.storage.issued_invites import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 PORT = 4001
@@ -43,26 +51,42 @@ class HostDoorOptions(DoorOptions):
 
 
 @dataclass(frozen=True)
-class AdmissionOptions:
-    """Options of membership. `uses` and `life_s` are fields of InviteTerms."""
+class GuestOptions:
+    """Options of the invite for friends, by the names of fields of InviteTerms."""
 
-    private: bool = option(False, "Admit only machines that you invite.")
-    uses: int = option(USES, "With --private: how many machines can use the invite; 0: any number.")
+    uses: int = option(USES, "How many machines can use the invite to a private swarm; 0: any number.")
     life_s: float | None = option(
         "30d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
     )
 
 
+@dataclass(frozen=True)
+class PageOptions:
+    """Options of the page and the API of a host."""
+
+    port: int = option(
+        GATEWAY_PORT,
+        "Port of the page and the API, at this machine alone; another one if it is taken.",
+        min=1,
+        max=65535,
+    )
+    no_page: bool = option(False, "Open neither the page nor the API.")
+
+
 @command
 def host(
     *,
-    model: str = argument(..., "Checkpoint (a folder or hub id), or a .swarm file of yours.", metavar="MODEL"),
+    model: str = argument(
+        ..., "Checkpoint (a folder, GGUF file or hub id), or a .swarm file of yours.", metavar="MODEL"
+    ),
     name: str = option("", "Name of the swarm; default: the model's."),
-    admission: AdmissionOptions,
+    membership: MembershipOptions,
+    guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
     node: Annotated[NodeOptions, "memory_bytes device quantize nat_port_map lan"],
-    owner: OwnerOptions,
+    page: PageOptions,
+    owner: NewOwnerOptions,
     home: Path = HOME,
     as_json: bool = EVENTS,
     metrics: MetricsOptions,
@@ -70,42 +94,66 @@ def host(
 ) -> None:
     """Host a swarm for a model with one command.
 
-    It founds the swarm, lets machines join, lends this machine, and prints the line that a friend types. Ctrl-C ends all of it. It
-    writes NAME.swarm into this folder, and uses that file the next time.
+    It founds the swarm, lets machines join, lends this machine, opens a page and OpenAI's API, and prints what a friend types.
+    Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the next time.
 
-    Example: swarmnode host ./llama --private
+    Example: swarmnode host ./llama
     """
     logs.begin()
-    from swarmnode.compute.device import probe_devices
+    tell = Teller(as_json)
+    tell("reading", f"Reading {_name_of(model)} …", model=model)  # before slow imports
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
-    from swarmnode.net.identity import check_home
+    from swarmnode.net.identity import check_home, hosting_alone
 
     config = replace(node, home=home, name="host").config()
-    terms = of_same_names(InviteTerms, admission)
+    terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, name="bootstrap", announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    probe_devices(node.device)
+    founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
     check_home(home)
-    founding = Founding(model, name, admission.private, doors, adapters, owner, quiet=as_json)
-    swarm, path, key = founding.swarm()
+    with spinner("Reading", quiet=as_json) as end_spinner:
+        swarm, path = founding.known()
+        new_owner = None
+        if swarm is None:
+            _probe(node)  # before anything is written
+            swarm, new_owner = founding.found(path, end_spinner)
+    welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
+    key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     name_swarm(path, home)
-    tell = Teller(as_json)
-
-    async def welcome(opened: Swarm, reached: list[str]) -> None:
-        invite = opened.invite if key is None else _invite(opened, path, terms, key)
-        await _welcome(opened, path, invite, reached, terms, tell, nat=node.nat_port_map)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.node.bootstrap import SwarmHost
 
+        _probe(node)
+        port = 0 if page.no_page else free_gateway_port(page.port)
         hosting = SwarmHost(swarm, door, config, tell)
-        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
-            await hosting.run(stop, welcome)
+        opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
 
-    with beginning_anew(), tell:
+        async def begin(now: Swarm, reached: list[str]) -> None:
+            invite = welcome.invite(now, key, hosting.uses_of)
+            await welcome.tell_addresses(now, invite, reached)
+            opened.set_result((now, invite))
+            if page.no_page and not as_json:
+                welcome.say(now, invite, None)
+
+        async def open_page() -> None:
+            now, invite = await opened
+            await answer(now, GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite)))
+
+        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
+            await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
+
+    with hosting_alone(home, swarm.id, swarm.name), beginning_anew(), tell:
         run_async(serve)
+
+
+def _probe(node: NodeOptions) -> None:
+    """Raise LocalError if the device of the options is missing."""
+    from swarmnode.compute.device import probe_devices
+
+    probe_devices(node.device)
 
 
 @dataclass(frozen=True)
@@ -114,65 +162,100 @@ class Founding:
 
     model: str
     name: str
-    private: bool
+    membership: MembershipOptions
     doors: DoorOptions
     adapters: Mapping[str, Path]
-    owner: OwnerOptions
+    owner: NewOwnerOptions
     quiet: bool
 
-    def swarm(self) -> tuple[Swarm, Path, SigningKey | None]:
-        """Return the swarm, which is founded now unless an earlier call did so here; its file; and for a private swarm the owner's
-        key, else None. Raises UsageError, CheckpointError, LocalError."""
-        swarm, path = self._known()
-        if swarm is None:
-            return self._founded(path)
-        if swarm.manifest is not None and not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
-            fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
-        return swarm, path, self.owner.key_of(path) if swarm.private else None
-
-    def _known(self) -> tuple[Swarm | None, Path]:
+    def known(self) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
-        if the file is of another model, or is missing."""
-        from swarmnode.founding.swarm_creation import SUFFIX, new_swarm_file
-        from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
+        if the file is missing, or does not fit the request."""
+        from swarmnode.swarm.storage.swarmfile import SUFFIX, load_swarm, swarm_path
         from swarmnode.swarm.storage.user_file import is_user_file
 
+        chosen = self.membership.chosen
         is_file = self.model.endswith(SUFFIX)
         path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
         if not is_user_file(path):
             if is_file:
                 fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
+            from swarmnode.founding.swarm_creation import new_swarm_file  # slow
+
             return None, new_swarm_file(self.name or _name_of(self.model))
         swarm = load_swarm(path)
-        if not is_file and not _is_of(swarm, self.model):
+        if swarm.manifest is None or not (is_file or _is_of(swarm, self.model)):
             fail(f"{path} is a swarm of another model; choose another name with --name", 2)
-        if (self.doors.listen or self.doors.announce) and not is_begun_anew():
-            fail(f"{path} already has addresses; --listen and --announce are for a new swarm: leave them out", 2)
+        if chosen not in ("", _kind_of(swarm)):
+            fail(
+                f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
+                2,
+            )
+        if not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
+            fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
+        self._check_addresses(swarm, path)
         return swarm, path
 
-    def _founded(self, path: Path) -> tuple[Swarm, Path, SigningKey | None]:
+    def _check_addresses(self, swarm: Swarm, path: Path) -> None:
+        """End the command if the user gave addresses that are not those of the swarm, which its invites name. Raises UsageError if
+        an address is invalid."""
+        from swarmnode.net.addressing.addresses import check_all, port_of, with_port, without_peer
+
+        kept = set(swarm.bootstrap_listen)
+        anywhere = {with_port(address, 0) for address in kept}
+        reached = {*map(without_peer, swarm.bootstraps)}
+        other = [
+            address
+            for address in check_all("--listen", self.doors.listen)
+            if address not in (anywhere if port_of(address) == 0 else kept)
+        ]
+        other += [address for address in check_all("--announce", self.doors.announce) if address not in reached]
+        if other:
+            fail(
+                f"{path} has other addresses than {other[0]}, and its invites name them: leave out --listen and --announce, "
+                "or found another swarm with --name",
+                2,
+            )
+
+    def found(self, path: Path, end_spinner: Callable[[], None]) -> tuple[Swarm, NewOwner | None]:
+        """Found the swarm; return it and its owner's key, None if it has no owner. `end_spinner` makes room for other output.
+        Raises UsageError, CheckpointError, LocalError."""
         from swarmnode.founding.bootstraps import Bootstraps
-        from swarmnode.founding.model_source import from_checkpoint
+        from swarmnode.founding.model_source import from_model
         from swarmnode.founding.swarm_creation import found, new_beside
         from swarmnode.swarm.records.manifest import SERVE
 
+        membership = self.membership.membership
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
-        owner = owner_of(path, self.owner) if self.private else None
+        if self.owner.ask_password or not Path(self.model).expanduser().exists():
+            end_spinner()  # for a question, or the bars of a download
+        owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
-            with bytes_bar("Dequantising the weights", quiet=self.quiet) as progress:
-                source = from_checkpoint(self.model, weights, progress=progress)
-            with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
+            with bytes_bar("Dequantising the weights", quiet=self.quiet, first=end_spinner) as progress:
+                source = from_model(self.model, weights, progress=progress)
+            with bytes_bar("Hashing the weights", quiet=self.quiet, first=end_spinner) as progress:
                 swarm = found(
                     path,
                     source,
                     bootstraps,
                     owner,
                     mode=SERVE,
-                    private=self.private,
+                    private=membership == "private",
                     adapters=self.adapters,
                     progress=progress,
                 )
-        return swarm, path, owner.key if owner else None
+        end_spinner()
+        if owner is not None and not self.quiet:
+            say(owner.advice)
+        return swarm, owner
+
+
+def _kind_of(swarm: Swarm) -> str:
+    return "private" if swarm.private else "public" if swarm.owner else "open"
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind == 'open' else 'a'} {kind}"
 
 
 def _name_of(model: str) -> str:
@@ -206,33 +289,100 @@ def _free_everywhere() -> str:
     return address
 
 
-def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> str:
-    """Return an invite for a friend, and enter it into the owner's list."""
-    from swarmnode.membership.owner import issue_invite
-    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+@dataclass(frozen=True)
+class Welcome:
+    """Text for the host: where new machines connect, how to use the swarm, and what a friend types; by the `terms` of invites."""
 
-    line, _ = issue_invite(swarm, key, terms, open_issued_invites(issued_invites_path(path)))
-    return line
+    path: Path
+    terms: InviteTerms
+    tell: Tell
+    nat: bool
+
+    def key_for(self, swarm: Swarm, owner: OwnerOptions) -> SigningKey | None:
+        """Return the owner's key if an invite may need it. It is asked for only at a terminal, and only if there is no invite to
+        show again. None if it is not at hand; then no invite is made."""
+        from swarmnode.membership.owner import shown_invite
+
+        if not swarm.private:
+            return None
+        key = owner.key_at_hand(self.path)
+        has_key = key is not None or not owner.has_key(self.path)
+        if has_key or is_piped() or shown_invite(swarm, self.terms, self._book()):
+            return key
+        return owner.key_of(self.path)
+
+    def invite(self, swarm: Swarm, key: SigningKey | None, used: Callable[[bytes], int]) -> str:
+        """Return the line for a friend: of a private swarm the invite that was shown last while it is good, else a new one. It is
+        empty if that needs the owner's key."""
+        from swarmnode.membership.owner import show_invite, shown_invite
+
+        if not swarm.private:
+            return swarm.invite
+        book = self._book()
+        last = shown_invite(swarm, self.terms, book, used)
+        return last or ("" if key is None else show_invite(swarm, key, self.terms, book))
+
+    def _book(self) -> IssuedInvites:
+        from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+
+        return open_issued_invites(issued_invites_path(self.path))
+
+    async def tell_addresses(self, swarm: Swarm, invite: str, reached: list[str]) -> None:
+        """Tell the host where new machines connect, and whether those addresses answer."""
+        from swarmnode.net.addressing.addresses import is_loopback, is_public
+        from swarmnode.net.addressing.probe import answers
+
+        tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
+        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect to"]
+        lines += [
+            f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()
+        ]
+        if all(map(is_loopback, reached)):
+            lines.append("Only this machine reaches these. To let others in, found a swarm with --listen ADDRESS.")
+        elif not any(map(is_public, reached)):
+            more = "the router opened none (UPnP)" if self.nat else "or try --nat"
+            lines.append(
+                f"Only this network reaches these. For the internet, forward a port and give --announce; {more}."
+            )
+        self.tell("hosting", "\n".join(lines), invite=invite or None, file=str(self.path), addresses=tried)
+
+    def say(self, swarm: Swarm, invite: str, served: Served | None) -> None:
+        """Print how the host uses the swarm, at the addresses of the page and the API if they are open, and what a friend types."""
+        assert swarm.manifest is not None
+        lines = ("", *_ways(swarm.manifest, self.path, served), "", *self._for_a_friend(swarm, invite), "")
+        self.tell("welcome", "\n".join(lines))
+
+    def _for_a_friend(self, swarm: Swarm, invite: str) -> list[str]:
+        if not invite:
+            return [f"Every invite is used up or over. A new one for a friend: swarmnode invite {_called(self.path)}"]
+        life = "for ever" if self.terms.life_s is None else f"for {self.terms.life_s / 86_400:.3g} days"
+        uses = counted(self.terms.uses, "machine") if self.terms.uses else "any number of machines"
+        whom = f"volunteer, {uses}, {life}" if swarm.private else "anyone with this line, for ever"
+        return [f"A friend types the first line, and pastes the second when asked ({whom}):", "swarmnode join", invite]
 
 
-async def _welcome(
-    swarm: Swarm, path: Path, invite: str, reached: list[str], terms: InviteTerms, tell: Tell, *, nat: bool
-) -> None:
-    """Tell the host where new machines connect, whether those addresses answer, and what a friend types."""
-    from swarmnode.net.addressing.addresses import is_loopback, is_public
-    from swarmnode.net.addressing.probe import answers
+def _called(path: Path) -> str:
+    """Return the swarm's name for commands in this folder."""
+    return shlex.quote(str(path.with_suffix("")))
 
-    tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
-    lines = [f"New machines connect to {path.name} at"]
-    lines += [f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()]
-    if all(map(is_loopback, reached)):
-        lines.append("Only this machine reaches these. To let others in, create the swarm with --listen ADDRESS.")
-    elif not any(map(is_public, reached)):
-        more = "the router opened none (UPnP)" if nat else "or try --nat"
-        lines.append(f"Only this network reaches these. For the internet, forward a port and give --announce; {more}.")
-    life = "for ever" if terms.life_s is None else f"for {terms.life_s / 86_400:.3g} days"
-    uses = counted(terms.uses, "machine") if terms.uses else "any number of machines"
-    whom = f"volunteer, {uses}, {life}" if swarm.private else "anyone with this line, for ever"
-    ask = f'swarmnode generate {shlex.quote(str(path))} "Once upon a time"'
-    lines += [f"A friend types ({whom}):", f"  swarmnode run {invite}", f"You use it with:\n  {ask}"]
-    tell("hosting", "\n".join(lines), invite=invite, file=str(path), addresses=tried)
+
+def _ways(manifest: Manifest, path: Path, served: Served | None) -> list[str]:
+    """Return the lines that tell how to use the swarm: its page, its API, and a command."""
+    from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER, TRAIN
+
+    name = _called(path)
+    door = {GENERATE: "v1", EMBED: "v1/embeddings", CLASSIFY: "classify"}
+    commands = {
+        GENERATE: f"swarmnode chat {name}",
+        INFER: f"swarmnode infer {name} --input FILE.npz",
+        TRAIN: f"swarmnode train {name} --data PATH --steps N",
+    }
+    task = TRAIN if manifest.mode == TRAIN else manifest.task
+    lines = []
+    if served is not None:
+        lines.append(f"Web page:   {served.page}")
+        if task in door:
+            lines.append(f"For tools:  {served.url.removesuffix('v1')}{door[task]}  (model {manifest.name})")
+    if task in commands:
+        lines.append(f"Terminal:   {commands[task]}")
+    return lines

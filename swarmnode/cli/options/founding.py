@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.option import option
-from swarmnode.cli.options.owner import OwnerOptions
+from swarmnode.cli.options.owner import NewOwnerOptions
 from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +27,36 @@ class DoorOptions:
     announce: list[str] = option([], "Address at which others reach it, if not --listen's.", metavar="MADDR")
 
 
+@dataclass(frozen=True)
+class MembershipOptions:
+    """Options of a new swarm's membership: private, unless another kind is chosen."""
+
+    private: bool = option(False, "Admit only machines that you invite; this is the default.")
+    public: bool = option(False, "Let everyone join; NAME.owner is your key, to revoke machines.")
+    unowned: bool = option(
+        False, "Let everyone with the invite join, without an owner's key and revocations.", "--open"
+    )
+
+    @property
+    def chosen(self) -> str:
+        """The chosen flag, without dashes; empty if there is none. Raises UsageError if there are several."""
+        flags = {"private": self.private, "public": self.public, "open": self.unowned}
+        given = [flag for flag, on in flags.items() if on]
+        if len(given) > 1:
+            raise UsageError(f"give either --{' or --'.join(given)}, not both")
+        return "".join(given)
+
+    @property
+    def membership(self) -> str:
+        """The membership of a new swarm: "private", "public" or "open". Raises UsageError if several were chosen."""
+        return self.chosen or "private"
+
+
 def _adapters(texts: Sequence[str], flag: str) -> dict[str, Path]:
     """Return the adapters' folders by the adapters' names. Raises UsageError if a text is not NAME=DIR, a name is invalid or
     occurs twice, or there are too many."""
+    if not texts:
+        return {}  # without the imports
     from swarmnode.founding.swarm_creation import check_adapter_names
 
     for text in texts:
@@ -49,7 +76,7 @@ ADAPTERS = option(
 )
 
 
-def owner_of(path: Path, owner: OwnerOptions, *, force: bool = False) -> NewOwner:
+def owner_of(path: Path, owner: NewOwnerOptions, *, force: bool = False) -> NewOwner:
     """Return the owner's key: the given one, or a new one beside the .swarm file. Raises UsageError if that exists already."""
     from swarmnode.founding.swarm_creation import NewOwner, new_owner
 

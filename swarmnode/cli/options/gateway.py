@@ -1,4 +1,4 @@
-"""Gateway of `serve` and `run --page`, with its page, at a port of this machine."""
+"""Gateway of `serve`, `run --page` and `host`, with its page, at a port of this machine."""
 
 from __future__ import annotations
 
@@ -36,13 +36,31 @@ AddSwarm = Callable[[str, "SwarmClient"], Awaitable[None]]
 
 
 @dataclass(frozen=True)
+class Served:
+    """Addresses of a running gateway: the base `url` for tools and that of the `page`, and the names of its models."""
+
+    url: str
+    page: str
+    models: list[str]
+
+    def print_json(self) -> None:
+        """Print the addresses as an event for scripts."""
+        print_json({"event": "serving", "url": self.url, "page": self.page, "models": self.models})
+
+    def say(self) -> None:
+        """Print the addresses for people."""
+        say(f"Serving {', '.join(self.models) or 'no swarm yet'} at {self.url}\nPage: {self.page}")
+
+
+@dataclass(frozen=True)
 class GatewayAddress:
-    """Address of a gateway; `home` is the folder of the nodes that its page may control."""
+    """Address of a gateway; `home` is the folder of the nodes that its page may control, and `say` tells people the addresses."""
 
     home: Path
     port: int = PORT
     host: str = LOOPBACK
     as_json: bool = False
+    say: Callable[[Served], None] = Served.say
 
     @contextlib.asynccontextmanager
     async def serving(
@@ -90,16 +108,27 @@ class GatewayAddress:
             say(f"Your own link to the page, with your rights as the owner: cat {self.home / PAGE_LINK}", err=True)
         else:
             page = link
-        if self.as_json:
-            print_json({"event": "serving", "url": url, "page": page, "models": models})
-        else:
-            say(f"Serving {', '.join(models) or 'no swarm yet'} at {url}\nPage: {page}")
+        served = Served(url, page, models)
+        served.print_json() if self.as_json else self.say(served)
 
     def _tell_added(self, model: str) -> None:
         if self.as_json:
             print_json({"event": "added", "model": model})
         else:
             say(f"Serving {model}, too")
+
+
+def free_gateway_port(port: int) -> int:
+    """Return the port if no program listens there at the loopback address, else a free one; tell the user then."""
+    from swarmnode.errors import LocalError
+    from swarmnode.net.addressing.addresses import check_port_free, free_port
+
+    try:
+        check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
+    except LocalError:
+        taken, port = port, free_port()
+        say(f"Port {taken} is taken by another program: the page and the API are at port {port}.", err=True)
+    return port
 
 
 async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
@@ -120,11 +149,11 @@ async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
     """Run a node's `work` with a gateway to its swarm beside it. The gateway is a client of its own and starts as soon as the swarm
     can be reached. Raises the error that ends either of them."""
-    await until_first(work, _answer(swarm, address))
+    await until_first(work, answer(swarm, address))
 
 
-async def _answer(swarm: Swarm, address: GatewayAddress) -> None:
-    """Serve the gateway until cancelled; try again as long as the swarm cannot be reached."""
+async def answer(swarm: Swarm, address: GatewayAddress) -> None:
+    """Serve a gateway to the swarm until cancelled; try again as long as the swarm cannot be reached."""
     from swarmnode.client.swarm_client import SwarmClient
 
     while True:

@@ -5,7 +5,7 @@ Sources:
 SWARMNODE_OWNER_KEY        the key itself, as PEM text: for an agent or a secret store that hands it out
 --password-file FILE       its first line is the password
 SWARMNODE_OWNER_PASSWORD   the password
-otherwise                  a question at the terminal
+otherwise                  a question at the terminal for a locked key; a new key is locked only if a password is given
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.options.option import path_option
+from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.files import read_bounded
 from swarmnode.net.identity import SigningKey
-from swarmnode.swarm.storage.owner_key import SUFFIX, load_owner_key, parse_owner_key
+from swarmnode.swarm.storage.owner_key import SUFFIX, is_locked, load_owner_key, parse_owner_key
 
 KEY_VARIABLE = "SWARMNODE_OWNER_KEY"
 PASSWORD_VARIABLE = "SWARMNODE_OWNER_PASSWORD"
@@ -37,21 +37,55 @@ class OwnerOptions:
 
     def key_of(self, swarm_file: Path) -> SigningKey:
         """Return the owner's key, unlocked; end the command if its file is missing. Raises UsageError if the password is wrong."""
-        if pem := os.environ.get(KEY_VARIABLE):
-            return parse_owner_key(pem.encode(), None, source=KEY_VARIABLE)
-        path = self.owner_key or swarm_file.with_suffix(SUFFIX)
-        if not path.exists():
-            fail(f"{path}: no such file; only the owner can do this: give the key with --owner-key", 2)
+        path = self._path(swarm_file)
+        if path is None or not is_locked(path):
+            return self._open(path)
         return load_owner_key(path, known_password(self.password_file) or _ask(f"Password of {path}", again=False))
+
+    def key_at_hand(self, swarm_file: Path) -> SigningKey | None:
+        """Return the owner's key if it opens without a question; None if it does not, or is not here. Raises UsageError if the
+        given password is wrong."""
+        path = self._path(swarm_file)
+        if not self.has_key(swarm_file):
+            return None
+        if path is None or not is_locked(path):
+            return self._open(path)
+        password = known_password(self.password_file)
+        return load_owner_key(path, password) if password else None
+
+    def has_key(self, swarm_file: Path) -> bool:
+        """Return whether there is a key, in the environment or a file."""
+        path = self._path(swarm_file)
+        return path is None or path.exists()
 
     @property
     def is_given(self) -> bool:
         """Whether the user has given a key, as a file or in the environment."""
         return self.owner_key is not None or bool(os.environ.get(KEY_VARIABLE))
 
+    def _path(self, swarm_file: Path) -> Path | None:
+        """Return the path of the owner's key; None if the environment has the key itself."""
+        return None if os.environ.get(KEY_VARIABLE) else self.owner_key or swarm_file.with_suffix(SUFFIX)
+
+    def _open(self, path: Path | None) -> SigningKey:
+        """Return the key in an unlocked file, or in the environment if `path` is None; end the command if the file is missing."""
+        if path is None:
+            return parse_owner_key(os.environ[KEY_VARIABLE].encode(), None, source=KEY_VARIABLE)
+        if not path.exists():
+            fail(f"{path}: no such file; only the owner can do this: give the key with --owner-key", 2)
+        return load_owner_key(path, None)
+
+
+@dataclass(frozen=True)
+class NewOwnerOptions(OwnerOptions):
+    """Options of a new swarm's owner."""
+
+    ask_password: bool = option(False, "Ask for a password for the new owner's key, which otherwise has none.")
+
     def new_password(self) -> str:
-        """Return the password for a new key, which the user types if neither a file nor the environment has it."""
-        return known_password(self.password_file) or _ask("A password for the owner's key", again=True)
+        """Return the password for a new key; empty if neither a file nor the environment has one and the user is not asked."""
+        known = known_password(self.password_file)
+        return known or (_ask("A password for the owner's key", again=True) if self.ask_password else "")
 
 
 def known_password(password_file: Path | None) -> str:

@@ -15,9 +15,27 @@ RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept for the start and for p
 
 
 @contextlib.contextmanager
-def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+def spinner(what: str, *, quiet: bool) -> Iterator[Callable[[], None]]:
+    """Show that something goes on, and for how long; yield the function that ends the display early. It does nothing if standard
+    error is no terminal or `quiet` is true."""
+    if not _watched(quiet):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bars.add_task(what, total=None)
+        yield bars.stop
+
+
+@contextlib.contextmanager
+def bytes_bar(
+    what: str, *, quiet: bool, first: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[int, int], None] | None]:
     """Show a bar of bytes; yield the function `progress(done, total)` that updates it, or None if standard error is no terminal or
-    `quiet` is true. The bar appears at the first call."""
+    `quiet` is true. The bar appears at the first call, after `first` has been called."""
     if not _watched(quiet):
         yield None
         return
@@ -29,6 +47,7 @@ def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] 
     task = bars.add_task(what, total=None)
 
     def progress(done: int, total: int) -> None:
+        first()
         bars.start()
         bars.update(task, completed=done, total=total)
 

@@ -45,7 +45,7 @@ class Teller:
             line = self._line
             self._show("")
             say(text)
-            self._show(line if event not in ("draining", "left") else "")
+            self._show(line if event not in ("ready", "draining", "left") else "")
 
     def _show(self, line: str) -> None:
         """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""

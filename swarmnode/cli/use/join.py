@@ -135,10 +135,8 @@ def _invite(text: str) -> str:
     from swarmnode.swarm.records.invite import looks_like_invite
     from swarmnode.swarm.storage.user_file import read_user_file
 
-    if not text and not is_piped():
-        text = typer.prompt("Invite", err=True)
-    elif text in ("", STANDARD_INPUT):
-        text = read_line()
+    if text in ("", STANDARD_INPUT):
+        text = _line(ask=not text and not is_piped())
     if not looks_like_invite(text):
         data = read_user_file(Path(text), max_bytes=MAX_LINE_BYTES, what="an invite")
         if data is None:
@@ -147,6 +145,15 @@ def _invite(text: str) -> str:
     if not looks_like_invite(text):
         fail("this file holds no invite (swarm1… or swarm2…); your own .swarm file needs no `join`", 2)
     return text.strip()
+
+
+def _line(*, ask: bool) -> str:
+    """Return the next line, from the prompt or standard input. The command itself is skipped, since `host` prints it before the
+    invite and both may be pasted."""
+    while True:
+        line = str(typer.prompt("Invite", err=True)) if ask else read_line()
+        if line.split() != ["swarmnode", "join"]:
+            return line
 
 
 def _terms(invite: Any) -> dict[str, Any]:

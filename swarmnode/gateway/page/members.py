@@ -22,7 +22,7 @@ from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_PEER_CHARS,
 from swarmnode.swarm.records.invite import MAX_INVITE_CHARS
 from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites, issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
-from swarmnode.swarm.storage.owner_key import load_owner_key
+from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 MAX_PASSWORD_CHARS = 1024
@@ -65,10 +65,11 @@ async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
     client = page.feed(name).client
     owner_client, swarm = client.as_owner(), client.swarm
     book = None if swarm.file is None else await asyncio.to_thread(_book_beside, swarm.file)
-    owned = swarm.file is not None and swarm.file.with_suffix(OWNER_SUFFIX).is_file()
+    key = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
+    keys = {"owned": key is not None and key.is_file(), "locked": key is not None and is_locked(key)}
     view = await OwnersView.read(swarm, book, owner_client)
     usual = {field: InviteCommand.model_fields[field].default for field in ("role", "life_s", "uses")}
-    return {"owned": owned, "roles": [role.name.lower() for role in roles_of(swarm)], "usual": usual, **view.told()}
+    return {**keys, "roles": [role.name.lower() for role in roles_of(swarm)], "usual": usual, **view.told()}
 
 
 @router.post("/invites", response_model=NewInvite)
@@ -102,7 +103,8 @@ def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:
 def _unlock(swarm: Swarm, password: SecretStr) -> SigningKey:
     """Return the owner's key. Opening it is slow by design, to slow down guessing. Raises UsageError if the password or the file is
     wrong."""
-    return load_owner_key(_owners_file(swarm).with_suffix(OWNER_SUFFIX), password.get_secret_value() or None)
+    path = _owners_file(swarm).with_suffix(OWNER_SUFFIX)
+    return load_owner_key(path, (password.get_secret_value() or None) if is_locked(path) else None)
 
 
 def _owners_file(swarm: Swarm) -> Path:

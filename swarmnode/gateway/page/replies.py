@@ -186,11 +186,13 @@ class UsualTerms(BaseModel):
 
 class MembersReply(BaseModel):
     """Members and invites, as in `swarmnode members --json`. `owned` means that the .swarm file and the owner's key are on this
-    machine, so that invites can be created and revoked. `roles` are those that an invite can give."""
+    machine, so that invites can be created and revoked; `locked` that the key has a password. `roles` are those that an invite can
+    give."""
 
     name: str
     membership: str
     owned: bool
+    locked: bool
     roles: list[str]
     usual: UsualTerms
     members: list[MemberReply]

@@ -1,4 +1,4 @@
-"""`NAME.guests`, the owner's list of issued invites, without their secrets, and of revocations.
+"""`NAME.guests`, the owner's list of issued invites and of revocations. Of secrets it has only the invite that `host` showed last.
 
 It is only a help: without it, unused invites can neither be listed nor be revoked by a part of their id or by their note. Nor can
 members that are offline, without `NAME.members` beside it: the list of peers that came by invites.
@@ -152,6 +152,7 @@ def note_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeer
 class _File(VersionedFile):
     guests: list[IssuedInvite] = msgspec.field(default_factory=list)
     revocations: bytes = b""
+    shown: str = ""
 
 
 @dataclass
@@ -161,6 +162,7 @@ class IssuedInvites:
     path: Path
     guests: list[IssuedInvite] = field(default_factory=list)
     revocations: bytes = b""  # newest revocation list as it was signed; empty before the first
+    shown: str = ""  # line of the invite that `host` showed last, to be shown again; a secret
 
     def __repr__(self) -> str:
         return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
@@ -175,7 +177,7 @@ class IssuedInvites:
 
     def save(self) -> None:
         """Write the file, readable by its owner alone. Raises LocalError if it cannot be written."""
-        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
+        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations, self.shown)))
 
 
 def issued_invites_path(swarm_file: Path) -> Path:
@@ -190,4 +192,4 @@ def open_issued_invites(path: Path) -> IssuedInvites:
     if data is None:
         return IssuedInvites(path)
     content = parse_user_file(data, _File, source=path, what=WHAT)
-    return IssuedInvites(path, content.guests, content.revocations)
+    return IssuedInvites(path, content.guests, content.revocations, content.shown)

@@ -1,4 +1,4 @@
-"""The owner's key on disk: PKCS #8 in PEM (RFC 5958), encrypted with the owner's password (PBES2, RFC 8018)."""
+"""The owner's key on disk: PKCS #8 in PEM (RFC 5958), encrypted with the owner's password, if there is one (PBES2, RFC 8018)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
     PrivateFormat,
     load_pem_private_key,
 )
@@ -20,18 +22,21 @@ from swarmnode.swarm.storage.user_file import read_user_file
 
 SUFFIX = ".owner"
 MAX_FILE_BYTES = 1 << 14
+LOCKED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"  # RFC 7468
 
 
 def save_owner_key(key: SigningKey, path: Path, password: str) -> None:
-    """Write the encrypted key atomically, readable by its owner alone.
-
-    Raises UsageError if the password is empty, LocalError if the file cannot be written.
-    """
-    if not password:
-        raise UsageError("the owner's key needs a password: without one, anyone with the file owns the swarm")
+    """Write the key atomically, readable by its owner alone, and encrypted unless the password is empty. Raises LocalError if the
+    file cannot be written."""
     private = Ed25519PrivateKey.from_private_bytes(key.seed)
-    lock = BestAvailableEncryption(password.encode())
+    lock: KeySerializationEncryption = BestAvailableEncryption(password.encode()) if password else NoEncryption()
     write_private(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, lock))
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether the key in a file is encrypted; False if there is no such file. Raises UsageError if it cannot be read."""
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="an owner's key")
+    return data is not None and LOCKED in data
 
 
 def load_owner_key(path: Path, password: str | None) -> SigningKey:

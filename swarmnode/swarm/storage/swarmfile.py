@@ -48,7 +48,7 @@ class Swarm:
         manifest_bytes: Manifest as the founder encoded it; None if it has not been fetched yet.
         manifest: The decoded manifest; None if it has not been fetched yet.
         checkpoint: Local folder with the whole checkpoint, only a hint.
-        original: Path or hub id of the quantised checkpoint that `checkpoint` was made of; empty if there was none.
+        original: Path or hub id of the quantised checkpoint or encoder that `checkpoint` was made of; empty if there was none.
         adapters: Local folder with the files of the adapters.
         bootstrap_key: Private key bytes that make this host the bootstrap peer of invites.
         bootstrap_listen: Listen addresses of that bootstrap peer.

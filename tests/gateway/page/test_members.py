@@ -93,7 +93,7 @@ async def test_who_is_invited_on_the_page_joins_is_seen_and_is_revoked(private: 
             await served.client.changed()
             picture = (await served.http.get(MEMBERS)).json()
             seen = {member["invite"]: member for member in picture["members"]}
-        assert picture["owned"] and picture["membership"] == PRIVATE
+        assert picture["owned"] and picture["locked"] and picture["membership"] == PRIVATE
         assert picture["roles"] == ["client", "bootstrap", "volunteer"], "no one trains in a swarm that serves"
         assert picture["usual"] == {"role": "volunteer", "life_s": 365 * 86_400, "uses": 1}, "as `swarmnode invite`"
         member = seen[made["id"]]
@@ -111,6 +111,17 @@ async def test_who_is_invited_on_the_page_joins_is_seen_and_is_revoked(private: 
         assert [each["revoked"] for each in picture["invites"]] == [False, True]
         book = open_issued_invites(issued_invites_path(served.swarm.file))
         assert book.revocations and PASSWORD.encode() not in book.path.read_bytes(), "kept for when nobody is online"
+
+
+@in_virtual_time
+async def test_a_key_without_a_password_needs_none(private: Founded, tmp_path: Path) -> None:
+    async with owned(private, tmp_path) as served:
+        save_owner_key(OWNER, tmp_path / "virtual.owner", "")
+        picture = (await served.http.get(MEMBERS)).json()
+        assert picture["owned"] and not picture["locked"]
+        made = await told(served, INVITES, password="", uses=1)
+        ended = await told(served, REVOCATIONS, password="", who=made["id"])
+        assert ended["invites"] == [made["id"]]
 
 
 @in_virtual_time

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from swarmnode.errors import UsageError
 from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.records.signed import is_signed
-from swarmnode.swarm.storage.owner_key import load_owner_key, parse_owner_key, save_owner_key
+from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key, parse_owner_key, save_owner_key
 from tests.swarm.society import OWNER, STRANGER
 
 
@@ -20,10 +20,18 @@ def test_round_trip_under_a_password(tmp_path):
     assert load_owner_key(path, "secret").public == OWNER.public
 
 
+def test_round_trip_without_a_password(tmp_path):
+    path = tmp_path / "friends.owner"
+    assert not is_locked(path), "there is none"
+    save_owner_key(OWNER, path, "")
+    assert path.stat().st_mode & 0o777 == 0o600 and not is_locked(path)
+    assert load_owner_key(path, None).public == OWNER.public
+    save_owner_key(OWNER, path, "secret")
+    assert is_locked(path)
+
+
 def test_what_does_not_open_is_said_in_words(tmp_path):
     path = tmp_path / "friends.owner"
-    with pytest.raises(UsageError, match="needs a password"):
-        save_owner_key(OWNER, path, "")
     save_owner_key(OWNER, path, "secret")
     with pytest.raises(UsageError, match="password is wrong"):
         load_owner_key(path, "guess")

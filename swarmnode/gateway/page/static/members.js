@@ -18,6 +18,7 @@ export class Members {
     this.hasOwner = true; // until the gateway denies it
     this.told = null;
     this.owned = false;
+    this.locked = true;
     this.members = new VirtualGrid($("members"), { ...CARD, show: (card, each) => this.showMember(card, each), idOf: (each) => each.id, label: "Members" });
     this.invites = new VirtualGrid($("invites"), { ...CARD, show: (card, each) => this.showInvite(card, each), idOf: (each) => each.id, label: "Invites" });
     $("invite-form").addEventListener("submit", (submit) => this.invite(submit));
@@ -70,6 +71,7 @@ export class Members {
     if (told === this.told) return; // so that the focus stays
     this.told = told;
     this.owned = picture.owned;
+    this.locked = picture.locked;
     const isPrivate = picture.membership === "private";
     if (this.offered !== picture.name) offer(picture.roles, picture.usual);
     this.offered = picture.name;
@@ -128,7 +130,7 @@ export class Members {
   /** Send an owner's command and return the response; null if it failed or was cancelled. Then update the view. */
   async command(question, what, body) {
     try {
-      const answer = await askAsOwner(question, this.path(what), body);
+      const answer = await askAsOwner(question, this.path(what), body, this.locked);
       if (answer) this.look();
       return answer;
     } catch (error) {

@@ -1,10 +1,10 @@
-// The owner's key: its password is asked for each time, sent with one request, and not stored.
+// The owner's key: its password, if it has one, is asked for each time, sent with one request, and not stored.
 
 import { askJson } from "./api.js";
 import { $ } from "./dom.js";
 
-/** Ask for the key's password, send the owner's command with it, and return the response; null if the user cancels. */
-export function askAsOwner(question, path, body) {
+/** Ask for consent, and for the password of a locked key; send the owner's command, and return the response; null if the user cancels. */
+export function askAsOwner(question, path, body, locked) {
   const dialog = $("owner-dialog");
   const form = $("owner-form");
   const password = $("owner-password");
@@ -32,6 +32,8 @@ export function askAsOwner(question, path, body) {
       resolve(answer); // it may still be pending
     };
     $("owner-title").textContent = question;
+    $("owner-lock").hidden = !locked;
+    password.required = locked;
     $("owner-error").textContent = "";
     form.addEventListener("submit", send);
     dialog.addEventListener("close", close, { once: true });
