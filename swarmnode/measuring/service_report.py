@@ -13,7 +13,7 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Metric, Reading, Readings, Source
 from swarmnode.net.addressing.reachability import Reachability
 
-GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
+GIVEN = (table.POSITIONS_FOR_OTHERS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 REACHED = {
     Reachability.UNKNOWN: "still checking whether others can reach this machine",
     Reachability.PUBLIC: "others reach this machine directly",
@@ -69,8 +69,8 @@ class ServiceReporter:
 
 
 def given(readings: Readings) -> dict[str, Any]:
-    """Return the sums of a node's work for its owner's page: positions computed, positions times units, bytes on links; and step
-    and loss if it trains."""
+    """Return the sums of a node's work for its owner's page: positions computed for others, positions times units, bytes on links;
+    and step and loss if it trains."""
     sums: Counter[Metric] = Counter()
     directions: Counter[str] = Counter()
     for reading in readings:
@@ -80,7 +80,7 @@ def given(readings: Readings) -> dict[str, Any]:
             directions[reading.labels[1]] += int(_value(reading))
     trains = table.TRAINING_LOSS in sums
     return {
-        "tokens": int(sums[table.TOKENS]),
+        "tokens": int(sums[table.POSITIONS_FOR_OTHERS]),
         "unit_tokens": int(sums[table.UNIT_TOKENS]),
         "link_bytes": {direction: directions[direction] for direction in ("sent", "received")},
         "training": {"step": int(sums[table.TRAINING_STEP]), "loss": sums[table.TRAINING_LOSS]} if trains else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import VERSION
 from swarmnode.config import StageConfig
@@ -18,9 +18,13 @@ from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
+from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
+
+if TYPE_CHECKING:
+    from swarmnode.measuring.hardware import Hardware
 
 PROGRESS_S = 15.0
 STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
@@ -90,6 +94,34 @@ def described(
         "lends": lent(config.host, config.stage, config.rules),
         "energy": None if (energy := energy_used(config.host.home)) is None else energy._asdict(),
         **given(readings),
+    }
+
+
+def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, Any]:
+    """Return the memory and the speed of a node for its owner. `hardware` is None until the devices are known, `own` until the node
+    announces itself.
+
+    `memory` has for each device its name, whether it is a card, and the bytes in use, lent, and there at all. `speed` has the
+    positions (samples) of one session that pass through the span in a second, when decoding and in training; 0 if that was not
+    measured.
+    """
+    lent = () if hardware is None else hardware.lent
+    layers = 0 if own is None else own.span[1] - own.span[0]
+    speeds = (0.0, 0.0) if own is None else (own.decode_units_per_s, own.training_units_per_s)
+    return {
+        "memory": [
+            {
+                "device": each.device.name,
+                "is_card": not each.device.shared,
+                "used_bytes": each.ledger.used_bytes,
+                "lent_bytes": each.ledger.limit_bytes,
+                "total_bytes": each.device.total_bytes,
+            }
+            for each in {id(each.ledger): each for each in lent}.values()
+        ],
+        "speed": dict(
+            zip(("decode", "training"), (speed / layers if layers else 0.0 for speed in speeds), strict=True)
+        ),
     }
 
 

@@ -34,7 +34,7 @@ from swarmnode.measuring.service_report import ServiceReporter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
-from swarmnode.node.description import LENDING, STANDS_BY, Tell, described, introduce, outdated, reason_of
+from swarmnode.node.description import LENDING, STANDS_BY, Tell, described, introduce, measured, outdated, reason_of
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.node.stage_loader import StageLoader
 from swarmnode.peer.explanation import explain
@@ -111,6 +111,9 @@ class Node:
         self._moves = 0
         self.lending = Lending(self._tell_lending, now=platform.clock.unix)
         self.lending.follow(config.rules)
+        self._card_limits = config.card
+        self._guard: CardGuard | None = None  # None until the devices are known, as the hardware
+        self._hardware: Hardware | None = None
 
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
@@ -168,7 +171,9 @@ class Node:
 
     def describe(self) -> dict[str, Any]:
         """Return a short description for the owner: swarm, peer, span, sessions, device, limits and work done."""
-        return described(self._swarm, self.config, self._host, self._span, self.readings())
+        own = None if self._host is None else self._host.directory.own
+        facts = described(self._swarm, self.config, self._host, self._span, self.readings())
+        return {**facts, **measured(self._hardware, own)}
 
     def why(self, about: str = "") -> dict[str, Any]:
         """Return facts and decisions about `about`: a peer, a unit or a session; this node itself if it is empty.
@@ -181,8 +186,12 @@ class Node:
         return explain(self._host, about, decisions)
 
     def follow(self, config: NodeConfig) -> list[str]:
-        """Apply the rules and rate limits of `config`. Returns the names of other settings that differ and need a restart."""
+        """Apply the rules, rate limits and ceilings of cards in `config`. Returns the names of other settings that differ and need
+        a restart."""
         self.lending.follow(config.rules)
+        self._card_limits = config.card
+        if self._guard is not None:
+            self._guard.follow(config.card)
         if self._host is not None:
             self._host.limit(config.host.max_upload_bps, config.host.max_download_bps)
         return self.config.fixed(config)
@@ -292,10 +301,10 @@ class Node:
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
-        hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
         paced = [lent.throttle for lent in hardware.lent]
-        guard = CardGuard.start(self.config.card, paced, Cards, on_crash=host.supervisor.ends_peer)
-        services.push_async_callback(guard.close)
+        self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
+        services.push_async_callback(self._guard.close)
         for executor, lent in zip(self._executors, hardware.lent, strict=True):
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)

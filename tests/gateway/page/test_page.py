@@ -52,7 +52,7 @@ async def test_the_picture_is_that_of_status_without_addresses(founded: Founded,
         told = (await served.http.get(SWARM)).json()
         status = json.loads(json.dumps(served.client.status()))
         assert status.pop("addresses")
-        assert told == {"id": MODEL, **status, "sessions": []}
+        assert told == {"id": MODEL, **status, "tokens_per_s": None, "sessions": []}
         assert {peer["name"]: peer["standing"] for peer in told["peers"]} == {"a": "good", "b": "good", "c": "good"}
         links = (await served.http.get(f"{SWARM}/links")).json()
         assert len(links["peers"]) == len(links["rtt_s"]) == len(links["bandwidth_bps"]) == 3
