@@ -54,12 +54,12 @@ const look = (now) => {
 requestAnimationFrame(look);
 """
 SCROLL = """
-const grid = document.querySelector("#machines .window");
+document.querySelector("#machines .more")?.click();
 let down = 40;
 const go = () => {
-  const before = grid.scrollTop;
-  grid.scrollTop += down;
-  if (grid.scrollTop === before) down = -down;
+  const before = scrollY;
+  scrollBy(0, down);
+  if (scrollY === before) down = -down;
   requestAnimationFrame(go);
 };
 go();

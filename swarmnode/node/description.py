@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import VERSION
-from swarmnode.config import StageConfig
 from swarmnode.counting import counted
 from swarmnode.lending.energy import energy_used
 from swarmnode.lending.lending import LendingState
-from swarmnode.lending.rules import DAYS, Rules
+from swarmnode.lending.rules import DAYS
 from swarmnode.measuring.service_report import given
 from swarmnode.metrics.metric import Readings
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
-from swarmnode.peer.host_config import HostConfig
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
@@ -91,7 +89,7 @@ def described(
         "span": None if span is None else list(span),
         "sessions": 0 if own is None else own.sessions,
         "device": config.stage.device if own is None else own.device,
-        "lends": lent(config.host, config.stage, config.rules),
+        "lends": lent(config),
         "energy": None if (energy := energy_used(config.host.home)) is None else energy._asdict(),
         **given(readings),
     }
@@ -125,14 +123,17 @@ def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, A
     }
 
 
-def lent(host: HostConfig, stage: StageConfig, rules: Rules) -> dict[str, Any]:
+def lent(config: NodeConfig) -> dict[str, Any]:
     """Return the limits and rules under which a volunteer lends, by name. Limits that are not set are left out."""
+    host, stage, rules = config.host, config.stage, config.rules
     limits = {
         "memory_bytes": stage.memory_bytes,
         "disk_bytes": host.max_cache_bytes,
         "max_upload_bps": host.max_upload_bps,
         "max_download_bps": host.max_download_bps,
         "share": stage.share if stage.share < 1 else None,
+        "max_celsius": config.card.max_celsius,
+        "max_watts": config.card.max_watts,
     }
     when = {
         "only_idle_s": rules.only_idle_s,

@@ -162,7 +162,7 @@ class LendingOptions:
         return [key for key in (*LIMITS, *rules.RULES) if self._context is not None or key in rules.RULES]
 
     def _row(self, key: str, field: str, definition: Definition) -> dict[str, Any]:
-        default = definition.text or ""
+        default = "" if definition.text is None else definition.text
         value, origin = default, ""
         for path, values in self._files().items():  # the later one has priority
             if key in values:
@@ -172,7 +172,7 @@ class LendingOptions:
         if definition.typed is float and value != "":
             value = f"{float(value):g}"
         kind = {bool: "yes", list[str]: "list"}.get(definition.typed, "text")
-        example, told = definition.details.get("metavar", ""), definition.details["help"]
+        example, told = definition.details.get("metavar") or "", definition.details["help"]
         row = {"name": key, "kind": kind, "value": value, "default": default, "example": example, "help": told}
         return {**row, "origin": origin}
 

@@ -126,8 +126,8 @@ class NodeReply(BaseModel, extra="allow"):
 
 
 class MachineReply(BaseModel):
-    """This machine and the nodes that run on it. The temperatures are those of the hottest card, and of the hottest part of the CPU;
-    null without a sensor."""
+    """This machine and the nodes that run on it. The temperatures are those of the hottest card, and of the hottest part of the
+    CPU; null without a sensor."""
 
     nodes: list[NodeReply]
     card_celsius: float | None
