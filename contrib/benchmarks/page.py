@@ -78,6 +78,8 @@ setInterval(() => {
 class Crowd:
     """Stand-in for a client of a swarm of `machines` made-up machines, with what the page asks of it."""
 
+    known_positions = None
+
     def __init__(self, folder: Path, machines: int, sessions: int) -> None:
         self._dice = random.Random(0)
         model = ModelInfo("llama", UNITS, 4096)

@@ -148,7 +148,7 @@ class LendingOptions:
             for path in written:
                 _put_back(path, before[path])
             raise
-        told = [f"{key}: {value if value else 'off'}" for key, value in texts.items()]
+        told = [f"{key}: {_told(value)}" for key, value in texts.items()]
         self._node.lending.decisions.note(Topic.LENDING, "its owner changes what it lends", told)
         return " ".join(_sentences(written, given, [key for key in texts if _OPTIONS[key][0] in rest]))
 
@@ -241,6 +241,12 @@ def _typed(key: str, value: Any) -> Any:
     if not value:
         return definition.text
     return float(value) if definition.typed is float else value
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        value = ", ".join(value)
+    return "on" if value is True else value or "off"
 
 
 def _line(key: str, value: Any) -> str:

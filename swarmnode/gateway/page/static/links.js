@@ -19,6 +19,7 @@ export class LinkMatrix {
 
   /** Show round trips (`delay`) or bandwidths (`rate`). */
   show(links, swarm, kind) {
+    if (links.peers.length < 2) return; // its part of the page is hidden then
     const names = links.peers.map((id) => nameOf(swarm.peers.get(id) ?? { peer: id }));
     if (names.join("\n") !== this.table?.names.join("\n")) {
       this.table = new LinkTable(names);
