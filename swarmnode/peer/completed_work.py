@@ -97,7 +97,7 @@ class HomePeers:
             with suppress(OSError):  # removed meanwhile
                 files.append((path, path.stat().st_mtime_ns))
         self._known = {file: self._known.get(file) or _peer_of(file[0]) for file in files}
-        return peer in self._known.values()
+        return bool(peer) and peer in self._known.values()
 
 
 def _peer_of(path: Path) -> PeerId:

@@ -46,7 +46,7 @@ export class Machines {
 
 function showMachine(card, peer, { writeText, layers }) {
   const count = peer.span[1] - peer.span[0];
-  const room = writeText && peer.state === "ready" && `room for ${plural(peer.cache_tokens_free, "token")}`;
+  const room = writeText && peer.state === "ready" && peer.cache_tokens_free > 0 && `room for ${plural(peer.cache_tokens_free, "token")}`;
   const busy = peer.sessions ? `${plural(peer.sessions, writeText ? "text" : "pass", writeText ? "texts" : "passes")} in work` : "idle";
   const speed = count && (peer.decode_units_per_s || peer.training_units_per_s) / count;
   const links = peer.up_bps || peer.down_bps ? [`↑ ${rate(peer.up_bps)}`, `↓ ${rate(peer.down_bps)}`] : ["bandwidth not measured yet"];

@@ -135,7 +135,7 @@ function figures(swarm, history) {
   const busy = peers.reduce((sum, peer) => sum + peer.sessions, 0);
   const machines = machinesOf(swarm, [...swarm.peers.keys()]).size;
   const nodes = peers.length > machines && plural(peers.length, "node");
-  const note = [nodes, `${number(ready)} ready`, plural(swarm.bootstraps.length, "bootstrap peer")].filter(Boolean).join(", ");
+  const note = [nodes, `${number(ready)} ready`, swarm.bootstraps.length && plural(swarm.bootstraps.length, "bootstrap peer")].filter(Boolean).join(", ");
   const shown = [
     { title: "Machines", now: number(machines), note },
     ...(writesText(swarm) ? writing(busy, history) : [{ title: "Passes at machines", now: number(busy), note: "running or waiting" }]),

@@ -24,6 +24,7 @@ export class VirtualGrid {
     element.append(this.sheet, this.more);
     this.draw = everyFrame(() => this.drawNow());
     addEventListener("scroll", this.draw, { passive: true });
+    addEventListener("resize", this.draw);
     new ResizeObserver(this.draw).observe(this.sheet);
   }
 
