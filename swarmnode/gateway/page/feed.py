@@ -74,7 +74,7 @@ class SwarmHistory:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed of one text in the last period in which one was written: tokens over the seconds between them. None before."""
+        """Speed of one text in the last period with a text: tokens over the seconds between them. None before the first."""
         (seconds, tokens), (before_s, before) = self._token_waits(), self._waits
         return (
             round((tokens - before) / (seconds - before_s), 1)

@@ -126,7 +126,7 @@ class NodeReply(BaseModel, extra="allow"):
 
 
 class MachineReply(BaseModel):
-    """This machine and the nodes that run on it. The temperatures are those of the hottest card, and of the hottest part of the
+    """Nodes of this machine, and its temperatures. The temperatures are those of the hottest card, and of the hottest part of the
     CPU; null without a sensor."""
 
     nodes: list[NodeReply]
@@ -155,7 +155,8 @@ class LendingOptionsReply(BaseModel):
 
 
 class ChangeReply(LendingOptionsReply):
-    """Limits and rules after a change; `told` says in sentences where they are kept and whether the node must be restarted."""
+    """Limits and rules after a change; `told` names in sentences the files that keep them, and the options that need a restart of
+    the node."""
 
     told: str
 
