@@ -54,12 +54,12 @@ const look = (now) => {
 requestAnimationFrame(look);
 """
 SCROLL = """
-const grid = document.querySelector("#machines .window");
+document.querySelector("#machines .more")?.click();
 let down = 40;
 const go = () => {
-  const before = grid.scrollTop;
-  grid.scrollTop += down;
-  if (grid.scrollTop === before) down = -down;
+  const before = scrollY;
+  scrollBy(0, down);
+  if (scrollY === before) down = -down;
   requestAnimationFrame(go);
 };
 go();
@@ -77,6 +77,8 @@ setInterval(() => {
 
 class Crowd:
     """Stand-in for a client of a swarm of `machines` made-up machines, with what the page asks of it."""
+
+    known_positions = None
 
     def __init__(self, folder: Path, machines: int, sessions: int) -> None:
         self._dice = random.Random(0)

@@ -1,5 +1,5 @@
-"""Take the README's pictures of the web page: `python contrib/docs/pictures.py ADDRESS`, with the address that `serve` prints.
-Needs Chromium."""
+"""Take the README's pictures of the web page: `python contrib/docs/pictures.py ADDRESS`, with the address that `serve` prints, in
+the home of a node of SmolLM2. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from pathlib import Path
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
-ASKED = "How are the hens?"
-TOKENS = 200
-WRITTEN = "document.querySelector('.message.assistant .text')?.textContent.length > 60"
+ASKED = "Why do bees swarm? Answer in two sentences."
+TOKENS = 120
 SHOWN = {
-    "chat": WRITTEN,
-    "swarm": "document.querySelectorAll('#links td').length > 4",
-    "machine": "document.querySelector('#machine')?.childElementCount",
+    "chat": "document.querySelector('.message.assistant footer')",
+    "swarm": "document.querySelector('#machines .machine')",
+    "machine": "document.querySelector('.node .stats strong')",
 }
+WIDE, PHONE = (1120, 700), (390, 700)
 
 
 def take(page: BrowserPage) -> None:
     """Ask a question on `page` and save a picture of each view."""
     page.wait_until("document.getElementById('model').value")
+    page.wait_until("document.querySelector('.readiness.ready') !== null")
     page.evaluate(f"document.getElementById('max-tokens').value = {TOKENS}")
+    page.evaluate("document.getElementById('temperature').value = 0")
     page.type_and_enter("#prompt", ASKED)
-    for number, (view, is_shown) in enumerate(SHOWN.items()):
-        page.resize(1120, 700, dark=number == 1)
+    for view, size, dark in (
+        ("chat", WIDE, False),
+        ("swarm", WIDE, True),
+        ("machine", WIDE, False),
+        ("chat", PHONE, True),
+    ):
+        page.resize(*size, dark=dark)
         page.evaluate(f"location.hash = '#{view}'")
-        page.wait_until(is_shown)
-        page.picture(FOLDER / f"{view}.png")
+        page.wait_until(f"{SHOWN[view]} !== null")
+        page.evaluate("new Promise((resolve) => setTimeout(resolve, 1000))")
+        page.picture(FOLDER / f"{view}{'-phone' if size == PHONE else ''}.png")
 
 
 def main(address: str) -> None:

@@ -78,6 +78,7 @@ class ReceiptKeeper:
         credit = self.credit
         yield Reading(table.ANSWERS, self._completed.answers)
         yield Reading(table.COMPLETED_WORK, self._completed.total)
+        yield Reading(table.POSITIONS_FOR_OTHERS, self._completed.positions_for_others)
         yield Reading(table.RECEIPTED_WORK, self._completed.receipted)
         for result in RESULTS:
             yield Reading(table.RECEIPTS, self._counts[result], (result,))
@@ -118,7 +119,7 @@ class ReceiptKeeper:
             raise ProtocolError(
                 "the receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
             )
-        self._completed.confirm(works, more)
+        self._completed.confirm(works, more, receipt.client)
 
 
 @dataclass

@@ -149,8 +149,9 @@ class InferenceServer:
             )
             computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
         if asked.work:
-            self._peer.completed.answers += 1
-            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch)
+            self._peer.completed.begin(asked.work, channel.peer)
+            self._peer.completed.answer(asked.work)
+            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch, batch)
         return computed
 
     def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:

@@ -80,6 +80,7 @@ class CardGuard:
         self._paced = paced
         self._most = paced[0].share
         self._sensors = sensors
+        self._is_watching = False  # from the first ceiling on
         self._tasks = Tasks("card guard", on_crash=on_crash)
 
     def __repr__(self) -> str:
@@ -91,9 +92,15 @@ class CardGuard:
     ) -> CardGuard:
         """Return a guard that watches from now on, if there is a ceiling."""
         guard = cls(limits, paced, sensors, on_crash=on_crash)
-        if limits.any:
-            guard._tasks.spawn(guard._watch(), "watch")
+        guard.follow(limits)
         return guard
+
+    def follow(self, limits: CardLimits) -> None:
+        """Replace the ceilings. Devices that were slowed speed up again if they may."""
+        self._limits = limits
+        if limits.any and not self._is_watching:
+            self._is_watching = True
+            self._tasks.spawn(self._watch(), "watch")
 
     async def close(self) -> None:
         """Stop watching."""

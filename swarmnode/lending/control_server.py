@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from swarmnode.codec.body import DECODE_ERRORS
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, UsageError
 from swarmnode.lending.control_client import NODES, SUFFIX, is_listening
 from swarmnode.lending.lending import Keep, Lending
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 600.0  # for the command to take effect
 OWNER_ASKED = "you asked for it"
-MAX_LINE_BYTES = 4096
+MAX_LINE_BYTES = 1 << 14
 REQUEST_TIMEOUT_S = 5.0
 MAX_PATH_BYTES = 104  # of a Unix socket, on the system with the lowest limit
 
@@ -39,6 +40,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
         wait_s: Seconds to wait at most until the command has taken effect, before the answer.
         leave: Whether the node leaves the swarm after finishing.
         about: Subject to explain.
+        change: Values of the node's options by name, as typed; empty ones turn the option off.
     """
 
     command: str
@@ -47,6 +49,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
     wait_s: float = 0.0
     leave: bool = False
     about: str = ""
+    change: dict[str, str | bool | list[str]] = {}  # msgspec gives each instance its own
 
 
 class CommandSocket:
@@ -123,6 +126,20 @@ def _free_path(folder: Path, name: str) -> Path | None:
     raise LocalError(f"too many processes use {folder} already; stop one or choose another --home")
 
 
+class OwnersOptions(Protocol):
+    """Options of a running node that its owner may change."""
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the options and their values."""
+
+    def change(self, texts: Mapping[str, Any]) -> str:
+        """Change options, and return sentences about the effect. Raises UsageError or LocalError if that cannot be done; then
+        nothing changes."""
+
+    def reload(self) -> str:
+        """Read all options again, and return a sentence about the effect. Raises LocalError."""
+
+
 class ControlServer:
     """Commands for one node.
 
@@ -131,8 +148,7 @@ class ControlServer:
         stop: Set to end the node.
         describe: Returns the facts that every answer has beside the state.
         why: Explains a subject.
-        reload: Reads the node's options again and returns a description of the changes; None if there are no such
-            options.
+        options: Options that the owner may change; None if there are none.
     """
 
     def __init__(
@@ -141,12 +157,12 @@ class ControlServer:
         stop: asyncio.Event,
         describe: Callable[[], Mapping[str, Any]],
         why: Callable[[str], Mapping[str, Any]] = lambda _about: {},
-        reload: Callable[[], str] | None = None,
+        options: OwnersOptions | None = None,
     ) -> None:
         self._lending = lending
         self._stop = stop
         self._describe = describe
-        self._reload = reload
+        self._options = options
         self._commands: dict[str, Callable[[ControlRequest], Mapping[str, Any] | None]] = {
             "pause": self._pause,
             "resume": lambda _request: lending.resume(),
@@ -154,7 +170,9 @@ class ControlServer:
             "stop": self._leave,
             "state": lambda _request: None,
             "why": lambda request: why(request.about),
-            "reload": self._read_again,
+            "reload": lambda _request: self._with_options(lambda options: {"told": options.reload()}),
+            "options": lambda _request: self._with_options(lambda options: {"options": options.listed()}),
+            "change": lambda request: self._with_options(partial(_changed, texts=request.change)),
         }
 
     def __repr__(self) -> str:
@@ -176,12 +194,12 @@ class ControlServer:
         self._stop.set()
         return {"told": "leaving"}
 
-    def _read_again(self, _request: ControlRequest) -> Mapping[str, Any]:
-        if self._reload is None:
-            return {"error": "this node was started without options that can be read again"}
+    def _with_options(self, work: Callable[[OwnersOptions], Mapping[str, Any]]) -> Mapping[str, Any]:
+        if self._options is None:
+            return {"error": "this node was started without options that can change"}
         try:
-            return {"told": self._reload()}
-        except LocalError as error:
+            return work(self._options)
+        except (UsageError, LocalError) as error:
             return {"error": str(error)}
 
     def _pause(self, request: ControlRequest) -> None:
@@ -190,3 +208,8 @@ class ControlServer:
     def _state(self) -> Mapping[str, Any]:
         lending = self._lending
         return {**self._describe(), "pid": os.getpid(), "state": lending.state.value, "reason": lending.reason}
+
+
+def _changed(options: OwnersOptions, *, texts: Mapping[str, Any]) -> Mapping[str, Any]:
+    told = options.change(texts)
+    return {"told": told, "options": options.listed()}

@@ -26,7 +26,7 @@ from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, rea
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 from swarmnode.swarm.storage.swarmfile import Swarm
 
-GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
+GIVEN = (table.POSITIONS_FOR_OTHERS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 FAULTS = {
     "peer_lost": "the next machine was lost",
     "not_finite": "numbers became too large for this device",
@@ -285,8 +285,8 @@ def _identities(home: Path) -> Iterator[PeerId]:
 
 
 def given(readings: Readings) -> dict[str, Any]:
-    """Return the sums of a node's work for its owner's page: positions computed, positions times units, bytes on links; and step
-    and loss if it trains."""
+    """Return the sums of a node's work for its owner's page: positions computed for others, positions times units, bytes on links;
+    and step and loss if it trains."""
     sums: Counter[Metric] = Counter()
     directions: Counter[str] = Counter()
     for reading in readings:
@@ -296,7 +296,7 @@ def given(readings: Readings) -> dict[str, Any]:
             directions[reading.labels[1]] += int(_value(reading))
     trains = table.TRAINING_LOSS in sums
     return {
-        "tokens": int(sums[table.TOKENS]),
+        "tokens": int(sums[table.POSITIONS_FOR_OTHERS]),
         "unit_tokens": int(sums[table.UNIT_TOKENS]),
         "link_bytes": {direction: directions[direction] for direction in ("sent", "received")},
         "training": {"step": int(sums[table.TRAINING_STEP]), "loss": sums[table.TRAINING_LOSS]} if trains else None,

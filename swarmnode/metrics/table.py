@@ -82,8 +82,11 @@ FAULTS = _counter("faults", "Faults of routes that this stage reported, by cause
 SPEED = _gauge("decode_units_per_second", "Speed that this node announces for decode steps.", "span")
 
 # Work that clients sign receipts for
-ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on.")
-COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for others: positions (samples) times units.")
+ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on for others than its owner.")
+COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for clients: positions (samples) times units.")
+POSITIONS_FOR_OTHERS = _gauge(
+    "positions_for_others", "Positions (samples) computed for clients that are not of this home."
+)
 RECEIPTED_WORK = _counter("receipted_unit_tokens", "The part of it for which a client has signed.")
 RECEIPTS = _counter("receipts", "Receipts that clients brought, by result.", "result")
 CREDIT_WORK = _gauge("credit_unit_tokens", "Sum of the work in all kept receipts.", "work")

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import VERSION
-from swarmnode.config import StageConfig
 from swarmnode.counting import counted, layers
 from swarmnode.lending.energy import energy_used
 from swarmnode.lending.lending import LendingState
-from swarmnode.lending.rules import DAYS, Rules
+from swarmnode.lending.rules import DAYS
 from swarmnode.measuring.service_report import Donation, given
 from swarmnode.metrics.metric import Readings
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
-from swarmnode.peer.host_config import HostConfig
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
+from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
+
+if TYPE_CHECKING:
+    from swarmnode.measuring.hardware import Hardware
 
 PROGRESS_S = 15.0
 STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
@@ -99,21 +101,50 @@ def described(
         "span": None if span is None else list(span),
         "sessions": 0 if own is None else own.sessions,
         "device": config.stage.device if own is None else own.device,
-        "lends": lent(config.host, config.stage, config.rules),
+        "lends": lent(config),
         "energy": None if (energy := energy_used(config.host.home)) is None else energy._asdict(),
         "given": None if donation is None else donation.to_json(),
         **given(readings),
     }
 
 
-def lent(host: HostConfig, stage: StageConfig, rules: Rules) -> dict[str, Any]:
+def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, Any]:
+    """Return the memory and the speed of a node for its owner. `hardware` is None until the devices are known, `own` until the node
+    announces itself.
+
+    `memory` has for each device its name, whether it is a card, and the bytes in use, lent, and there at all. `speed` has the
+    positions (samples) of one session that pass through the span in a second, when decoding and in training; 0 if that was not
+    measured.
+    """
+    lent = () if hardware is None else hardware.lent
+    held = 0 if own is None else own.span[1] - own.span[0]
+    speeds = (0.0, 0.0) if own is None else (own.decode_units_per_s, own.training_units_per_s)
+    return {
+        "memory": [
+            {
+                "device": each.device.name,
+                "is_card": not each.device.shared,
+                "used_bytes": each.ledger.used_bytes,
+                "lent_bytes": each.ledger.limit_bytes,
+                "total_bytes": each.device.total_bytes,
+            }
+            for each in {id(each.ledger): each for each in lent}.values()
+        ],
+        "speed": dict(zip(("decode", "training"), (speed / held if held else 0.0 for speed in speeds), strict=True)),
+    }
+
+
+def lent(config: NodeConfig) -> dict[str, Any]:
     """Return the limits and rules under which a volunteer lends, by name. Limits that are not set are left out."""
+    host, stage, rules = config.host, config.stage, config.rules
     limits = {
         "memory_bytes": stage.memory_bytes,
         "disk_bytes": host.max_cache_bytes,
         "max_upload_bps": host.max_upload_bps,
         "max_download_bps": host.max_download_bps,
         "share": stage.share if stage.share < 1 else None,
+        "max_celsius": config.card.max_celsius,
+        "max_watts": config.card.max_watts,
     }
     when = {
         "only_idle_s": rules.only_idle_s,

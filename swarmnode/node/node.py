@@ -13,7 +13,7 @@ import asyncio
 import importlib
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -35,8 +35,18 @@ from swarmnode.measuring.service_report import Donation, ServiceReporter, WorkRe
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
-from swarmnode.node.description import LENDING, STANDS_BY, Tell, described, farewell, introduce, outdated, reason_of
-from swarmnode.node.node_config import NodeConfig
+from swarmnode.node.description import (
+    LENDING,
+    STANDS_BY,
+    Tell,
+    described,
+    farewell,
+    introduce,
+    measured,
+    outdated,
+    reason_of,
+)
+from swarmnode.node.node_config import RATES, NodeConfig
 from swarmnode.node.stage_loader import StageLoader
 from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host
@@ -113,6 +123,10 @@ class Node:
         self._donation: Donation | None = None  # of this home's nodes, at the last look
         self.lending = Lending(self._tell_lending, now=platform.clock.unix, clock=platform.clock.monotonic)
         self.lending.follow(config.rules)
+        self._card_limits = config.card
+        self._rates: dict[str, float] = {}  # limits that `follow` has changed
+        self._guard: CardGuard | None = None  # None until the devices are known, as the hardware
+        self._hardware: Hardware | None = None
 
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
@@ -170,7 +184,9 @@ class Node:
 
     def describe(self) -> dict[str, Any]:
         """Return a short description for the owner: swarm, peer, span, sessions, device, limits and work done."""
-        return described(self._swarm, self.config, self._host, self._span, self._donation, self.readings())
+        own = None if self._host is None else self._host.directory.own
+        facts = described(self._swarm, self._in_force, self._host, self._span, self._donation, self.readings())
+        return {**facts, **measured(self._hardware, own)}
 
     def why(self, about: str = "") -> dict[str, Any]:
         """Return facts and decisions about `about`: a peer, a unit or a session; this node itself if it is empty.
@@ -182,9 +198,22 @@ class Node:
             return {"facts": [], "decisions": [decision.to_json() for decision in decisions]}
         return explain(self._host, about, decisions)
 
+    @property
+    def _in_force(self) -> NodeConfig:
+        """Settings as they are now, after the changes that a running node can make."""
+        host = replace(self.config.host, **self._rates)  # type: ignore[arg-type]  # all rates are numbers
+        return replace(self.config, host=host, rules=self.lending.rules, card=self._card_limits)
+
     def follow(self, config: NodeConfig) -> list[str]:
-        """Apply the rules and rate limits of `config`. Returns the names of other settings that differ and need a restart."""
+        """Apply the rules, rate limits and ceilings of cards in `config`. Returns the names of other settings that differ and need
+        a restart."""
         self.lending.follow(config.rules)
+        self._card_limits = config.card
+        if self._guard is not None:
+            self._guard.follow(config.card)
+        for name in RATES:
+            if getattr(self.config.host, name) and getattr(config.host, name):
+                self._rates[name] = getattr(config.host, name)
         if self._host is not None:
             self._host.limit(config.host.max_upload_bps, config.host.max_download_bps)
         return self.config.fixed(config)
@@ -295,10 +324,10 @@ class Node:
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
-        hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
         paced = [lent.throttle for lent in hardware.lent]
-        guard = CardGuard.start(self.config.card, paced, Cards, on_crash=host.supervisor.ends_peer)
-        services.push_async_callback(guard.close)
+        self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
+        services.push_async_callback(self._guard.close)
         for executor, lent in zip(self._executors, hardware.lent, strict=True):
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)

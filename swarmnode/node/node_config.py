@@ -34,7 +34,7 @@ class NodeConfig:
 
     def fixed(self, other: NodeConfig) -> list[str]:
         """Return the names of the settings that differ in `other` and cannot change in a running node; empty if there are none."""
-        parts = ((self.host, other.host), (self.stage, other.stage), (self.card, other.card))
+        parts = ((self.host, other.host), (self.stage, other.stage))
         names = [name.name for old, new in parts for name in fields(old) if _differs(old, new, name.name)]
         return names + [name for name in ("span", "notify") if getattr(self, name) != getattr(other, name)]
 

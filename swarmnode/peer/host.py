@@ -29,7 +29,7 @@ from swarmnode.net.links.gate import OPEN_GATE
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.rate_limiter import RateLimiter
 from swarmnode.net.tasks import Supervisor, Tasks
-from swarmnode.peer.completed_work import CompletedWork
+from swarmnode.peer.completed_work import CompletedWork, HomePeers
 from swarmnode.peer.host_config import HostConfig, network_config
 from swarmnode.peer.newcomer import fetch_manifest
 from swarmnode.peer.paths import ObservedLatency, Paths
@@ -112,7 +112,7 @@ class Host:
             self.network.peer_id, lambda peer: self.directory.peers().get(peer), clock=self.clock.monotonic
         )
         self.observed_latency = ObservedLatency(clock=self.clock.monotonic)
-        self.completed = CompletedWork()
+        self.completed = CompletedWork(HomePeers(self.config.home).__contains__)
         self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # a client's share of this node's device
         limiters = [
             RateLimiter(rate_bps, clock=self.clock.monotonic) if rate_bps else None

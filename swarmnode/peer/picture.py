@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import state_name
 from swarmnode.plan.spans.placement import gaps
@@ -28,6 +30,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
     missing = gaps(units, ready)
     digests = {peer_digest(peer): peer for peer in peers}
+    machines = machines_of(peers)
     shunned, doubted = standing.shunned, standing.doubted
     return {
         "swarm": swarm.id.hex(),
@@ -44,6 +47,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "peers": [
             {
                 **_portrait(peer, digests),
+                "machine": machines[peer.peer],
                 "standing": SHUNNED if peer.peer in shunned else DOUBTED if peer.peer in doubted else GOOD,
                 "trust": standing.trust(peer.peer),
             }
@@ -53,6 +57,22 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "bootstraps": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
         "addresses": {peer.peer: list(peer.addresses) for peer in peers.values()},
     }
+
+
+def machines_of(peers: Mapping[PeerId, Announcement]) -> dict[PeerId, PeerId]:
+    """Return for each peer the first peer, by id, on the same machine. Peers are on one machine if they have the same addresses,
+    ports aside; a peer that others reach over relays only has a machine of its own."""
+    first: dict[frozenset[str], PeerId] = {}
+    found = {}
+    for peer in sorted(peers):
+        hosts = _hosts(peers[peer].addresses)
+        found[peer] = first.setdefault(hosts, peer) if hosts else peer
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _hosts(addresses: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(host for each in addresses if not is_relayed(each) and (host := host_of(each)) is not None)
 
 
 def _portrait(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, Any]:

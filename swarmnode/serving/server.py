@@ -265,6 +265,8 @@ class StageServer:
             self.adapters.leave(key)
             raise
         session = self._sessions[body.session] = StageSession(self, pipeline, body, key, grammar)
+        if body.index == 0:  # only the first hop knows the session's client
+            self.peer.completed.begin(session.id, claimant.peer)
         if source is not None and body.branch is not None:
             _begin_as(source, session, body.branch.length, pipeline)
         self._idle.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swarmnode.lending import cards as cards_module
 from swarmnode.lending.cards import LEAST_SHARE, CardGuard, CardLimits, Cards, next_share
 
 
@@ -96,6 +98,26 @@ def test_a_card_that_warms_settles_below_its_ceiling() -> None:
         guard.judge(celsius, None)
         seen.append(celsius)
     assert max(seen) < 86 and all(70 < each <= 81 for each in seen[-200:]) and LEAST_SHARE < paced.share <= 0.9
+
+
+async def test_a_ceiling_may_come_change_and_go_while_the_guard_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards_module, "LOOK_S", 0.001)
+    paced, sensors = SimpleNamespace(share=0.9), SimpleNamespace(celsius=lambda: 75.0, watts=lambda: None)
+    guard = CardGuard.start(CardLimits(), [paced], lambda: sensors, on_crash=None)
+    await asyncio.sleep(0.02)
+    assert paced.share == 0.9
+    for limits, slows in (
+        (CardLimits(max_celsius=70), True),
+        (CardLimits(max_celsius=90), False),
+        (CardLimits(), False),
+    ):
+        guard.follow(limits)
+        for _ in range(500):
+            await asyncio.sleep(0.002)
+            if (paced.share < 0.1) if slows else (paced.share == 0.9):
+                break
+        assert (paced.share < 0.1) == slows
+    await guard.close()
 
 
 def test_both_ceilings_hold_and_the_least_share_is_the_end() -> None:

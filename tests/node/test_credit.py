@@ -93,6 +93,25 @@ async def test_a_leaving_node_tells_what_its_home_has_given(founded: Founded, tm
 
 
 @in_virtual_time
+async def test_a_homes_own_requests_are_not_work_for_others(founded: Founded, tmp_path: Path) -> None:
+    """Of the node that is the second hop too, as soon as a receipt says whose the work was."""
+    async with two_stages(founded, tmp_path) as swarm:
+        first, second = swarm.members["node 0:2"], swarm.members["node 2:6"]
+
+        def given() -> list[int]:
+            return [member.node.describe()["tokens"] for member in (first, second)]
+
+        for member, expected in ((first, [0, POSITIONS]), (second, [POSITIONS, POSITIONS])):
+            async with swarm.client(home=member.node.config.host.home) as own:
+                await own.generate(PROMPT, max_new_tokens=TOKENS)
+            assert given() == expected
+        async with swarm.client() as other:
+            await other.generate(PROMPT, max_new_tokens=TOKENS)
+        assert given() == [2 * POSITIONS, 2 * POSITIONS]
+        assert credits(swarm)["node 0:2"].served == 3 * 2 * POSITIONS, "receipts are for all"
+
+
+@in_virtual_time
 async def test_sessions_of_a_client_go_on_one_receipt(founded: Founded, tmp_path: Path) -> None:
     async with two_stages(founded, tmp_path) as swarm, swarm.client() as client:
         for _ in range(3):

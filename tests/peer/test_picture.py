@@ -39,3 +39,17 @@ def test_it_tells_in_which_codec_who_sends_to_whom(tmp_path: Path) -> None:
     peers = {"a": announced("a", sends=sends), "b": announced("b", sends={peer_digest("a"): 77})}
     told = picture.picture_of(SWARM, peers, Standing(tmp_path / "standing", lambda: 0.0))
     assert {peer["peer"]: peer["sends"] for peer in told["peers"]} == {"a": {"b": "int8"}, "b": {"a": "77"}}
+
+
+def test_peers_with_the_same_addresses_are_on_one_machine(tmp_path: Path) -> None:
+    home, relayed = "/ip4/192.168.1.5/tcp", "/ip4/203.0.113.1/tcp/1/p2p/12D3KooWRelay/p2p-circuit"
+    peers = {
+        "a": announced("a", addresses=(f"{home}/4001", "/ip4/203.0.113.7/tcp/4001", relayed)),
+        "b": announced("b", addresses=("/ip4/203.0.113.7/tcp/4002", f"{home}/4002")),
+        "c": announced("c", addresses=("/ip4/192.168.1.6/tcp/4001", "/ip4/203.0.113.7/tcp/4003")),
+        "d": announced("d", addresses=(relayed,)),
+        "e": announced("e", addresses=(relayed,)),
+    }
+    told = picture.picture_of(SWARM, peers, Standing(tmp_path / "standing", lambda: 0.0))
+    found = {peer["peer"]: peer["machine"] for peer in told["peers"]}
+    assert found == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "e"}

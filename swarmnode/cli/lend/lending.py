@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.metrics import Watch
+from swarmnode.cli.options.node_file import LendingOptions
 from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.metrics.metric import Source
@@ -35,14 +36,14 @@ async def attended(
     swarm: str,
     readings: Source,
     name: str = "",
-    reload: Callable[[], str] | None = None,
+    options: LendingOptions | None = None,
 ) -> AsyncIterator[None]:
     """Serve the node's control socket, in the home folder, and its metrics while the context lasts. `name` is its name in `ps`; by
-    default the swarm's. `reload` reads the node's options again; None if it has none. Raises LocalError if the folder cannot be
-    written or the metrics cannot be served."""
+    default the swarm's. `options` are those that the owner may change meanwhile; by default the rules of the home folder. Raises
+    LocalError if the folder cannot be written or the metrics cannot be served."""
     from swarmnode.lending.control_server import ControlServer
 
-    control = ControlServer(node.lending, stop, node.describe, node.why, reload)
+    control = ControlServer(node.lending, stop, node.describe, node.why, options or LendingOptions(watch.home, node))
     async with watch.over(swarm, readings), control.listening(watch.home, name or swarm):
         yield
 

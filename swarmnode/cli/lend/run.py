@@ -14,15 +14,14 @@ import typer
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.cli.options.metrics import MetricsOptions, port_option
-from swarmnode.cli.options.node_file import CONFIG
+from swarmnode.cli.options.node_file import CONFIG, LendingOptions
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import build, option
+from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.commands import WrongUsage
 from swarmnode.cli.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
 from swarmnode.cli.terminal.process import CollectorPause, beginning_anew
 from swarmnode.cli.terminal.teller import Teller
-from swarmnode.errors import LocalError, SwarmnodeError
+from swarmnode.errors import LocalError
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell
@@ -67,12 +66,12 @@ def run(
     async def lend(stop: asyncio.Event) -> None:
         with CollectorPause() as pause:
             loaded, running = _node(swarm, config, tell, pause)
-            reload = _reloader(context, running)
-            _reload_on_hangup(reload)
+            options = LendingOptions(node.home, running, context)
+            _reload_on_hangup(options.reload)
             if node.life_s is not None:
                 asyncio.get_running_loop().call_later(node.life_s, stop.set)
             about = {"swarm": loaded.name, "name": node.name}
-            async with attended(running, stop, watch, **about, readings=running.readings, reload=reload):
+            async with attended(running, stop, watch, **about, readings=running.readings, options=options):
                 await (running.run(stop) if gateway is None else beside(running.run(stop), loaded, gateway))
 
     with beginning_anew(), tell:
@@ -113,26 +112,6 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
     if config.plan is not None:
         config.plan.check_swarm(loaded.id.hex())
     return loaded, Node(loaded, config, note)
-
-
-def _reloader(context: typer.Context, node: Node) -> Callable[[], str]:
-    """Return a function that reads the options again, from flags and file, and applies them to a running node as far as
-    possible. It returns a sentence that tells what happened.
-
-    It raises LocalError if the options are wrong; then nothing changes.
-    """
-
-    def reload() -> str:
-        try:
-            again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
-            rest = node.follow(build(NodeOptions, again.params).config())
-        except (SwarmnodeError, WrongUsage) as error:
-            raise LocalError(f"the options stay as they were: {error}") from None
-        except typer.Exit:  # the error has been printed
-            raise LocalError("the options stay as they were; the node's log says why") from None
-        return f"the options were read again{'; restart the node for ' if rest else ''}{', '.join(rest)}"
-
-    return reload
 
 
 def _reload_on_hangup(reload: Callable[[], str]) -> None:

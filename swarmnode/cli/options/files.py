@@ -21,16 +21,27 @@ def read_toml(given: Path | None, usual: Path, *, what: str) -> dict[str, Any]:
     data = read_user_file(path, max_bytes=MAX_BYTES, what=what)
     if data is None and given is not None:
         raise UsageError(f"{path}: no such file; check its name")
-    if data is None:
-        return {}
+    try:
+        return {} if data is None else _parsed(data.decode())
+    except ValueError as error:
+        raise UsageError(f"{path} is not {what}: {error}") from None
+
+
+def is_toml(text: str) -> bool:
+    """Return whether a text is complete TOML."""
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parsed(text: str) -> dict[str, Any]:
     try:
         import tomllib
     except ImportError:  # Python 3.10
         import tomli as tomllib
-    try:
-        return dict(tomllib.loads(data.decode()))
-    except ValueError as error:
-        raise UsageError(f"{path} is not {what}: {error}") from None
+    return dict(tomllib.loads(text))
 
 
 def check_output(option: str, path: Path | None, *, force: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""Options of `run` from a file (HOME/node.toml or --config) and from environment variables such as SWARMNODE_RUN_MEMORY.
+"""Options of `run` from a file (HOME/node.toml or --config) and from environment variables such as SWARMNODE_RUN_MEMORY; and their
+changes while a node runs.
 
 A flag overrides the environment, the environment overrides the file, and the file overrides the default.
 
@@ -10,16 +11,29 @@ exclusive = ["blender"]     # a repeatable option takes a list
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import typer
 from typer.core import TyperCommand
 
-from swarmnode.cli.options.files import read_toml
-from swarmnode.cli.options.option import file_key, path_option
+from swarmnode.cli.options import rules
+from swarmnode.cli.options.files import is_toml, read_toml
+from swarmnode.cli.options.node_options import NodeOptions
+from swarmnode.cli.options.option import Definition, build, definitions, file_key, path_option
+from swarmnode.cli.terminal.commands import WrongUsage
 from swarmnode.cli.terminal.console import fail, home_folder
-from swarmnode.errors import UsageError
+from swarmnode.decisions import Topic
+from swarmnode.errors import LocalError, SwarmnodeError, UsageError
+from swarmnode.files import write_private
+
+if TYPE_CHECKING:
+    from swarmnode.node.node import Node
 
 FILE = "node.toml"
 PREFIX = "SWARMNODE_RUN_"
@@ -78,3 +92,192 @@ def _check(file: dict[str, Any], options: dict[str, Any], path: Path) -> None:
             raise UsageError(
                 f"{path}: {name} = {value}: write {'true or false' if option.is_flag else 'a value, not true or false'}"
             )
+
+
+LIMITS = ("memory", "cpu_share", "max_upload", "max_download", "max_gpu_temperature", "max_gpu_power")
+_OPTIONS = {
+    key: (field, definition)
+    for field, definition in definitions(NodeOptions).items()
+    if (key := file_key(definition.flag(field))) in (*LIMITS, *rules.RULES)
+}
+
+
+class LendingOptions:
+    """Limits and rules of a running node that its owner may change meanwhile. Names and values are as in the files, which keep the
+    changes.
+
+    `context` is that of the node's `run`. If it is None, the node has only the rules of the home folder.
+    """
+
+    def __init__(self, home: Path, node: Node, context: typer.Context | None = None) -> None:
+        self._node = node
+        self._context = context
+        self._home = home
+        given = {} if context is None else context.params
+        self._config = given.get("config_file") or home / FILE
+        self._rules = given.get("rules_file") or home / rules.FILE
+        self._held: dict[str, Any] = {}  # by field: changed here, though the command line says otherwise
+
+    def __repr__(self) -> str:
+        return f"<LendingOptions of {self._node!r}>"
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the options as they are in force: `name`, `value` as typed (empty: off), `default`, `kind` (text, list or yes),
+        `example`, `help`, and the `origin` of the value."""
+        return [self._row(key, *_OPTIONS[key]) for key in self._keys()]
+
+    def change(self, texts: Mapping[str, Any]) -> str:
+        """Change options of these names, empty values turning them off, and keep them for later starts. Returns sentences about the
+        effect. Raises UsageError or LocalError, and changes nothing, if a value is not valid or a file cannot be written."""
+        for key, value in texts.items():
+            if key not in self._keys():
+                raise UsageError(f"there is no option {key!r} to change; choose from {', '.join(self._keys())}")
+            _check_value(key, value)
+        given = [key for key in texts if self._given(key)]
+        held = {_OPTIONS[key][0]: _typed(key, texts[key]) for key in given}
+        before = {path: path.read_text() if path.is_file() else None for path in (self._config, self._rules)}
+        files = self._changed(texts, {path: text or "" for path, text in before.items()})
+        written = [path for path, text in files.items() if text != (before[path] or "")]
+        for path in written:
+            write_private(path.resolve(), files[path].encode(), make_folder=True)
+        was, self._held = self._held, {**self._held, **held}
+        try:
+            rest = self._apply()
+        except LocalError:
+            self._held = was
+            for path in written:
+                _put_back(path, before[path])
+            raise
+        told = [f"{key}: {_told(value)}" for key, value in texts.items()]
+        self._node.lending.decisions.note(Topic.LENDING, "its owner changes what it lends", told)
+        return " ".join(_sentences(written, given, [key for key in texts if _OPTIONS[key][0] in rest]))
+
+    def reload(self) -> str:
+        """Read the options again, from flags and files, and apply them as far as the running node can change. Returns a sentence
+        about it. Raises LocalError if an option is wrong; then nothing changes."""
+        rest = self._apply()
+        return f"the options were read again{'; restart the node for ' if rest else ''}{', '.join(rest)}"
+
+    def _keys(self) -> list[str]:
+        return [key for key in (*LIMITS, *rules.RULES) if self._context is not None or key in rules.RULES]
+
+    def _row(self, key: str, field: str, definition: Definition) -> dict[str, Any]:
+        default = "" if definition.text is None else definition.text
+        value, origin = default, ""
+        for path, values in self._files().items():  # the later one has priority
+            if key in values:
+                value, origin = values[key], f"file {path}"
+        if given := self._given(key):
+            value, origin = self._held.get(field, self._context.params[field] if self._context else ""), given
+        if definition.typed is float and value != "":
+            value = f"{float(value):g}"
+        kind = {bool: "yes", list[str]: "list"}.get(definition.typed, "text")
+        example, told = definition.details.get("metavar") or "", definition.details["help"]
+        row = {"name": key, "kind": kind, "value": value, "default": default, "example": example, "help": told}
+        return {**row, "origin": origin}
+
+    def _files(self) -> dict[Path, dict[str, Any]]:
+        found = {self._rules: read_toml(None, self._rules, what="a file of rules")}
+        if self._context is not None:
+            found[self._config] = read_toml(None, self._config, what="a file of options")
+        return found
+
+    def _given(self, key: str) -> str:
+        """Return the flag or the environment variable that gives this option, and wins over any file; empty if none does."""
+        if self._context is None:
+            return ""
+        field, definition = _OPTIONS[key]
+        source = self._context.get_parameter_source(field)
+        origin = str(self._context.meta["origins"].get(field, ""))
+        flag = definition.flag(field) if source is not None and source.name == "COMMANDLINE" else ""
+        return flag or (origin if origin.startswith("environment") else "")
+
+    def _changed(self, texts: Mapping[str, Any], files: dict[Path, str]) -> dict[Path, str]:
+        """Return the texts of the files with the changed options: each in the file that has it, else rules in the file of rules."""
+        values = self._files()
+        for key, value in texts.items():
+            is_rule = key in rules.RULES and key not in values.get(self._config, {})
+            place = self._rules if is_rule else self._config
+            for path, known in values.items():
+                if path == place and value:
+                    files[path] = _with_line(files[path], key, _line(key, value))
+                elif key in known:
+                    files[path] = _with_line(files[path], key, "")
+        return files
+
+    def _apply(self) -> list[str]:
+        """Apply flags, files and held values to the node; return the fields that need a restart. Raises LocalError."""
+        context = self._context
+        try:
+            if context is None:
+                return self._node.follow(replace(self._node.config, rules=rules.read_rules(self._home)))
+            again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
+            return self._node.follow(build(NodeOptions, {**again.params, **self._held}).config())
+        except (SwarmnodeError, WrongUsage) as error:
+            raise LocalError(f"the options stay as they were: {error}") from None
+        except typer.Exit:  # the error has been printed
+            raise LocalError("the options stay as they were; the node's log says why") from None
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Check a value as the command line does. Raises UsageError."""
+    field, definition = _OPTIONS[key]
+    kind = {bool: bool, list[str]: list}.get(definition.typed, str)
+    if not isinstance(value, kind) or not str(value).isprintable():
+        form = {bool: "true or false", list: "a list", str: "a text"}[kind]
+        raise UsageError(f"{key} = {value}: write {form}")
+    if not value:
+        return
+    definition.read(field, value)
+    if definition.typed is float:
+        least, most, text = definition.details["min"], definition.details["max"], str(value)
+        if not re.fullmatch(r"\d+(\.\d+)?", text) or not least <= float(text) <= most:
+            raise UsageError(f"{definition.flag(field)} {value}: give a number from {least} to {most}")
+
+
+def _typed(key: str, value: Any) -> Any:
+    """Return a value as the command line gives it to the options: the default if it is empty."""
+    definition = _OPTIONS[key][1]
+    if not value:
+        return definition.text
+    return float(value) if definition.typed is float else value
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        value = ", ".join(value)
+    return "on" if value is True else value or "off"
+
+
+def _line(key: str, value: Any) -> str:
+    is_number = _OPTIONS[key][1].typed is float
+    return f"{key} = {value if is_number else json.dumps(value, ensure_ascii=False)}\n"
+
+
+def _with_line(text: str, key: str, line: str) -> str:
+    """Return the text of a TOML file with `line` in place of the lines of `key`, or at the end."""
+    lines = text.splitlines(keepends=True)
+    start = next((at for at, each in enumerate(lines) if re.match(rf"\s*[\"']?{key}[\"']?\s*=", each)), len(lines))
+    ends = (end for end in range(start + 1, len(lines) + 1) if is_toml("".join(lines[start:end])))
+    before, after = "".join(lines[:start]), "".join(lines[next(ends, len(lines)) :])
+    newline = "\n" if line and before and not before.endswith("\n") else ""
+    return before + newline + line + after
+
+
+def _put_back(path: Path, text: str | None) -> None:
+    if text is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_private(path.resolve(), text.encode())
+
+
+def _sentences(written: list[Path], given: list[str], rest: list[str]) -> list[str]:
+    """Return sentences about changed options: the files that keep them, those that the command line wins over, those that need a
+    restart."""
+    told = [f"Kept in {' and '.join(map(str, written))} for later starts."] if written else []
+    if given:
+        flags = ", ".join(_OPTIONS[key][1].flag(_OPTIONS[key][0]) for key in given)
+        told.append(f"This run was started with {flags}: the next start has that again, unless you leave it out.")
+    if rest:
+        told.append(f"Restart the node for {', '.join(rest)}.")
+    return told or ["Nothing has changed."]

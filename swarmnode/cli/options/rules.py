@@ -119,7 +119,7 @@ class RuleOptions:
     )
 
 
-_RULES = {
+RULES = {
     file_key(definition.flag(field)): (field, definition)
     for field, definition in definitions(RuleOptions).items()
     if field != "rules_file"
@@ -130,14 +130,14 @@ def read_rules(home: Path, flags: RuleOptions = RuleOptions()) -> Rules:
     """Read the rules of a file (`rules.toml` in the home folder if it exists) and add those of `flags`, which override them. Raises
     UsageError."""
     texts = read_toml(flags.rules_file, home / FILE, what="a file of rules")
-    given = {field: value for field, _ in _RULES.values() if (value := getattr(flags, field))}
+    given = {field: value for field, _ in RULES.values() if (value := getattr(flags, field))}
     return replace(parse_rules(texts), **given)
 
 
 def parse_rules(texts: Mapping[str, Any]) -> Rules:
     """Read rules by their names in a file. Raises UsageError, which names the rule that is wrong."""
-    unknown = sorted(texts.keys() - _RULES.keys())
+    unknown = sorted(texts.keys() - RULES.keys())
     if unknown:
-        raise UsageError(f"there is no rule {unknown[0]!r}; choose from {', '.join(_RULES)}")
-    found = ((_RULES[name], value) for name, value in texts.items())
+        raise UsageError(f"there is no rule {unknown[0]!r}; choose from {', '.join(RULES)}")
+    found = ((RULES[name], value) for name, value in texts.items())
     return Rules(**{field: definition.read(field, value) for (field, definition), value in found})

@@ -43,6 +43,8 @@ class SwarmHistory:
         self._now = now
         self._samples: deque[HistorySample] = deque(maxlen=KEPT)
         self._tokens = self._generated()
+        self._speed: float | None = None
+        self._waits = self._token_waits()  # at the last sample
 
     def __repr__(self) -> str:
         return f"<SwarmHistory of {len(self._samples)} samples>"
@@ -68,6 +70,22 @@ class SwarmHistory:
                 )
             )
             self._tokens = tokens
+            self._speed, self._waits = self.tokens_per_s, self._token_waits()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Speed of one text in the last period with a text: tokens over the seconds between them. None before the first."""
+        (seconds, tokens), (before_s, before) = self._token_waits(), self._waits
+        return (
+            round((tokens - before) / (seconds - before_s), 1)
+            if tokens > before and seconds > before_s
+            else self._speed
+        )
+
+    def _token_waits(self) -> tuple[float, int]:
+        """Return the sum of the waits for tokens after the first one of a text, in seconds, and their number."""
+        waits = next((one.value for one in self._client.readings() if one.metric is table.TOKEN_SECONDS), None)
+        return (waits.sum, waits.count) if isinstance(waits, Histogram) else (0.0, 0)
 
     def _generated(self) -> float:
         """Return the number of tokens that this client has received."""
@@ -100,7 +118,12 @@ class SwarmFeed:
         if self._status[0] != self.client.revision:
             status = {name: value for name, value in self.client.status().items() if name not in HIDDEN}
             self._status = (self.client.revision, status)
-        return {"id": self._name, **self._status[1], "sessions": self._sessions()}
+        return {
+            "id": self._name,
+            **self._status[1],
+            "tokens_per_s": self.history.tokens_per_s,
+            "sessions": self._sessions(),
+        }
 
     def _sessions(self) -> list[Picture]:
         running = list(self.client.running.items())[:MAX_SESSIONS] if self._tells_sessions else []
@@ -115,7 +138,11 @@ class SwarmFeed:
         while not self._ended:
             await asyncio.sleep(SWARM_PERIOD_S)
             silent_s += SWARM_PERIOD_S
-            if (self.client.revision, self._sessions()) != (revision, told["sessions"]):
+            if (self.client.revision, self.history.tokens_per_s, self._sessions()) != (
+                revision,
+                told["tokens_per_s"],
+                told["sessions"],
+            ):
                 now, revision = self.picture(), self.client.revision
                 if changes := changes_between(told, now):
                     yield _event("changes", changes)

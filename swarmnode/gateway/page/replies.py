@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class RouteHop(BaseModel):
-    """Machine of a route, and the layers (units) [start, end) that it computes."""
+    """Peer of a route, and the layers (units) [start, end) that it computes."""
 
     peer: str
     span: tuple[int, int]
@@ -32,10 +32,11 @@ class SessionReply(BaseModel):
 
 
 class PeerReply(BaseModel):
-    """Machine as it announces itself. `standing` (good, doubted, shunned) and `trust` (0 to 1) come from this gateway's own
-    audits."""
+    """Peer as it announces itself. `machine` is the same for peers on one machine. `standing` (good, doubted, shunned) and `trust`
+    (0 to 1) come from this gateway's own audits."""
 
     peer: str
+    machine: str
     name: str
     span: tuple[int, int]
     state: str
@@ -58,8 +59,8 @@ class PeerReply(BaseModel):
 
 class SwarmReply(BaseModel):
     """State of a swarm. `id` is its name at this gateway, `task` its use (see ModelCard); `missing` are the layers (units) without
-    a holder; `max_model_len` is that of ModelCard. `sessions` are the texts that this gateway generates; empty if the gateway has
-    keys."""
+    a holder; `max_model_len` is that of ModelCard. `tokens_per_s` is the speed of one text lately, as this gateway measured it;
+    null before the first. `sessions` are the texts that this gateway generates; empty if the gateway has keys."""
 
     id: str
     swarm: str
@@ -76,6 +77,7 @@ class SwarmReply(BaseModel):
     peers: list[PeerReply]
     bootstraps: list[str]
     max_model_len: int | None
+    tokens_per_s: float | None
     sessions: list[SessionReply]
 
 
@@ -124,9 +126,39 @@ class NodeReply(BaseModel, extra="allow"):
 
 
 class MachineReply(BaseModel):
-    """Nodes that run on this machine."""
+    """Nodes of this machine, and its temperatures. The temperatures are those of the hottest card, and of the hottest part of the
+    CPU; null without a sensor."""
 
     nodes: list[NodeReply]
+    card_celsius: float | None
+    cpu_celsius: float | None
+
+
+class LendingOption(BaseModel):
+    """Limit or rule of a node. `kind` is text, list or yes; `value` is as typed in a file, empty if the option is off; `origin` is
+    where it comes from: a file, a flag, or an environment variable; empty for the default."""
+
+    name: str
+    kind: str
+    value: str | bool | list[str]
+    default: str | bool | list[str]
+    example: str
+    help: str
+    origin: str
+
+
+class LendingOptionsReply(BaseModel):
+    """Limits and rules of a node that its owner can change while it runs."""
+
+    node: str
+    options: list[LendingOption]
+
+
+class ChangeReply(LendingOptionsReply):
+    """Limits and rules after a change; `told` names in sentences the files that keep them, and the options that need a restart of
+    the node."""
+
+    told: str
 
 
 class MemberPeer(BaseModel):

@@ -306,9 +306,11 @@ class StageSession:
     def _note_computed(self, job: Job, run: Pass) -> None:
         """Count the work done for the client, and tell the pipeline that its devices make progress."""
         start, end = units_of(self.opened)
-        self.host.peer.completed.answers += not self._answers
+        if not self._answers:
+            self.host.peer.completed.answer(self.id)
         self._answers = True
-        self.host.peer.completed.note(self.id, (end - start) * self.opened.rows * job.count)
+        positions = self.opened.rows * job.count
+        self.host.peer.completed.note(self.id, (end - start) * positions, positions)
         self.pipeline.computed(job, run)
 
     def _tell_ran(self, end: int) -> None:

@@ -393,7 +393,7 @@ class MicrobatchInFlight:
     def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
         hop, run = self.body.route[self.body.hop], self._stage.state.run
         if run is not None:
-            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions)
+            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
         if self._channel.open:
             self._channel.send(answer, payload=payload)
             self._channel.close()

@@ -6,18 +6,27 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from datetime import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from swarmnode.cli.options.node_file import LendingOptions
+from swarmnode.cli.options.rules import read_rules
 from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.page import feed
 from swarmnode.gateway.page.page import FILE, HEADER, OwnerAccess, Page
+from swarmnode.lending.control_server import ControlServer
 from swarmnode.lending.lending import Lending, LendingEvent
+from swarmnode.lending.rules import Hours, Rules
+from swarmnode.node.node import Node
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
+from swarmnode.swarm.storage.swarmfile import Swarm
 from tests.gateway.conftest import MODEL, Served, serving
 from tests.gateway.in_process import InProcess
 from tests.lending.test_control import server_of
@@ -52,7 +61,7 @@ async def test_the_picture_is_that_of_status_without_addresses(founded: Founded,
         told = (await served.http.get(SWARM)).json()
         status = json.loads(json.dumps(served.client.status()))
         assert status.pop("addresses")
-        assert told == {"id": MODEL, **status, "sessions": []}
+        assert told == {"id": MODEL, **status, "tokens_per_s": None, "sessions": []}
         assert {peer["name"]: peer["standing"] for peer in told["peers"]} == {"a": "good", "b": "good", "c": "good"}
         links = (await served.http.get(f"{SWARM}/links")).json()
         assert len(links["peers"]) == len(links["rtt_s"]) == len(links["bandwidth_bps"]) == 3
@@ -125,10 +134,13 @@ async def test_the_last_hour_is_sampled(founded: Founded, tmp_path: Path, monkey
         await asyncio.sleep(feed.PERIOD_S)
         samples = (await served.http.get(f"{SWARM}/history")).json()["samples"]
         assert samples[0]["tokens_per_s"] == pytest.approx(LONG["max_tokens"] / feed.PERIOD_S)
+        speed = (await served.http.get(SWARM)).json()["tokens_per_s"]
+        assert speed > samples[0]["tokens_per_s"], "of a text, without the time in which none was written"
         await asyncio.sleep(100)
         samples = (await served.http.get(f"{SWARM}/history")).json()["samples"]
         assert len(samples) == 5
         assert {(each["peers"], each["missing"], each["loss"]) for each in samples} == {(1, 0, None)}
+        assert (await served.http.get(SWARM)).json()["tokens_per_s"] == speed, "the last known one"
 
 
 @in_virtual_time
@@ -207,6 +219,50 @@ async def test_the_owner_commands_this_machine(owned: Any) -> None:
         assert (await http.post("/api/v1/machine/a", headers=owner, json=bad)).status_code == 400
     await http.post("/api/v1/machine/a", headers=owner, json={"command": "resume"})
     assert lending.reason == ""
+
+
+async def test_only_the_owner_sees_and_changes_rules(tmp_path: Path) -> None:
+    node = Node(Swarm(bytes(32), "friends"), NodeConfig(HostConfig(tmp_path)))
+    control = ControlServer(node.lending, asyncio.Event(), node.describe, node.why, LendingOptions(tmp_path, node))
+    page = Page(Gateway({}), tmp_path)
+    transport = InProcess(build_app(Gateway({}), page))
+    path, owner = "/api/v1/machine/a/options", {HEADER: page.owner.token}
+    async with (
+        control.listening(tmp_path, "a"),
+        httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http,
+    ):
+        hours = {"options": {"hours": "22:00-07:00", "exclusive": ["blender"], "on_mains": True}}
+        for headers in ({}, {HEADER: "guessed"}, {**owner, "origin": "http://evil.example"}):
+            assert (await http.get(path, headers=headers)).status_code == 403
+            assert (await http.post(path, headers=headers, json=hours)).status_code == 403
+        assert not node.lending.rules.any and not (tmp_path / "rules.toml").exists()
+        told = (await http.post(path, headers=owner, json=hours)).json()
+        assert told["told"] == f"Kept in {tmp_path / 'rules.toml'} for later starts."
+        assert (
+            node.lending.rules
+            == read_rules(tmp_path)
+            == Rules(hours=Hours(time(22), time(7)), exclusive=frozenset({"blender"}), on_mains=True)
+        )
+        rows = {row["name"]: row for row in (await http.get(path, headers=owner)).json()["options"]}
+        assert rows["hours"]["value"] == "22:00-07:00" and rows["hours"]["origin"] == f"file {tmp_path / 'rules.toml'}"
+        (told,) = (await http.get("/api/v1/machine", headers=owner)).json()["nodes"]
+        assert told["lends"] == {"hours": "22:00-07:00", "exclusive": ["blender"], "on_mains": True}
+        for bad, sentence in (
+            ({"hours": "late"}, "hours late: write the hours as 22:00-07:00"),
+            ({"hours": True}, "hours = True: write a text"),
+            ({"on_mains": "yes"}, "on_mains = yes: write true or false"),
+            ({"exclusive": "x"}, "exclusive = x: write a list"),
+            ({"hours": "a\nb"}, "hours = a\nb: write a text"),
+            ({"device": "cpu"}, "there is no option 'device' to change"),
+        ):
+            answer = await http.post(path, headers=owner, json={"options": {"days": "mon-fri", **bad}})
+            assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(sentence)
+        for bad in ({}, {"x" * 101: ""}, {"exclusive": ["x"] * 33}, {"hours": "x" * 101}, {"hours": 7}):
+            assert (await http.post(path, headers=owner, json={"options": bad})).status_code == 400
+        assert node.lending.rules.days == frozenset(), "nothing has changed"
+        await http.post(path, headers=owner, json={"options": {"hours": "", "exclusive": [], "on_mains": False}})
+        assert not node.lending.rules.any and (tmp_path / "rules.toml").read_text() == ""
+        assert (await http.post("/api/v1/machine/b/options", headers=owner, json=hours)).status_code == 404
 
 
 def test_the_owners_token_stays_and_is_private(tmp_path: Path) -> None:

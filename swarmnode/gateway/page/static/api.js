@@ -28,6 +28,9 @@ export function keepOwnerToken(text) {
   sessionStorage.setItem(OWNER, text.trim().split("#owner=").at(-1));
 }
 
+/** Forget an owner's token that the gateway refuses. */
+export const forgetOwnerToken = () => sessionStorage.removeItem(OWNER);
+
 export const isOwner = () => sessionStorage.getItem(OWNER) !== null;
 
 /** Return the response to a request once its headers are there. Throws Refusal; asks the user for a key after status 401. */

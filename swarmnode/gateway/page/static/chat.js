@@ -2,13 +2,15 @@
 
 import { ask, askJson, eventsOf, follow } from "./api.js";
 import { begin, load, save, titleOf } from "./conversations.js";
-import { $, announce, everyFrame, fill, h, keepFocus } from "./dom.js";
-import { plural } from "./format.js";
+import { $, announce, everyFrame, fill, h, keepFocus, refill } from "./dom.js";
+import { pace, plural } from "./format.js";
 import { markdown } from "./markdown.js";
+import { readiness, writersText } from "./readiness.js";
 import { otherTask } from "./tasks.js";
 import { Writing, badge, showWriting } from "./writers.js";
 
 const NEAR_END_PX = 80;
+const PHONE = matchMedia("(max-width: 40rem)"); // as in chat.css
 const CHAT = "/v1/chat/completions";
 const TEXT = "/v1/completions"; // for models without a chat template
 
@@ -36,6 +38,8 @@ export class Chat {
       this.current.system = $("system").value;
       this.keep();
     });
+    PHONE.addEventListener("change", () => this.fold());
+    this.fold();
     document.addEventListener("keydown", (key) => key.key === "Escape" && !document.querySelector("dialog[open]") && this.abort?.abort());
     this.open(this.current);
   }
@@ -51,8 +55,14 @@ export class Chat {
     $("prompt").rows = Math.min(8, $("prompt").value.split("\n").length);
   }
 
+  /** Fold the list of conversations away where there is little room. */
+  fold() {
+    $("history").open = !PHONE.matches;
+  }
+
   open(conversation) {
     this.abort?.abort();
+    this.fold();
     this.current = conversation;
     this.writing = null;
     $("system").value = conversation.system ?? "";
@@ -80,6 +90,7 @@ export class Chat {
       this.task = task;
       this.show();
     }
+    this.welcome();
     showWriting($("writers"), this.writing, this.swarmOf(), this.abort !== null);
   }
 
@@ -178,8 +189,9 @@ export class Chat {
     const last = this.current.messages.length - 1;
     const said = this.current.messages.map((message, index) => this.article(message, index === last));
     const other = otherTask(this.task);
-    fill($("messages"), said.length ? said : welcome(this.model(), other));
-    $("messages").scrollTop = $("messages").scrollHeight;
+    fill($("messages"), said.length ? said : h("div", { class: "welcome" }));
+    this.welcome();
+    scrollToEnd();
     $("composer").hidden = $("writing").hidden = other !== null;
     $("no-chat").hidden = other === null || !said.length;
     $("no-chat").textContent = other === null ? "" : `${this.model()} cannot chat. ${other}`;
@@ -203,15 +215,24 @@ export class Chat {
     );
   }
 
+  /** Show the beginning of a conversation, if it has no message yet. */
+  welcome() {
+    const element = $("messages").querySelector(".welcome");
+    if (!element) return;
+    const swarm = this.swarmOf();
+    const told = [this.model(), otherTask(this.task), ...(swarm.id ? [readiness(swarm).mood, writersText(swarm)] : [])];
+    refill(element, told, () => welcome(...told));
+  }
+
   /** Update only the message in progress. */
   showLastNow() {
-    const element = $("messages");
+    const element = scroller();
     const follows = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR_END_PX;
     const last = this.current.messages.at(-1);
-    const article = element.lastElementChild;
+    const article = $("messages").lastElementChild;
     if (last?.role !== "assistant" || !article) return;
     fill(article.querySelector(".text"), markdown(last.content));
-    if (follows) element.scrollTop = element.scrollHeight;
+    if (follows) scrollToEnd();
   }
 
   article(message, isLast) {
@@ -223,14 +244,14 @@ export class Chat {
       { class: `message ${message.role}${isWriting ? " writing" : ""}`, "aria-label": isUser ? "You" : "The swarm" },
       message.note && h("p", { class: "fine" }, message.note),
       text,
-      message.error && h("p", { class: "error" }, message.error),
+      message.error && h("p", { class: "error box" }, message.error),
       !isUser && !isWriting && this.foot(message, isLast),
     );
   }
 
   foot(message, isLast) {
     const facts = [
-      message.tokens && `${plural(message.tokens, "token")} at ${message.tokens_per_s.toFixed(1)}/s`,
+      message.tokens && `${plural(message.tokens, "token")}, ${pace(message.tokens_per_s)}`,
       message.ended === "length" && "maximum of tokens reached",
       message.ended === "stopped" && "stopped",
     ].filter(Boolean);
@@ -240,20 +261,31 @@ export class Chat {
       (message.machines ?? []).map(({ peer, name }) => badge({ peers: new Map([[peer, { peer, name }]]) }, peer)),
       h("span", { class: "fine" }, facts.join(" · ")),
       (message.happened ?? []).map((each) => h("p", { class: "fine happened" }, each)),
-      h("button", { type: "button", class: "quiet", onclick: () => navigator.clipboard.writeText(message.content) }, "Copy"),
-      isLast && h("button", { type: "button", class: "quiet", onclick: () => this.regenerate() }, "Regenerate"),
+      h(
+        "span",
+        { class: "actions" },
+        h("button", { type: "button", class: "quiet", onclick: () => navigator.clipboard.writeText(message.content) }, "Copy"),
+        isLast && h("button", { type: "button", class: "quiet", onclick: () => this.regenerate() }, "Regenerate"),
+      ),
     );
   }
 }
 
-/** `other` describes the use of a model that cannot chat, or is null. */
-const welcome = (model, other) =>
-  h(
-    "div",
-    { class: "welcome" },
-    h("p", { class: "large" }, other ? `${model} cannot chat.` : `You are chatting with ${model || "a swarm"}.`),
-    h("p", {}, other ?? "Several machines write each sentence together. If one of them leaves in the middle of a word, others take over, and the text stays the same."),
-  );
+/** Return the parts of the beginning. `other` describes the use of a model that cannot chat, or is null; `mood` is that of the
+ * swarm, and `writers` a sentence about the machines that would write. */
+const welcome = (model, other, mood, writers) => [
+  h("p", { class: "large" }, other ? `${model} cannot chat.` : `You are chatting with ${model || "a swarm"}.`),
+  other && h("p", {}, other),
+  !other && writers && h("p", {}, writers),
+  !other && mood === "lacking" && h("p", {}, "It cannot answer yet. ", h("a", { href: "#swarm" }, "See what is missing"), "."),
+];
+
+/** Return the element that scrolls the messages: on a phone the whole page. */
+const scroller = () => (PHONE.matches ? document.scrollingElement : $("messages"));
+
+function scrollToEnd() {
+  if (!$("view-chat").hidden) scroller().scrollTop = scroller().scrollHeight;
+}
 
 /** Return the models; `parent` is the model that an adapter changes, else null. */
 export const models = async () => (await askJson("/v1/models")).data;

@@ -1,7 +1,7 @@
 // Links between machines as a matrix: rows send, columns receive. Its thousands of cells are written a few per frame.
 
 import { fill, h, overFrames, styled } from "./dom.js";
-import { nameOf } from "./format.js";
+import { nameOf, number } from "./format.js";
 
 const SLOW_MS = 200; // the darkest shade
 const SLOW_MBIT = 10;
@@ -19,11 +19,7 @@ export class LinkMatrix {
 
   /** Show round trips (`delay`) or bandwidths (`rate`). */
   show(links, swarm, kind) {
-    if (links.peers.length < 2) {
-      this.table = null;
-      fill(this.element, h("p", { class: "fine" }, "There are no links yet: fewer than two machines hold layers."));
-      return;
-    }
+    if (links.peers.length < 2) return; // its part of the page is hidden then
     const names = links.peers.map((id) => nameOf(swarm.peers.get(id) ?? { peer: id }));
     if (names.join("\n") !== this.table?.names.join("\n")) {
       this.table = new LinkTable(names);
@@ -79,12 +75,12 @@ function writeCell(cell, { text, shade, isMeasured }, before) {
 function delay(links, row, column) {
   const value = links.rtt_s[row][column] * 1000;
   const shade = Math.log1p(value) / Math.log1p(SLOW_MS);
-  return { text: value < 10 ? value.toFixed(1) : value.toFixed(0), shade: percent(shade), isMeasured: links.measured[row][column] };
+  return { text: number(value, value < 10 ? 1 : 0), shade: percent(shade), isMeasured: links.measured[row][column] };
 }
 
 function bandwidth(links, row, column) {
   const value = links.bandwidth_bps[row][column] / 1e6;
-  return value ? { text: value.toPrecision(2), shade: percent(SLOW_MBIT / value), isMeasured: true } : { ...NOTHING, text: "?" };
+  return value ? { text: number(Number(value.toPrecision(2)), 1), shade: percent(SLOW_MBIT / value), isMeasured: true } : { ...NOTHING, text: "?" };
 }
 
 const percent = (share) => Math.round(Math.min(1, share) * 60);

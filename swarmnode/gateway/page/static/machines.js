@@ -1,7 +1,7 @@
 // Machines of a swarm, as cards.
 
 import { $, fill, h, styled } from "./dom.js";
-import { byId, bytes, duration, hue, nameOf, plural, rate, units } from "./format.js";
+import { byId, bytes, duration, hue, layersOf, nameOf, pace, percent, plural, rate } from "./format.js";
 import { VirtualGrid } from "./virtual-grid.js";
 
 const NAMES = new Intl.Collator();
@@ -18,7 +18,7 @@ export class Machines {
     this.writeText = true; // else there are no caches, and so no free room to show
     this.grid = new VirtualGrid(element, {
       make: () => h("article", { class: "card machine" }),
-      show: (card, peer) => showMachine(card, peer, this.writeText),
+      show: (card, peer) => showMachine(card, peer, this),
       idOf: (peer) => peer.peer,
       width: 270,
       height: 172,
@@ -28,10 +28,9 @@ export class Machines {
     $("order").addEventListener("change", () => this.arrange());
   }
 
-  /** Show these machines; `writeText` is false if the model does something else. */
-  set(peers, { writeText }) {
-    this.peers = peers;
-    this.writeText = writeText;
+  /** Show the machines of a swarm; `writeText` is false if its model does something else. */
+  set(swarm, { writeText }) {
+    Object.assign(this, { peers: swarm.peers, layers: swarm.units, writeText });
     this.arrange();
   }
 
@@ -45,22 +44,24 @@ export class Machines {
   }
 }
 
-function showMachine(card, peer, writesText) {
-  const room = writesText && peer.state === "ready" && `${plural(peer.cache_tokens_free, "token")} free`;
-  const doing = [writesText ? plural(peer.sessions, "session") : plural(peer.sessions, "pass", "passes"), room];
-  const speed = peer.decode_units_per_s || peer.training_units_per_s;
+function showMachine(card, peer, { writeText, layers }) {
+  const count = peer.span[1] - peer.span[0];
+  const room = writeText && peer.state === "ready" && peer.cache_tokens_free > 0 && `room for ${plural(peer.cache_tokens_free, "token")}`;
+  const busy = peer.sessions ? `${plural(peer.sessions, writeText ? "text" : "pass", writeText ? "texts" : "passes")} in work` : "idle";
+  const speed = count && (peer.decode_units_per_s || peer.training_units_per_s) / count;
+  const links = peer.up_bps || peer.down_bps ? [`↑ ${rate(peer.up_bps)}`, `↓ ${rate(peer.down_bps)}`] : ["bandwidth not measured yet"];
   const facts = [
-    [peer.device, bytes(peer.memory_bytes), peer.number_format],
-    [`${Math.round(speed).toLocaleString("en")} layers/s`, ...doing],
-    [`↑ ${rate(peer.up_bps)}`, `↓ ${rate(peer.down_bps)}`],
-    [peer.reached === "unknown" ? "" : `reached: ${peer.reached}`, `here for ${duration(Date.now() / 1000 - peer.since)}`],
-    [peer.standing === "good" ? peer.trust > 0 && `audited, trust ${peer.trust.toFixed(2)}` : peer.standing],
+    [peer.device, peer.memory_bytes && `${bytes(peer.memory_bytes)} lent`, peer.number_format],
+    [speed && `${pace(speed)} through its ${plural(count, "layer")}`],
+    [busy, room],
+    [...links, peer.reached !== "unknown" && peer.reached],
+    [`here for ${duration(Date.now() / 1000 - peer.since)}`, peer.standing === "good" ? peer.trust > 0 && `audited, trust ${percent(peer.trust)}` : peer.standing],
   ];
   const lines = facts.map((each) => each.filter(Boolean).join(" · ")).filter(Boolean);
   fill(
     card,
     h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: peer.peer }, nameOf(peer)), h("b", { class: `state ${peer.state}` }, peer.state)),
-    h("p", {}, peer.span[1] > peer.span[0] ? units(peer.span) : "holds no layers"),
+    h("p", {}, count > 0 ? layersOf(peer.span, layers) : "holds no layers"),
     lines.map((line) => h("p", { class: "fine", title: line }, line)),
   );
   styled(card, { "--hue": hue(peer.peer) });

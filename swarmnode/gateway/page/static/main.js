@@ -3,8 +3,9 @@
 import { follow, takeOwnerToken } from "./api.js";
 import { Chat, models } from "./chat.js";
 import { coverage } from "./coverage.js";
-import { $, everyFrame, fill, h } from "./dom.js";
+import { $, everyFrame, fill, h, refill } from "./dom.js";
 import { Swarm } from "./picture.js";
+import { readiness } from "./readiness.js";
 import { startTheme } from "./theme.js";
 
 const VIEWS = ["chat", "swarm", "machine"];
@@ -31,7 +32,13 @@ const chat = new Chat(
   swarmName,
 );
 
-const showCoverage = everyFrame(() => swarm.id && coverage($("coverage"), swarm));
+const showReadiness = everyFrame(() => {
+  if (!swarm.id) return;
+  const { mood, head } = readiness(swarm);
+  coverage($("coverage"), swarm, head);
+  refill($("readiness"), [mood, head], () => [h("i", { class: "lamp", "aria-hidden": "true" }), h("span", {}, head)]);
+  $("readiness").className = `readiness ${mood}`;
+});
 
 function wantedView() {
   const named = location.hash.slice(1);
@@ -76,7 +83,7 @@ function followSwarm(name) {
     (event, told) => {
       notice("");
       followed.hear(event, told);
-      showCoverage();
+      showReadiness();
       views.swarm?.refresh();
       chat.refresh();
     },

@@ -16,7 +16,7 @@ export class Swarm {
     this.counts = null;
   }
 
-  /** Number of ready machines that hold each unit. */
+  /** Number of machines that hold each layer and are ready. */
   get holders() {
     this.counts ??= countHolders(this);
     return this.counts;
@@ -25,9 +25,13 @@ export class Swarm {
 
 function countHolders({ units, peers }) {
   const counts = new Array(units).fill(0);
-  for (const { state, span } of peers.values()) {
-    if (state !== "ready") continue;
-    for (let unit = span[0]; unit < Math.min(span[1], units); unit += 1) counts[unit] += 1;
+  const last = new Array(units).fill(null); // the last machine counted for each layer
+  const ready = [...peers.values()].filter(({ state }) => state === "ready");
+  for (const { machine, span } of ready.sort((one, other) => (one.machine < other.machine ? -1 : Number(one.machine > other.machine)))) {
+    for (let layer = span[0]; layer < Math.min(span[1], units); layer += 1) {
+      if (last[layer] !== machine) counts[layer] += 1;
+      last[layer] = machine;
+    }
   }
   return counts;
 }

@@ -1,7 +1,7 @@
 // Texts that this gateway has in progress, with the machines that write them.
 
 import { fill, h, refill } from "./dom.js";
-import { plural } from "./format.js";
+import { pace, plural } from "./format.js";
 import { KeptElements } from "./kept-elements.js";
 import { badge } from "./writers.js";
 
@@ -27,6 +27,6 @@ function showSession(row, { session, swarm }) {
     h("span", { class: "fine" }),
   ]);
   const moved = session.reroutes ? `, moved ${plural(session.reroutes, "time")}` : "";
-  const pace = `${plural(session.tokens, "token")} at ${session.tokens_per_s.toFixed(1)}/s${moved}`;
-  if (row.lastChild.textContent !== pace) row.lastChild.textContent = pace;
+  const progress = `${plural(session.tokens, "token")}, ${pace(session.tokens_per_s)}${moved}`;
+  if (row.lastChild.textContent !== progress) row.lastChild.textContent = progress;
 }

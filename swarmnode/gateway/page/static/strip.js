@@ -1,9 +1,10 @@
-// The model as a strip of its layers (units): at the top the number of holders, below it every machine's span, in several lanes.
+// The model as a strip of its layers: at the top the number of holders, below it every machine's span, in several lanes.
 
 import { coverage } from "./coverage.js";
 import { fill, h, refill, styled } from "./dom.js";
-import { byId, hue, nameOf, plural, units } from "./format.js";
+import { byId, hue, layers, nameOf, plural } from "./format.js";
 import { KeptElements } from "./kept-elements.js";
+import { readiness } from "./readiness.js";
 
 const LANES = 8;
 
@@ -19,7 +20,7 @@ export class Strip {
 
   show(swarm) {
     const writing = new Set(swarm.sessions.flatMap((session) => session.route.map((hop) => hop.peer)));
-    coverage(this.cells, swarm);
+    coverage(this.cells, swarm, readiness(swarm).head);
     const { rows, hidden } = packed([...swarm.peers.values()].filter((peer) => peer.span[1] > peer.span[0]));
     refill(this.note, hidden, () => (hidden ? `${plural(hidden, "machine")} more below.` : ""));
     if (this.units !== swarm.units) styled(this.lanes, { "--units": swarm.units });
@@ -33,7 +34,7 @@ function showBar(bar, { peer, lane, isWriting }, before) {
   const { span, state } = peer;
   bar.className = ["bar", state, isWriting && "writing"].filter(Boolean).join(" ");
   refill(bar, [nameOf(peer), span, state, lane], () => {
-    bar.title = `${nameOf(peer)}: ${units(span)}, ${state}`;
+    bar.title = `${nameOf(peer)}: ${layers(span)}, ${state}`;
     styled(bar, { "--hue": hue(peer.peer), "--from": span[0] + 1, "--to": span[1] + 1, "--lane": lane + 1 });
     return nameOf(peer);
   });

@@ -2,12 +2,12 @@
 
 import { askJson } from "./api.js";
 import { Figures } from "./chart.js";
-import { coverageText } from "./coverage.js";
 import { $, h, overFrames, refill } from "./dom.js";
-import { bytes, plural, runs, seconds, units } from "./format.js";
+import { bytes, number, plural, seconds } from "./format.js";
 import { LinkMatrix } from "./links.js";
 import { Machines } from "./machines.js";
 import { Members } from "./members.js";
+import { machinesOf, modelName, readiness } from "./readiness.js";
 import { Sessions } from "./sessions.js";
 import { Strip } from "./strip.js";
 import { otherTask } from "./tasks.js";
@@ -87,10 +87,18 @@ export default class SwarmView {
       looked((swarm) => this.strip.show(swarm)),
       looked((swarm) => this.figures.set(figures(swarm, this.history))),
       looked((swarm) => this.showSessions(swarm)),
-      looked((swarm) => this.machines.set(swarm.peers, { writeText: writesText(swarm) })),
+      looked((swarm) => this.showMachines(swarm)),
       looked((swarm) => this.members.follow(swarm.id)),
       looked((swarm) => this.lookAtOnce(swarm)),
     ];
+  }
+
+  showMachines(swarm) {
+    const { size } = swarm.peers;
+    $("machines-tools").hidden = size < 2;
+    $("machines-none").hidden = size > 0;
+    $("links-block").hidden = [...swarm.peers.values()].filter((peer) => peer.span[1] > peer.span[0]).length < 2;
+    this.machines.set(swarm, { writeText: writesText(swarm) });
   }
 
   showSessions(swarm) {
@@ -107,20 +115,17 @@ function seriesOf(samples) {
 }
 
 function showHead(element, swarm) {
-  const { name, mode, model, missing } = swarm;
-  const size = swarm.weights_bytes / swarm.units;
+  const { name, mode } = swarm;
   const what = [
-    `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "layer")}, ${bytes(swarm.weights_bytes)}.`,
+    `${mode === "train" ? "Trains" : "Serves"} ${modelName(swarm)}: ${plural(swarm.units, "layer")}, ${bytes(swarm.weights_bytes)}.`,
     mode === "serve" && otherTask(swarm.task),
     swarm.adapters.length && `Adapters: ${swarm.adapters.join(", ")}.`,
   ];
-  const lacks = runs(missing).map((run) => `${units(run)}: about ${bytes((run[1] - run[0]) * size)} of weights`);
-  const covered = coverageText(swarm);
-  refill(element, [name, what, covered, lacks], () => [
+  const { mood, head, more } = readiness(swarm);
+  refill(element, [name, what, head, more], () => [
     h("h1", {}, name),
-    h("p", {}, what.filter(Boolean).join(" ")),
-    h("p", { class: missing.length ? "lacks" : "whole" }, covered),
-    lacks.length ? h("p", {}, `It needs machines with room for ${lacks.join("; ")}, and their caches.`) : null,
+    h("p", { class: "soft" }, what.filter(Boolean).join(" ")),
+    h("div", { class: `ready-card ${mood}` }, h("p", { class: "large" }, h("i", { class: "lamp", "aria-hidden": "true" }), head), more.map((text) => h("p", {}, text))),
   ]);
 }
 
@@ -128,17 +133,20 @@ function figures(swarm, history) {
   const peers = [...swarm.peers.values()];
   const ready = peers.filter((peer) => peer.state === "ready").length;
   const busy = peers.reduce((sum, peer) => sum + peer.sessions, 0);
+  const machines = machinesOf(swarm, [...swarm.peers.keys()]).size;
+  const nodes = peers.length > machines && plural(peers.length, "node");
+  const note = [nodes, `${number(ready)} ready`, swarm.bootstraps.length && plural(swarm.bootstraps.length, "bootstrap peer")].filter(Boolean).join(", ");
   const shown = [
-    { title: "Machines", now: String(swarm.peers.size), note: `${ready} ready, ${plural(swarm.bootstraps.length, "bootstrap peer")}` },
-    ...(writesText(swarm) ? writing(busy, history) : [{ title: "Passes at machines", now: String(busy), note: "running or waiting" }]),
+    { title: "Machines", now: number(machines), note },
+    ...(writesText(swarm) ? writing(busy, history) : [{ title: "Passes at machines", now: number(busy), note: "running or waiting" }]),
   ];
   return swarm.mode === "train" ? [...shown, ...training(swarm, history)] : shown;
 }
 
 function writing(busy, { tokens }) {
   return [
-    { title: "Sessions at machines", now: String(busy), note: "each text has one at each machine of its route" },
-    { title: "Tokens per second, by this gateway", now: (tokens.at(-1) ?? 0).toFixed(1), points: tokens },
+    { title: "Texts at machines", now: number(busy), note: "a text counts at each machine that works on it" },
+    { title: "Tokens per second, by this gateway", now: number(tokens.at(-1) ?? 0, 1), points: tokens.length > 1 ? tokens : null, note: "a curve of the last hour appears here" },
   ];
 }
 
@@ -147,9 +155,9 @@ function training(swarm, { samples, losses }) {
   const steps = first ? last.training_step - first.training_step : 0;
   const pace = steps > 0 ? `${seconds((last.at - first.at) / steps)} a step` : "no step in the last hour";
   return [
-    { title: "Training step", now: swarm.training_step.toLocaleString("en"), note: pace },
+    { title: "Training step", now: number(swarm.training_step), note: pace },
     losses.length
-      ? { title: "Loss", now: losses.at(-1).toFixed(4), points: losses, fromZero: false }
+      ? { title: "Loss", now: number(losses.at(-1), 4), points: losses, fromZero: false }
       : { title: "Loss", now: "?", note: "known if a node of this machine trains" },
   ];
 }

@@ -1,7 +1,10 @@
 // Machines that write a text, and sentences about machines that left meanwhile.
 
 import { announce, fill, h, styled } from "./dom.js";
-import { hue, nameOf, plural, seconds, units } from "./format.js";
+import { hue, layers, layersOf, nameOf, number, pace, plural, seconds } from "./format.js";
+import { machinesOf } from "./readiness.js";
+
+const MOST_HOPS = 8; // shown
 
 /** Return a badge with a machine's colour and name. */
 export function badge(swarm, id, ...more) {
@@ -33,7 +36,7 @@ export class Writing {
     if (!gone.length && !came.length) return;
     const cause = after.faults.findLast((fault) => gone.some((hop) => hop.peer === fault.peer))?.cause.replaceAll("_", " ");
     const who = gone.map((hop) => this.name(hop.peer)).join(" and ") || "A machine";
-    const next = came.length ? came.map((hop) => `${this.name(hop.peer)} took over ${units(hop.span)}`).join(", ") : "the others took over";
+    const next = came.length ? came.map((hop) => `${this.name(hop.peer)} took over ${layers(hop.span)}`).join(", ") : "the others took over";
     const text = `${who} left${cause ? ` (${cause})` : ""} after token ${before.tokens}; ${next}. The longest wait was ${seconds(after.longest_stall_s)}.`;
     this.happened.push(text);
     announce(text);
@@ -56,13 +59,22 @@ export function showWriting(element, writing, swarm, isLive) {
     fill(element, h("p", { class: "fine" }, isLive ? "Looking for machines…" : "Send a message to see here which machines answer."));
     return;
   }
-  const hops = session.route.map((hop) => {
+  const hops = session.route.slice(0, MOST_HOPS).map((hop) => {
     const device = swarm?.peers.get(hop.peer)?.device ?? "has left";
-    return h("li", {}, badge(swarm, hop.peer), h("span", { class: "fine" }, `${units(hop.span)} · ${device}`));
+    return h("li", {}, badge(swarm, hop.peer), h("span", { class: "fine" }, [layersOf(hop.span, swarm?.units), device].filter(Boolean).join(" · ")));
   });
+  const rest = session.route.length - hops.length;
+  if (rest > 0) hops.push(h("li", { class: "fine" }, `and ${number(rest)} more`));
   const route = h("ol", { class: isLive ? "route live" : "route" }, hops);
-  const pace = `${plural(session.tokens, "token")}, ${session.tokens_per_s.toFixed(1)} per second`;
   const happened = writing.happened.map((text) => h("li", {}, text));
-  fill(element, route, h("p", { class: "fine" }, pace), happened.length ? h("ul", { class: "happened" }, happened) : null);
+  const progress = `${plural(session.tokens, "token")}, ${pace(session.tokens_per_s)}`;
+  fill(element, h("p", {}, whoWrites(session.route, swarm, isLive)), route, h("p", { class: "fine" }, progress), happened.length ? h("ul", { class: "happened" }, happened) : null);
   styled(element, { "--beat": session.tokens % 2 });
+}
+
+/** Say how many machines write: peers on one machine are one. */
+function whoWrites(route, swarm, isLive) {
+  const count = machinesOf({ peers: swarm?.peers ?? new Map() }, route.map((hop) => hop.peer)).size;
+  if (count === 1) return isLive ? "One machine writes this." : "One machine wrote this.";
+  return `${number(count)} machines ${isLive ? "write" : "wrote"} this together.`;
 }
