@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,26 @@ from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.model.ggml import F32, FORMATS, Format, check_finite
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.tensor_entry import PART, turned
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import GENERATION_NAME, TOKENIZER_NAMES, Progress, has_tokenizer
+from swarmnode.swarm.storage.content import (
+    GENERATION_NAME,
+    GGUF_SUFFIX,
+    PACKED_NAME,
+    TOKENIZER_NAMES,
+    Progress,
+    has_tokenizer,
+)
 
-SUFFIX = ".gguf"
+SUFFIX = GGUF_SUFFIX
 DTYPE = torch.bfloat16
+LARGE = 1 << 20  # elements of a tensor that the founder hears of if it cannot stay packed
+LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
+_EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
+_EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -87,11 +101,98 @@ class GgufCheckpoint:
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
 
+    @lean()
+    def pack(self, out: Path, progress: Progress | None = None) -> list[str]:
+        """Write config, tokenizer and index into the empty folder `out`, a link to the file, and its few tensors that cannot stay
+        packed, in float32. Returns the names of the larger ones among these.
+
+        Raises CheckpointError, OSError.
+        """
+        family = self._write_config(out)
+        self._write_tokenizer(out)
+        try:
+            model = build_on_meta(family.model_class, family.config)
+            index, lacking = self._index(model, _shapes(family, model), progress)
+            rest = [tensor for tensor in self._reader.tensors if tensor.name not in {each.source for each in index}]
+            plain = self._checked(self._tensors(model, rest, torch.float32), lacking)
+            write_plain(plain, out, sum(int(tensor.n_elements) for tensor in rest) * 4, None)
+        except FOREIGN_ERRORS as error:
+            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
+        tensors = {each.name: each.values(LINK_NAME) for each in index}
+        (out / PACKED_NAME).write_text(json.dumps({"format": 1, "tensors": tensors}) + "\n")
+        (out / LINK_NAME).symlink_to(self.file.absolute())
+        return [tensor.name for tensor in rest if tensor.n_elements >= LARGE]
+
+    def _index(
+        self, model: Any, lacking: dict[str, torch.Size], progress: Progress | None
+    ) -> tuple[list[_Packed], dict[str, torch.Size]]:
+        """Return the places of the tensors that stay packed, and the shapes of the model's other ones.
+
+        Raises CheckpointError if one has another shape than the model's, or a scale that is no finite number.
+        """
+        lacking = dict(lacking)
+        processor, names = self._processor(), self._names(model)
+        found: list[_Packed] = []
+        total, done = sum(int(tensor.n_bytes) for tensor in self._reader.tensors), 0
+        for tensor in self._reader.tensors:
+            done += int(tensor.n_bytes)
+            place = self._place(tensor, processor, names)
+            if place is not None and _fits(place, lacking):
+                found.append(place)
+                check_finite(torch.from_numpy(np.copy(tensor.data)).view(-1), place.form, f"{self.file}: {tensor.name}")
+            if progress is not None:
+                progress(done, total)
+        whole = {each.parameter for each in found}
+        return found, {name: shape for name, shape in lacking.items() if name not in whole}
+
+    def _place(self, tensor: Any, processor: Any, names: Mapping[str, str]) -> _Packed | None:
+        """Return the place of a tensor that can stay packed; None for small ones, other formats, and other orders than of rows."""
+        form = FORMATS.get(tensor.tensor_type.name)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if form is None or form.name == F32 or len(shape) not in (2, 3) or shape[-1] % form.block:
+            return None
+        part = _EXPERTS.fullmatch(tensor.name)
+        if part and part["name"] in names and hasattr(processor, "GGUF_MOE_WEIGHTS_PATTERN"):
+            suffix = f"{PART}{_EXPERT_ROWS.index(part['kind'])}" if part["kind"] in _EXPERT_ROWS else ""
+            return _Packed(tensor, form, shape, names[part["name"]] + suffix, 0)
+        if len(shape) == 3:
+            return None
+        probe = np.broadcast_to(np.float32(0), shape)
+        read = processor.process(
+            weights=probe, name=tensor.name, tensor_key_mapping=names, parsed_parameters={**self._parsed, "tensors": {}}
+        )
+        if read.name not in names:
+            return None
+        heads = 0 if read.weights is probe else self._heads_of(tensor.name, shape, processor, names)
+        return None if heads is None else _Packed(tensor, form, shape, names[read.name], heads)
+
+    def _heads_of(self, name: str, shape: tuple[int, ...], processor: Any, names: Mapping[str, str]) -> int | None:
+        """Return into how many heads the rows of a tensor are interleaved; None if its order differs otherwise."""
+        probe_OI = torch.arange(shape[0], dtype=torch.float32)[:, None].expand(shape)
+        read = processor.process(
+            weights=probe_OI.numpy(),
+            name=name,
+            tensor_key_mapping=names,
+            parsed_parameters={**self._parsed, "tensors": {}},
+        )
+        found_OI = torch.from_numpy(np.copy(read.weights))
+        config = self._parsed["config"]
+        for heads in {config.get("num_attention_heads"), config.get("num_key_value_heads")} - {None}:
+            whole = found_OI.shape == probe_OI.shape and shape[0] % (2 * heads) == 0
+            if whole and torch.equal(turned(probe_OI.contiguous(), heads), found_OI):
+                return int(heads)
+        return None
+
     def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
         model = build_on_meta(family.model_class, family.config)
-        lacking = _shapes(family, model)
-        for name, tensor in self._tensors(model):
+        yield from self._checked(self._tensors(model, self._reader.tensors, DTYPE), _shapes(family, model))
+
+    def _checked(
+        self, tensors: Iterator[tuple[str, Tensor]], lacking: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield these tensors. Raises CheckpointError if one is not among the lacking ones, or one of these is not there."""
+        for name, tensor in tensors:
             if lacking.pop(name, None) != tensor.shape:
                 raise CheckpointError(f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says")
             yield name, tensor
@@ -127,24 +228,30 @@ class GgufCheckpoint:
             ) from error
         (out / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
-    def _tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the file's tensors by their names in `model`, which has no weights.
+    def _processor(self) -> Any:
+        """Return transformers' converter of this architecture's tensors."""
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        kind: Any = TENSOR_PROCESSORS.get(self._header.architecture, TensorProcessor)
+        return kind(config=self._parsed["config"])
+
+    def _names(self, model: Any) -> Mapping[str, str]:
+        """Return the names of the model's tensors by those of the file."""
+        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+        names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor())
+        return names
+
+    def _tensors(self, model: Any, tensors: Sequence[Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the file by their names in `model`, which has no weights.
 
         Raises CheckpointError if one has no place in the model.
         """
         from gguf import dequantize
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
 
-        processor: Any = TENSOR_PROCESSORS.get(self._header.architecture, TensorProcessor)(
-            config=self._parsed["config"]
-        )  # type: ignore[no-untyped-call]
-        names = get_gguf_hf_weights_map(model, processor)
+        processor, names = self._processor(), self._names(model)
         together: dict[str, Any] = {}
-        for tensor in self._reader.tensors:
+        for tensor in tensors:
             if tensor.name in ROPE_TENSORS:  # the config holds them
                 continue
             read = processor.process(
@@ -154,11 +261,47 @@ class GgufCheckpoint:
                 parsed_parameters={**self._parsed, "tensors": together},
             )
             if read.name in names:
-                yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(DTYPE)
+                yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(dtype)
             elif read.name is not None:
                 raise CheckpointError(f"{self.file}: {read.name} has no place in a {model.config.model_type} model")
         for name, weights in together.items():
-            yield name, weights.to(DTYPE)
+            yield name, weights.to(dtype)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Place of a tensor that stays packed: the file's tensor, its format and shape, and its name in the model's index."""
+
+    tensor: Any
+    form: Format
+    shape: tuple[int, ...]
+    name: str
+    heads: int
+
+    @property
+    def source(self) -> str:
+        """Name in the file."""
+        return str(self.tensor.name)
+
+    @property
+    def parameter(self) -> str:
+        """Name of the model's parameter that it is, or is a part of."""
+        return self.name.partition(PART)[0]
+
+    def values(self, file: str) -> dict[str, Any]:
+        """Return the entry of the index; `file` is the name of the file."""
+        begin = int(self.tensor.data_offset)
+        place = {"file": file, "format": self.form.name, "shape": list(self.shape)}
+        place |= {"begin": begin, "end": begin + int(self.tensor.n_bytes)}
+        return {**place, "heads": self.heads} if self.heads else place
+
+
+def _fits(place: _Packed, shapes: Mapping[str, torch.Size]) -> bool:
+    """Return whether the model has a parameter of this shape there. A part may have fewer rows."""
+    wanted = shapes.get(place.parameter)
+    if wanted is None or PART not in place.name:
+        return wanted == place.shape
+    return (wanted[0], wanted[1], wanted[2]) == (place.shape[0], 2 * place.shape[1], place.shape[2])
 
 
 def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:
