@@ -34,12 +34,12 @@ MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 
 def header_chunks(path: Path, file: FileContent) -> range:
     """Return the numbers of the chunks of the header of `file`. Its first 8 bytes, which must be in `path`, give the
-    header's length. A GGUF file's header is not needed: the packed index has what is used of it.
+    header's length. Of a GGUF file the first chunk is enough: the packed index has what is used of its header.
 
     Raises CheckpointError if it is longer than safetensors allows.
     """
     if file.name.endswith(GGUF_SUFFIX):
-        return range(0)
+        return range(min(1, file.chunks()))
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
@@ -110,8 +110,7 @@ class Weights:
         hint = self._hint
         await self.small_files()
         weights = [file for file in self._manifest.files if is_weights(file.name)]
-        with_headers = [file for file in weights if not file.name.endswith(GGUF_SUFFIX)]
-        await self._bring({file: range(min(1, file.chunks())) for file in with_headers}, verify=False)
+        await self._bring({file: range(min(1, file.chunks())) for file in weights}, verify=False)
         if self._hint is None and hint is not None:
             # The folder was given up half-way: the files read from it before do not count.
             return await self._read_outline()

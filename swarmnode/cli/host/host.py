@@ -157,8 +157,8 @@ class Founding:
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
         owner = owner_of(path, self.owner) if self.private else None
         with new_beside(path) as weights:
-            with bytes_bar("Dequantising the weights", quiet=self.quiet) as progress:
-                source = from_checkpoint(self.model, weights, progress=progress)
+            with bytes_bar("Reading the weights", quiet=self.quiet) as progress:
+                source = from_checkpoint(self.model, weights, packs=True, progress=progress)
             with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
                 swarm = found(
                     path,

@@ -239,9 +239,10 @@ def load_model(
     family = checkpoint.family
     if not 0 <= start < end <= family.units:
         raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
-    dtype = checkpoint.dtype if dtype == "auto" else dtype
+    own: torch.dtype = checkpoint.dtype
+    wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
     packed = {name: entry for name, entry in entries.items() if keeps_packed and entry.is_packed}
     slices = checkpoint.open_slices(entries.keys() - packed.keys())
-    weights = read_weights(packed, dtype, looked_up=f"{family.input_embedding}.weight")
-    return assemble(family, slices, start, end, dtype=dtype, packed=weights)
+    weights = read_weights(packed, wanted, looked_up=f"{family.input_embedding}.weight")
+    return assemble(family, slices, start, end, dtype=wanted, packed=weights)

@@ -96,7 +96,7 @@ def read_packed(entry: TensorEntry) -> Tensor:
     try:
         with entry.file.open("rb", buffering=0) as stream:
             stream.seek(entry.begin)
-            view, filled = memoryview(packed_B.numpy()), 0
+            view, filled = memoryview(packed_B.numpy().data), 0
             while filled < entry.nbytes and (size := stream.readinto(view[filled:])):
                 filled += size
     except OSError as error:

@@ -6,12 +6,15 @@ family's reader joins from several tensors are written at the end.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -44,23 +47,36 @@ LARGE = 1 << 20  # elements of a tensor that the founder hears of if it cannot s
 LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none.
 
-    Raises CheckpointError if there are several, or it is one part of a split model.
+    Of a split model it is the first part. Raises CheckpointError if there are several models, or parts are missing.
     """
     files = [path]
     if path.is_dir():
         files = [] if any(path.glob("*.safetensors")) else sorted(path.glob(f"*{SUFFIX}"))
     files = [file for file in files if file.name.endswith(SUFFIX) and file.is_file()]
-    if split := [file.name for file in files if _SPLIT.search(file.name)]:
-        raise CheckpointError(f"{split[0]} is one part of a model: put them together with `llama-gguf-split --merge`")
+    files = list(dict.fromkeys(parts_of(file)[0] for file in files))
     if len(files) > 1:
         raise CheckpointError(f"{path} holds {len(files)} GGUF files: give the path of one of them, as {files[0]}")
     return files[0] if files else None
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return all files of a model, in order, of which `file` is one. Raises CheckpointError if one is missing."""
+    named = _SPLIT.fullmatch(file.name)
+    if named is None:
+        return [file]
+    count = int(named["count"])
+    parts = [file.with_name(f"{named['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(
+            f"{file.name} is one part of {count}, and {missing[0]} is missing: put all of them beside it"
+        )
+    return parts
 
 
 class GgufCheckpoint:
@@ -80,16 +96,27 @@ class GgufCheckpoint:
         read: Any = load_gguf_checkpoint
         try:
             with quiet_loader():
-                self._reader = gguf.GGUFReader(file)
-                self._parsed: dict[str, Any] = read(str(file))
-                self._header = GgufHeader(self._reader)
+                self._readers = [_reader(part) for part in parts_of(file)]
+                first = self._readers[0]
+                with _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
+                    self._parsed: dict[str, Any] = read(str(file))
+                self._header = GgufHeader(first.fields, self._stored)
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
+
+        told = self._header.general("split.tensors.count")
+        if told is not None and told != len(self._stored):
+            raise CheckpointError(f"{file}: its parts have {len(self._stored)} tensors, and should have {told}")
+
+    @property
+    def _stored(self) -> list[Any]:
+        """The tensors of all parts."""
+        return [tensor for reader in self._readers for tensor in reader.tensors]
 
     @property
     def plain_bytes(self) -> int:
         """Size of the plain weights in bytes."""
-        return sum(int(tensor.n_elements) for tensor in self._reader.tensors) * DTYPE.itemsize
+        return sum(int(tensor.n_elements) for tensor in self._stored) * DTYPE.itemsize
 
     @lean()
     def write(self, out: Path, progress: Progress | None = None) -> None:
@@ -113,15 +140,22 @@ class GgufCheckpoint:
         try:
             model = build_on_meta(family.model_class, family.config)
             index, lacking = self._index(model, _shapes(family, model), progress)
-            rest = [tensor for tensor in self._reader.tensors if tensor.name not in {each.source for each in index}]
+            rest = [tensor for tensor in self._stored if tensor.name not in {each.source for each in index}]
             plain = self._checked(self._tensors(model, rest, torch.float32), lacking)
             write_plain(plain, out, sum(int(tensor.n_elements) for tensor in rest) * 4, None)
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
-        tensors = {each.name: each.values(LINK_NAME) for each in index}
+        files = {id(tensor): number for number, reader in enumerate(self._readers, 1) for tensor in reader.tensors}
+        tensors = {each.name: each.values(self._link_name(files[id(each.tensor)])) for each in index}
         (out / PACKED_NAME).write_text(json.dumps({"format": 1, "tensors": tensors}) + "\n")
-        (out / LINK_NAME).symlink_to(self.file.absolute())
+        for number, part in enumerate(parts_of(self.file), 1):
+            (out / self._link_name(number)).symlink_to(part.absolute())
         return [tensor.name for tensor in rest if tensor.n_elements >= LARGE]
+
+    def _link_name(self, number: int) -> str:
+        """Return the name of the link to a part, counted from 1."""
+        count = len(self._readers)
+        return LINK_NAME if count == 1 else f"{Path(LINK_NAME).stem}-{number:05d}-of-{count:05d}{SUFFIX}"
 
     def _index(
         self, model: Any, lacking: dict[str, torch.Size], progress: Progress | None
@@ -133,8 +167,8 @@ class GgufCheckpoint:
         lacking = dict(lacking)
         processor, names = self._processor(), self._names(model)
         found: list[_Packed] = []
-        total, done = sum(int(tensor.n_bytes) for tensor in self._reader.tensors), 0
-        for tensor in self._reader.tensors:
+        total, done = sum(int(tensor.n_bytes) for tensor in self._stored), 0
+        for tensor in self._stored:
             done += int(tensor.n_bytes)
             place = self._place(tensor, processor, names)
             if place is not None and _fits(place, lacking):
@@ -186,7 +220,7 @@ class GgufCheckpoint:
     def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
         model = build_on_meta(family.model_class, family.config)
-        yield from self._checked(self._tensors(model, self._reader.tensors, DTYPE), _shapes(family, model))
+        yield from self._checked(self._tensors(model, self._stored, DTYPE), _shapes(family, model))
 
     def _checked(
         self, tensors: Iterator[tuple[str, Tensor]], lacking: dict[str, torch.Size]
@@ -213,7 +247,7 @@ class GgufCheckpoint:
 
         Raises CheckpointError if the tokenizer cannot be read.
         """
-        fields = self._reader.fields
+        fields = self._readers[0].fields
         beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
         try:
             if has_tokenizer(beside):
@@ -237,9 +271,12 @@ class GgufCheckpoint:
 
     def _names(self, model: Any) -> Mapping[str, str]:
         """Return the names of the model's tensors by those of the file."""
+        import gguf
         from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-        names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor())
+        once = functools.cache(gguf.get_tensor_name_map)  # transformers asks for it at each submodule
+        with _replaced(gguf, "get_tensor_name_map", once):
+            names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor())
         return names
 
     def _tensors(self, model: Any, tensors: Sequence[Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -268,6 +305,29 @@ class GgufCheckpoint:
             yield name, weights.to(dtype)
 
 
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Let a module's attribute have another value within the block."""
+    own = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def _reader(file: Path) -> Any:
+    """Return gguf's reader of a file. Its views are plain arrays: with memory-mapped ones a vocabulary takes ten seconds."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            order = self.byte_order if override_order is None else override_order
+            return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
+
+    return Reader(file)
+
+
 @dataclass(frozen=True)
 class _Packed:
     """Place of a tensor that stays packed: the file's tensor, its format and shape, and its name in the model's index."""
@@ -291,7 +351,7 @@ class _Packed:
     def values(self, file: str) -> dict[str, Any]:
         """Return the entry of the index; `file` is the name of the file."""
         begin = int(self.tensor.data_offset)
-        place = {"file": file, "format": self.form.name, "shape": list(self.shape)}
+        place: dict[str, Any] = {"file": file, "format": self.form.name, "shape": list(self.shape)}
         place |= {"begin": begin, "end": begin + int(self.tensor.n_bytes)}
         return {**place, "heads": self.heads} if self.heads else place
 

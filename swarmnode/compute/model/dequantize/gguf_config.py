@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from swarmnode.compute.model.dequantize.gguf_tokenizer import GgufTokenizer
@@ -86,9 +86,9 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class GgufHeader:
     """Values that a file holds for its model, by key without the architecture's name, and its small tensors."""
 
-    def __init__(self, reader: Any) -> None:
-        self._fields: Mapping[str, Any] = reader.fields
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+    def __init__(self, fields: Mapping[str, Any], tensors: Iterable[Any]) -> None:
+        self._fields = fields
+        self._tensors = {tensor.name: tensor for tensor in tensors}
         self.architecture = str(self._fields["general.architecture"].contents())
 
     def said(self, key: str) -> Any:
