@@ -41,11 +41,9 @@ class Format:
     block_bytes: int
 
     def row_bytes(self, elements: int) -> int:
-        """Return the bytes of a row. Raises CheckpointError if its blocks are not whole."""
+        """Return the bytes of a row. Raises ValueError if its blocks are not whole."""
         if elements % self.block:
-            raise CheckpointError(
-                f"a row of {elements} elements has no whole blocks of {self.block}, as {self.name} has"
-            )
+            raise ValueError(f"a row of {elements} elements has no whole blocks of {self.block}, as {self.name} has")
         return elements // self.block * self.block_bytes
 
 

@@ -146,6 +146,8 @@ def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:
 
 def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
     """Put packed weights into the places of a model's parameters. Those that are tied to one of these share it."""
+    if any(isinstance(weight, PackedStack) for weight in packed.values()):
+        model.config._experts_implementation = "eager"  # the only one that takes one expert's matrix at a time
     tied = {target: packed[source] for target, source in model.all_tied_weights_keys.items() if source in packed}
     for name, weight in {**packed, **tied}.items():
         module_name, _, parameter = name.rpartition(".")

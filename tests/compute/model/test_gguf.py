@@ -104,5 +104,5 @@ def test_which_file_is_meant(tmp_path: Path) -> None:
     assert find_gguf(tmp_path) is None
     part = tmp_path / "model-00001-of-00003.gguf"
     part.touch()
-    with pytest.raises(CheckpointError, match="llama-gguf-split"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.gguf is missing"):
         find_gguf(part)
