@@ -30,6 +30,7 @@ from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.ggml import library
+from swarmnode.compute.model.span import PLAIN
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-PACKED = "packed"  # the number format of packed weights with rounded activations
+FAST, PACKED = "fast", "packed"  # the products with rounded activations, and their number format
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -73,7 +74,7 @@ class Hardware:
     config: StageConfig
     trains: bool = False
     folder: Path | None = None  # holds the model's tokenizer
-    keeps_packed: bool = False  # packed weights stay packed, in products with rounded activations
+    products: str = PLAIN  # of packed weights
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
 
     def __repr__(self) -> str:
@@ -118,8 +119,8 @@ class Hardware:
         set_threads(threads_each(config.device, config.threads, len(devices)))
         fixed = trains or is_graph
         dtype = torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint), config.dtype)
-        keeps_packed = dtype is torch.float32 and not fixed and _keeps_packed(devices, checkpoint, config)
-        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains, keeps_packed=keeps_packed)
+        products = config.products if dtype is torch.float32 and _stays_packed(devices, checkpoint, config) else PLAIN
+        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         hardware = cls(
             lent,
@@ -129,7 +130,7 @@ class Hardware:
             config,
             trains,
             checkpoint.path,
-            keeps_packed=keeps_packed,
+            products=products,
             width=_width(checkpoint),
         )
         if hardware.capacity_units == 0:
@@ -148,7 +149,7 @@ class Hardware:
     @property
     def number_format(self) -> str:
         """Announced name of dtype and quantisation: replicas with the same one compute the same except for the last bits."""
-        if self.keeps_packed:
+        if self.products == FAST:
             return PACKED
         name = str(self.dtype).removeprefix("torch.")
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
@@ -242,7 +243,7 @@ class Hardware:
             model=swarm_id.hex(),
             device=lent.device.name,
             memory_bytes=lent.device.total_bytes,
-            number_format=f"{self.dtype} {PACKED if self.keeps_packed else self.quantize}",
+            number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}",
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
@@ -277,7 +278,7 @@ class Hardware:
         if isinstance(outline, GraphCheckpoint):
             return
         device = self.lent[0].device.torch_device
-        prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype, keeps_packed=self.keeps_packed)
+        prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype, products=self.products)
 
     def describe(self, units: Units) -> str:
         """Return a text like "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens". Raises LocalError if the units
@@ -343,9 +344,9 @@ def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint) -> torch.dtype
     return own
 
 
-def _keeps_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> bool:
+def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> bool:
     """Return whether packed weights stay packed here: on CPUs, if a library for their products is installed."""
-    wanted = checkpoint.is_packed and config.products == "fast" and config.quantize == "none"
+    wanted = checkpoint.is_packed and config.quantize == "none"
     return wanted and all(device.kind == "cpu" for device in devices) and library() is not None
 
 

@@ -2,7 +2,8 @@
 
 The optional package xllamacpp contains a build of ggml. Only ggml's product and its dequantisation are called, through its C
 interface. ggml rounds each row of activations to 8 bits, in blocks of 32 or 256 of that row, and multiplies integers. So a row's
-result does not depend on the other rows of a pass, except for the order of its float sums.
+result does not depend on the other rows of a pass, except for the order of its float sums. An exact product takes three such
+parts of the activations, each 256 times finer than the one before: together they have 24 bits, as float32 has.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ F32 = "F32"
 
 @dataclass(frozen=True)
 class Format:
-    """Number format of a GGUF tensor: its name and number, and the elements and bytes of a block, which lies within a row."""
+    """Number format of a GGUF tensor: its name and number, and the elements and bytes of a block, which lies within a row.
+
+    `activations` is the format of the activations that its integer products take; empty if it has none.
+    """
 
     name: str
     number: int
     block: int
     block_bytes: int
+    activations: str = ""
 
     def row_bytes(self, elements: int) -> int:
         """Return the bytes of a row. Raises ValueError if its blocks are not whole."""
@@ -47,25 +52,31 @@ class Format:
         return elements // self.block * self.block_bytes
 
 
+ACTIVATIONS: Mapping[str, Format] = {
+    name: Format(name, *rest)
+    for name, rest in {"Q8_0": (8, 32, 34), "Q8_1": (9, 32, 36), "Q8_K": (15, 256, 292)}.items()
+}
+"""Formats of activations; Q8_1 also has the sum of each block"""
+
 FORMATS: Mapping[str, Format] = {
     name: Format(name, *rest)
     for name, rest in {
         F32: (0, 1, 4),
         "F16": (1, 1, 2),
-        "Q4_0": (2, 32, 18),
-        "Q4_1": (3, 32, 20),
-        "Q5_0": (6, 32, 22),
-        "Q5_1": (7, 32, 24),
-        "Q8_0": (8, 32, 34),
-        "Q2_K": (10, 256, 84),
-        "Q3_K": (11, 256, 110),
-        "Q4_K": (12, 256, 144),
-        "Q5_K": (13, 256, 176),
-        "Q6_K": (14, 256, 210),
-        "IQ4_NL": (20, 32, 18),
-        "IQ4_XS": (23, 256, 136),
+        "Q4_0": (2, 32, 18, "Q8_0"),
+        "Q4_1": (3, 32, 20, "Q8_1"),
+        "Q5_0": (6, 32, 22, "Q8_0"),
+        "Q5_1": (7, 32, 24, "Q8_1"),
+        "Q8_0": (8, 32, 34, "Q8_0"),
+        "Q2_K": (10, 256, 84, "Q8_K"),
+        "Q3_K": (11, 256, 110, "Q8_K"),
+        "Q4_K": (12, 256, 144, "Q8_K"),
+        "Q5_K": (13, 256, 176, "Q8_K"),
+        "Q6_K": (14, 256, 210, "Q8_K"),
+        "IQ4_NL": (20, 32, 18, "Q8_0"),
+        "IQ4_XS": (23, 256, 136, "Q8_K"),
         "BF16": (30, 1, 2),
-        "MXFP4": (39, 32, 17),
+        "MXFP4": (39, 32, 17, "Q8_0"),
     }.items()
 }
 """Formats that are kept packed, by GGUF's names"""
@@ -73,6 +84,9 @@ FORMATS: Mapping[str, Format] = {
 PLAIN = {F32: torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ALIGNMENT = 64
 BLOCKS_AT_ONCE = 1 << 16  # dequantised to look at their values
+PARTS, STEP = 3, 256.0
+FEW_ROWS = 8  # from more rows on an exact product is faster with dequantised weights
+TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
 KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
 CONTEXT_BYTES = 1 << 13  # of the description of one product
 # Places in ggml's struct of a tensor; `_Library.checked` compares them with what ggml's own functions say.
@@ -82,6 +96,11 @@ OBJECT_BYTES = 32
 
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+def _c_name(name: str) -> str:
+    """Return a format's name as ggml's C functions have it."""
+    return name.lower().replace("_k", "_K")
 
 
 class _Library:
@@ -109,6 +128,11 @@ class _Library:
         self.set_values = self._function("ggml_backend_tensor_set", None, pointer, pointer, size, size)
         self._silence = ctypes.CFUNCTYPE(None, c_int, ctypes.c_char_p, c_void_p)(lambda *_: None)
         self._function("ggml_log_set", None, pointer, pointer)(ctypes.cast(self._silence, pointer), None)
+        row = (None, pointer, pointer, c_int64)
+        self.dequantisers = {
+            name: function for name in (*FORMATS, *ACTIVATIONS) if (function := self._dequantiser(name)) is not None
+        }
+        self.quantisers = {name: self._function(f"quantize_row_{_c_name(name)}", *row) for name in ACTIVATIONS}
         self.interleaved = self._interleaved_memory()
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
@@ -124,12 +148,10 @@ class _Library:
             return None
         return kind
 
-    def dequantiser(self, name: str) -> Callable[..., Any] | None:
+    def _dequantiser(self, name: str) -> Callable[..., Any] | None:
         """Return the C function (block, floats, count) for a format; None if the library has none."""
         try:
-            return self._function(
-                f"dequantize_row_{name.lower().replace('_k', '_K')}", None, c_void_p, c_void_p, c_int64
-            )
+            return self._function(f"dequantize_row_{_c_name(name)}", None, c_void_p, c_void_p, c_int64)
         except AttributeError:
             return None
 
@@ -180,7 +202,7 @@ def dequantise(packed_B: Tensor, form: Format, elements: int) -> Tensor:
     if form.name in PLAIN:
         return packed_B.view(PLAIN[form.name]).float()
     ggml = library()
-    function = None if ggml is None else ggml.dequantiser(form.name)
+    function = None if ggml is None else ggml.dequantisers.get(form.name)
     if function is not None:
         values = torch.empty(elements, dtype=torch.float32)
         function(packed_B.data_ptr(), values.data_ptr(), elements)
@@ -201,13 +223,13 @@ def check_finite(packed_B: Tensor, form: Format, name: str) -> None:
 
 
 class _Product:
-    """Prepared product of a matrix (O, I) of some format with R rows: its tensors' places take any addresses."""
+    """Prepared product of a matrix (O, I) with R rows of activations, in some formats: its tensors' places take any addresses."""
 
-    def __init__(self, ggml: _Library, form: Format, outputs: int, inputs: int, rows: int) -> None:
+    def __init__(self, ggml: _Library, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> None:
         self._ggml = ggml
         self._context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
         weight = ggml.new_tensor(self._context, form.number, inputs, outputs)
-        x = ggml.new_tensor(self._context, 0, inputs, rows)
+        x = ggml.new_tensor(self._context, x_form.number, inputs, rows)
         y = ggml.multiply(self._context, weight, x)
         self.graph = ggml.new_graph(self._context, 8, False)
         ggml.expand(self.graph, y)
@@ -227,22 +249,65 @@ class _Thread(threading.local):
         self._ggml = ggml
         self.backend = ggml.new_backend()
         self._threads = 0
-        self._products: OrderedDict[tuple[str, int, int, int], _Product] = OrderedDict()
+        self._products: OrderedDict[tuple[str, str, int, int, int], _Product] = OrderedDict()
+        self._last_split: tuple[Tensor, str, Tensor] | None = None
 
-    def product(self, form: Format, outputs: int, inputs: int, rows: int) -> _Product:
+    def split(self, x_RI: Tensor, form: Format) -> Tensor:
+        """Return the parts (PARTS, R, bytes) of activations. The last ones are kept: several matrices take the same x."""
+        last = self._last_split
+        if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
+            return last[2]
+        parts = _split(self._ggml, x_RI, form)
+        self._last_split = x_RI.clone(), form.name, parts
+        return parts
+
+    def compute(self, product: _Product) -> int:
+        """Compute a product. Returns 0 if ggml could do it."""
+        return int(self._ggml.compute(self.backend, product.graph))
+
+    def product(self, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> _Product:
         """Return the prepared product of this kind."""
         if (threads := torch.get_num_threads()) != self._threads:
             self._threads = threads
             self._ggml.set_threads(self.backend, threads)
-        kind = form.name, outputs, inputs, rows
+        kind = form.name, x_form.name, outputs, inputs, rows
         product = self._products.get(kind)
         if product is None:
-            product = self._products[kind] = _Product(self._ggml, form, outputs, inputs, rows)
+            product = self._products[kind] = _Product(self._ggml, form, x_form, outputs, inputs, rows)
             if len(self._products) > KINDS_KEPT:
                 self._products.popitem(last=False)
         else:
             self._products.move_to_end(kind)
         return product
+
+
+def _split(ggml: _Library, x_RI: Tensor, form: Format) -> Tensor:
+    """Return activations as sums of PARTS parts (PARTS, R, bytes), each the rest that the one before left, times STEP."""
+    rows, inputs = x_RI.shape
+    parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+    rest_RI, lost_N1 = x_RI, None
+    for part_RB in parts_PRB:
+        ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
+        if form.name == "Q8_1":
+            rounded_RI, lost_N1 = _rounded_with_sums(part_RB, lost_N1)
+        else:
+            rounded_RI = torch.empty(rows, inputs)
+            ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
+        rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
+    return parts_PRB
+
+
+def _rounded_with_sums(part_RB: Tensor, lost_N1: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the values of a part in Q8_1, and how far its blocks' sums in float16 are off. What the part before has lost is
+    added to the sums here."""
+    blocks_NB = part_RB.view(-1, ACTIVATIONS["Q8_1"].block_bytes)
+    scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
+    values_NE = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
+    wanted_N1 = values_NE.sum(dim=1, keepdim=True)
+    if lost_N1 is not None:
+        wanted_N1 += lost_N1 * STEP
+    sum_N1.copy_(wanted_N1)
+    return values_NE, wanted_N1 - sum_N1.float()
 
 
 @functools.cache
@@ -277,12 +342,15 @@ def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | No
 class GgmlMatrix:
     """Matrix (O, I) in a packed format whose products ggml computes. It keeps a copy of the bytes.
 
-    The rows are interleaved if that is faster on this CPU, unless the matrix `keeps_order`, as one does whose `rows` are read.
+    Its products are those of the dequantised matrix if it is `exact`; else it rounds activations to 8 bits, and its rows are
+    interleaved if that is faster on this CPU, unless it is `looked_up` by rows.
     """
 
-    def __init__(self, packed_OB: Tensor, form: Format, inputs: int, *, keeps_order: bool = False) -> None:
-        self.form, self.outputs, self.inputs = form, len(packed_OB), inputs
-        self._order = None if keeps_order else _interleaving(form, self.outputs, inputs)
+    def __init__(
+        self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
+    ) -> None:
+        self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
+        self._order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
         self._memory = aligned(packed_OB.nbytes)
         if self._order is None:
             self._memory.copy_(packed_OB.reshape(-1))
@@ -302,26 +370,47 @@ class GgmlMatrix:
         ggml.free_buffer(buffer)
 
     def rows(self, numbers_N: Tensor) -> Tensor:
-        """Return the rows (N, I) of these numbers as float32. Only for a matrix that keeps its order."""
+        """Return the rows (N, I) of these numbers as float32. Only for a matrix that is looked up."""
         assert self._order is None
         packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
         return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
 
     def multiply(self, x_RI: Tensor) -> Tensor:
         """Return y (R, O) for x (R, I), both contiguous float32. Raises RuntimeError if ggml fails."""
-        rows = len(x_RI)
-        y_RO = torch.empty(rows, self.outputs)
-        if rows == 0:
-            return y_RO
-        here = _threads()
-        product = here.product(self.form, self.outputs, self.inputs, rows)
-        product.weight.value, product.x.value, product.y.value = (
-            self._memory.data_ptr(),
-            x_RI.data_ptr(),
-            y_RO.data_ptr(),
+        if len(x_RI) == 0:
+            return torch.empty(0, self.outputs)
+        if not self._exact:
+            return self._product(x_RI, FORMATS[F32], len(x_RI))
+        if not self.form.activations or len(x_RI) > FEW_ROWS:
+            return self._dequantised_product(x_RI)
+        x_form = ACTIVATIONS[self.form.activations]
+        parts_PRO = self._product(_threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
+            PARTS, *x_RI.shape[:1], -1
         )
+        y_RO = parts_PRO[-1]
+        for part_RO in parts_PRO[:-1].flip(0):
+            y_RO = part_RO.add(y_RO, alpha=1 / STEP)
+        return y_RO
+
+    def _product(self, x: Tensor, x_form: Format, rows: int) -> Tensor:
+        """Return ggml's product (R, O) with rows of activations in `x_form`."""
+        y_RO = torch.empty(rows, self.outputs)
+        here = _threads()
+        product = here.product(self.form, x_form, self.outputs, self.inputs, rows)
+        product.weight.value, product.x.value, product.y.value = self._memory.data_ptr(), x.data_ptr(), y_RO.data_ptr()
         if self._order is not None:
             product.buffer.value, product.extra.value = self._order.buffer, self._order.extra
-        if here._ggml.compute(here.backend, product.graph) != 0:
+        if here.compute(product) != 0:
             raise RuntimeError("ggml could not compute a product")
+        return y_RO
+
+    def _dequantised_product(self, x_RI: Tensor) -> Tensor:
+        """Return the product (R, O). Some rows of the matrix are dequantised at a time."""
+        y_RO = torch.empty(len(x_RI), self.outputs)
+        packed_OB = self._memory.view(self.outputs, -1)
+        height = max(1, TILE_ELEMENTS // self.inputs)
+        for first in range(0, self.outputs, height):
+            tile_OB = packed_OB[first : first + height]
+            tile_OI = dequantise(tile_OB.reshape(-1), self.form, len(tile_OB) * self.inputs).view(-1, self.inputs)
+            torch.mm(x_RI, tile_OI.t(), out=y_RO[:, first : first + height])
         return y_RO

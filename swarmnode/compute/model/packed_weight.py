@@ -29,7 +29,13 @@ class PackedWeight:
     device = torch.device("cpu")
 
     def __init__(
-        self, entries: Sequence[TensorEntry], parts_OB: Sequence[Tensor], dtype: torch.dtype, *, looked_up: bool
+        self,
+        entries: Sequence[TensorEntry],
+        parts_OB: Sequence[Tensor],
+        dtype: torch.dtype,
+        *,
+        exact: bool,
+        looked_up: bool,
     ) -> None:
         self.forms = [FORMATS[entry.dtype] for entry in entries]
         inputs = entries[0].shape[-1]
@@ -37,7 +43,7 @@ class PackedWeight:
         self.dtype = dtype
         self.nbytes = sum(part.nbytes for part in parts_OB)
         self._parts = [
-            GgmlMatrix(part_OB, form, inputs, keeps_order=looked_up)
+            GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up)
             for form, part_OB in zip(self.forms, parts_OB, strict=True)
         ]
 
@@ -118,20 +124,29 @@ def _embedding(ids: Tensor, weight: PackedWeight, *_: Any, **__: Any) -> Tensor:
 
 
 def read_weights(
-    entries: Mapping[str, TensorEntry], dtype: torch.dtype, *, looked_up: str
+    entries: Mapping[str, TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: str
 ) -> dict[str, PackedWeight | PackedStack]:
     """Return the weights that these packed tensors make, for a model that computes in `dtype`, by the names of its parameters.
 
-    `looked_up` is the name of the embedding's. Raises CheckpointError if a file cannot be read.
+    `looked_up` is the name of the embedding's. Products of `exact` weights are those of dequantised ones.
+
+    Raises CheckpointError if a file cannot be read.
     """
-    return {name: _read_weight(parts, dtype, looked_up=name == looked_up) for name, parts in joined(entries).items()}
+    return {
+        name: _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up)
+        for name, parts in joined(entries).items()
+    }
 
 
-def _read_weight(parts: Sequence[TensorEntry], dtype: torch.dtype, *, looked_up: bool) -> PackedWeight | PackedStack:
+def _read_weight(
+    parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool
+) -> PackedWeight | PackedStack:
     read = [read_packed(part) for part in parts]
     if read[0].ndim == 2:
-        return PackedWeight(parts, read, dtype, looked_up=looked_up)
-    return PackedStack([PackedWeight(parts, matrices, dtype, looked_up=False) for matrices in zip(*read, strict=True)])
+        return PackedWeight(parts, read, dtype, exact=exact, looked_up=looked_up)
+    return PackedStack(
+        [PackedWeight(parts, matrices, dtype, exact=exact, looked_up=False) for matrices in zip(*read, strict=True)]
+    )
 
 
 def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:

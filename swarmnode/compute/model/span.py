@@ -27,6 +27,7 @@ from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.errors import LocalError
 
+PLAIN, EXACT = "plain", "exact"  # products; the third kind is "fast"
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
 
 
@@ -227,12 +228,10 @@ class ModelSpan:
 
 
 @lean()
-def load_model(
-    checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, keeps_packed: bool = False
-) -> Any:
+def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, products: str = PLAIN) -> Any:
     """Build the family's class with units [start, end) on the CPU. Weights of unchanged dtype are mapped from the files.
 
-    Packed weights stay packed if `keeps_packed`, and are dequantised otherwise.
+    Packed weights are dequantised if `products` is PLAIN; otherwise they stay packed, and multiply exactly or fast.
 
     Raises LocalError if the model lacks these units, CheckpointError if the checkpoint does not fill them.
     """
@@ -242,7 +241,7 @@ def load_model(
     own: torch.dtype = checkpoint.dtype
     wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
-    packed = {name: entry for name, entry in entries.items() if keeps_packed and entry.is_packed}
+    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
     slices = checkpoint.open_slices(entries.keys() - packed.keys())
-    weights = read_weights(packed, wanted, looked_up=f"{family.input_embedding}.weight")
+    weights = read_weights(packed, wanted, exact=products == EXACT, looked_up=f"{family.input_embedding}.weight")
     return assemble(family, slices, start, end, dtype=wanted, packed=weights)

@@ -29,6 +29,7 @@ needs_ggml = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
 )
 ROUNDED = 0.05  # of an output's spread: activations have 8 bits
+EXACT = 2e-6  # as far off as float32 products are
 ORDER = 1e-5  # another order of float sums
 
 
@@ -77,6 +78,11 @@ def test_products_are_the_dequantised_ones_and_depend_on_no_other_row(form: str,
     expected = gguf.dequantize(good_OB.numpy(), gguf.GGMLQuantizationType[form])
     assert torch.equal(values_OI, torch.from_numpy(np.copy(expected)).view_as(values_OI))
     x_RI = torch.randn(70, inputs, generator=random)
+    exact = GgmlMatrix(good_OB, kind, inputs, exact=True)
+    largest = float((x_RI.double() @ values_OI.t().double()).abs().max())
+    for few in (1, 3, 8, 9, 70):
+        y_RO = torch.cat([exact.multiply(part.contiguous()) for part in x_RI.split(few)])
+        assert float((y_RO.double() - x_RI.double() @ values_OI.t().double()).abs().max()) < EXACT * largest
     matrix = GgmlMatrix(good_OB, kind, inputs)
     together_RO, exact_RO = matrix.multiply(x_RI), x_RI @ values_OI.t()
     scale_O = exact_RO.std(dim=0).clamp(min=1e-9)
@@ -109,12 +115,16 @@ def test_a_packed_model_is_the_plain_one(save: Any, form: str, tmp_path: Path) -
     reference_BTV = transformers_logits(tmp_path / "tiny.gguf", checkpoint, ids_BT)
     spread = float(reference_BTV.std())
     assert float((logits(exact, ids_BT) - reference_BTV).abs().max()) < 1e-4 * spread
-    fast = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, keeps_packed=True, check=False)
+    packed = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="exact", check=False)
+    with_few_BTV = torch.cat([logits(packed, ids_BT[:, :length])[:, -1:] for length in range(1, 9)], dim=1)
+    assert float((with_few_BTV - reference_BTV[:, :8]).abs().max()) < 1e-4 * spread
+    assert float((logits(packed, ids_BT) - reference_BTV).abs().max()) < 1e-4 * spread
+    fast = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="fast", check=False)
     assert sum(weight.nbytes for weight in held_by(fast.model)) == packed_bytes
     assert packed_bytes < fast.weight_bytes < packed_bytes + (1 << 16)
     assert float((logits(fast, ids_BT) - reference_BTV).abs().median()) < ROUNDED * spread  # a router may choose others
     parts = [
-        load_span(checkpoint, *cut, dtype=torch.float32, keeps_packed=True, check=False)
+        load_span(checkpoint, *cut, dtype=torch.float32, products="fast", check=False)
         for cut in ((0, 1), (1, 3), (3, 4))
     ]
     x = ids_BT
@@ -134,7 +144,7 @@ def test_a_model_of_several_files_is_one(tmp_path: Path) -> None:
     split = pack(tmp_path / "tiny-00001-of-00002.gguf", tmp_path / "split")
     assert split.entries.keys() == checkpoint.entries.keys()
     ids_BT = torch.arange(9)[None]
-    spans = [load_span(each, 0, 4, dtype=torch.float32, keeps_packed=True, check=False) for each in (checkpoint, split)]
+    spans = [load_span(each, 0, 4, dtype=torch.float32, products="fast", check=False) for each in (checkpoint, split)]
     assert torch.equal(logits(spans[0], ids_BT), logits(spans[1], ids_BT))
     (tmp_path / "tiny-00002-of-00002.gguf").unlink()
     with pytest.raises(
@@ -185,6 +195,6 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "tiny.gguf").open("r+b") as file:
         file.truncate(20_000)
     with pytest.raises(CheckpointError, match=r"was cut short while it was read"):
-        load_span(checkpoint, 0, 4, dtype=torch.float32, keeps_packed=library() is not None, check=False)
+        load_span(checkpoint, 0, 4, dtype=torch.float32, products="exact" if library() else "plain", check=False)
     with pytest.raises(CheckpointError, match=r"truncated"):
         Checkpoint(tmp_path / "packed")
