@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
-from swarmnode.compute.model.tensor_entry import read_json
+from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo

@@ -29,7 +29,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.ggml import library
+from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import PLAIN
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle

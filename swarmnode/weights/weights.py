@@ -23,7 +23,7 @@ from swarmnode.weights.sources import HubSource, PeerSource, Source, largest_ans
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.compute.model.tensor_entry import TensorEntry
+    from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.packed_weight import PackedStack, PackedWeight, hold
+from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, hold
 from swarmnode.compute.model.stack import Absent, Stack
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
 from swarmnode.errors import CheckpointError

@@ -16,7 +16,13 @@ from huggingface_hub.errors import StrictDataclassError
 
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.tensor_entry import MAX_TOLD_CHARS, TensorEntry, packed_entries, packed_slices, read_json
+from swarmnode.compute.model.packing.tensor_entry import (
+    MAX_TOLD_CHARS,
+    TensorEntry,
+    packed_entries,
+    packed_slices,
+    read_json,
+)
 from swarmnode.errors import CheckpointError
 
 CONFIG_FILE = "config.json"

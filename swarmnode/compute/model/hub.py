@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, read_header
-from swarmnode.compute.model.tensor_entry import TensorEntry
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import TOKENIZER_NAMES
 

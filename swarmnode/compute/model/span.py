@@ -21,7 +21,7 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
-from swarmnode.compute.model.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT

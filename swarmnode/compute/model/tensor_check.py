@@ -13,7 +13,7 @@ from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.tensor_entry import packed_slices
+from swarmnode.compute.model.packing.tensor_entry import packed_slices
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError
 

@@ -15,10 +15,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint, find_gguf
-from swarmnode.compute.model.ggml import F32, FORMATS, GgmlMatrix, dequantise, library
-from swarmnode.compute.model.packed_weight import held_by
+from swarmnode.compute.model.packing.ggml import F32, FORMATS, GgmlMatrix, dequantise, library
+from swarmnode.compute.model.packing.packed_weight import held_by
+from swarmnode.compute.model.packing.tensor_entry import turned
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.model.tensor_entry import turned
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import PACKED_NAME

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import read_header
-from swarmnode.compute.model.tensor_entry import TensorEntry
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.files import read_bounded
 

@@ -27,9 +27,9 @@ from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
-from swarmnode.compute.model.ggml import F32, FORMATS, Format, check_finite
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.tensor_entry import PART, turned
+from swarmnode.compute.model.packing.ggml import F32, FORMATS, Format, check_finite
+from swarmnode.compute.model.packing.tensor_entry import PART, turned
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.ggml import FORMATS, aligned, dequantise
+from swarmnode.compute.model.packing.ggml import FORMATS, aligned, dequantise
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.ggml import FORMATS, GgmlMatrix
-from swarmnode.compute.model.tensor_entry import TensorEntry, joined, read_packed
+from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 
 
 class PackedWeight:

@@ -52,33 +52,31 @@ class Format:
         return elements // self.block * self.block_bytes
 
 
-ACTIVATIONS: Mapping[str, Format] = {
-    name: Format(name, *rest)
-    for name, rest in {"Q8_0": (8, 32, 34), "Q8_1": (9, 32, 36), "Q8_K": (15, 256, 292)}.items()
-}
+def _by_name(*formats: Format) -> Mapping[str, Format]:
+    return {form.name: form for form in formats}
+
+
+ACTIVATIONS = _by_name(Format("Q8_0", 8, 32, 34), Format("Q8_1", 9, 32, 36), Format("Q8_K", 15, 256, 292))
 """Formats of activations; Q8_1 also has the sum of each block"""
 
-FORMATS: Mapping[str, Format] = {
-    name: Format(name, *rest)
-    for name, rest in {
-        F32: (0, 1, 4),
-        "F16": (1, 1, 2),
-        "Q4_0": (2, 32, 18, "Q8_0"),
-        "Q4_1": (3, 32, 20, "Q8_1"),
-        "Q5_0": (6, 32, 22, "Q8_0"),
-        "Q5_1": (7, 32, 24, "Q8_1"),
-        "Q8_0": (8, 32, 34, "Q8_0"),
-        "Q2_K": (10, 256, 84, "Q8_K"),
-        "Q3_K": (11, 256, 110, "Q8_K"),
-        "Q4_K": (12, 256, 144, "Q8_K"),
-        "Q5_K": (13, 256, 176, "Q8_K"),
-        "Q6_K": (14, 256, 210, "Q8_K"),
-        "IQ4_NL": (20, 32, 18, "Q8_0"),
-        "IQ4_XS": (23, 256, 136, "Q8_K"),
-        "BF16": (30, 1, 2),
-        "MXFP4": (39, 32, 17, "Q8_0"),
-    }.items()
-}
+FORMATS = _by_name(
+    Format(F32, 0, 1, 4),
+    Format("F16", 1, 1, 2),
+    Format("Q4_0", 2, 32, 18, "Q8_0"),
+    Format("Q4_1", 3, 32, 20, "Q8_1"),
+    Format("Q5_0", 6, 32, 22, "Q8_0"),
+    Format("Q5_1", 7, 32, 24, "Q8_1"),
+    Format("Q8_0", 8, 32, 34, "Q8_0"),
+    Format("Q2_K", 10, 256, 84, "Q8_K"),
+    Format("Q3_K", 11, 256, 110, "Q8_K"),
+    Format("Q4_K", 12, 256, 144, "Q8_K"),
+    Format("Q5_K", 13, 256, 176, "Q8_K"),
+    Format("Q6_K", 14, 256, 210, "Q8_K"),
+    Format("IQ4_NL", 20, 32, 18, "Q8_0"),
+    Format("IQ4_XS", 23, 256, 136, "Q8_K"),
+    Format("BF16", 30, 1, 2),
+    Format("MXFP4", 39, 32, 17, "Q8_0"),
+)
 """Formats that are kept packed, by GGUF's names"""
 
 PLAIN = {F32: torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
