@@ -113,7 +113,7 @@ async def test_rounded_products_announce_another_number_format(packed: Packed, t
     async with swarm_of(packed, tmp_path, {"a": "0:4"}, products="fast") as (_, client):
         await client.generate(PROMPT, max_new_tokens=NEW)
         peers = client._host.directory.peers().values()
-        assert {peer.number_format for peer in peers if any(peer.seeds)} == {"packed"}
+        assert {peer.number_format for peer in peers if any(peer.span)} == {"packed"}
 
 
 @in_virtual_time
