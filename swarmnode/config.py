@@ -9,6 +9,7 @@ from swarmnode.errors import UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
+PRODUCTS = ("exact", "fast", "plain")
 CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
@@ -55,6 +56,7 @@ class StageConfig:
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
+    products: str = "exact"  # of packed weights on CPUs
     memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
@@ -84,6 +86,7 @@ class StageConfig:
         for option, text, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZATIONS),
+            ("--products", self.products, PRODUCTS),
             ("--compress", self.compress, COMPRESSIONS),
             ("--capture", self.capture, CAPTURES),
         ):

@@ -13,7 +13,7 @@ from swarmnode.net.network_config import NetworkConfig, StartNetwork
 
 
 async def _start_engine(config: NetworkConfig) -> Network:
-    from swarmnode.net.engine_start import start_engine  # the only place that brings in libp2p and hivemind
+    from swarmnode.net.libp2p.engine import start_engine  # the only place that brings in libp2p and hivemind
 
     return await start_engine(config)
 

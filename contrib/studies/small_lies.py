@@ -45,7 +45,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sketch import sketch
-from swarmnode.founding.model_source import open_plain
+from swarmnode.founding.model_source import open_model
 from swarmnode.plan.audits.judgement import Calibration
 from swarmnode.plan.audits.selection import AuditBudget, cost_of
 from swarmnode.swarm.peers.standing import are_too_many
@@ -171,7 +171,7 @@ def record(folder: Path, model: str, texts: int, seed: int) -> None:
     """Every run of every kernel, one process after another."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "ids.pt").exists():
-        checkpoint = open_plain(model, folder / "model") if model else small_llama(folder / "model", seed)
+        checkpoint = open_model(model, folder / "model") if model else small_llama(folder / "model", seed)
         torch.save({"checkpoint": str(checkpoint.path), "ids_ST": texts_of(checkpoint, texts, seed)}, folder / "ids.pt")
     for kernel, settings in KERNELS.items():
         command = [sys.executable, __file__, "compute", str(folder), "--kernel", kernel, "--seed", str(seed)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
-from swarmnode.compute.model.checkpoint import read_json
+from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import GENERATION_NAME
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.compute.model.checkpoint import Checkpoint, load_config, read_json
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
+from swarmnode.compute.model.packing.tensor_entry import read_json
+from swarmnode.counting import format_bytes
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
 from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progress, checkpoint_files, has_tokenizer
@@ -28,11 +30,13 @@ HEADER_BYTES = (
 )  # of a GGUF file on the hub, tried in turn: its vocabulary takes most of them
 
 
-def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress | None = None) -> Checkpoint:
-    """Open a checkpoint with plain weights from a local folder, a GGUF file or a hub id.
+def open_model(
+    model: str, out: Path, *, packs: bool = False, force: bool = False, progress: Progress | None = None
+) -> Checkpoint:
+    """Open a checkpoint from a local folder, a GGUF file or a hub id.
 
     Quantised weights are dequantised into the folder `out` (all files of a quantised hub model are downloaded), and the
-    checkpoint there is returned.
+    checkpoint there is returned. With `packs`, those of a GGUF file stay where they are, and `out` gets an index of them.
 
     Raises UsageError if `model` is neither a folder, a GGUF file nor a hub id, or if `out` is not free; CheckpointError if
     it is damaged or its quantisation is not supported; LocalError if the disk is too small.
@@ -65,9 +69,14 @@ def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress
     if path.exists() and out.exists() and path.samefile(out):
         raise UsageError(f"{model} is the folder for its plain weights: choose another name for the swarm")
     check_free(out, force=force)
-    _check_space(out, source.plain_bytes)
+    packs = packs and isinstance(source, GgufCheckpoint)
+    if not packs:
+        _check_space(out, source.plain_bytes)
     with new_folder(out, force=force) as partial:
-        source.write(partial, progress)
+        if packs and isinstance(source, GgufCheckpoint):
+            source.pack(partial, progress)
+        else:
+            source.write(partial, progress)
     return Checkpoint(out)
 
 
@@ -112,7 +121,13 @@ class ModelSource:
 
 
 def from_model(
-    model: str, out: Path, *, task: str | None = None, force: bool = False, progress: Progress | None = None
+    model: str,
+    out: Path,
+    *,
+    task: str | None = None,
+    packs: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> ModelSource:
     """Open the model for a `task`; None takes the task from its config. A model that generates text is used as by
     `from_checkpoint`; any other is exported as a graph into the folder `out`.
@@ -122,7 +137,7 @@ def from_model(
     """
     from swarmnode.founding.encoder_source import write_encoder
 
-    checkpoint = open_plain(model, out, force=force, progress=progress)
+    checkpoint = open_model(model, out, packs=packs, force=force, progress=progress)
     task = task or _task_of(checkpoint)
     if task != GENERATE:
         encoder = write_encoder(checkpoint, task, out, force=force)
@@ -180,16 +195,23 @@ def _gguf_of_hub(model: str, folder: Path) -> GgufCheckpoint:
 
 
 def from_checkpoint(
-    model: str, out: Path, *, byte_level: bool = False, force: bool = False, progress: Progress | None = None
+    model: str,
+    out: Path,
+    *,
+    byte_level: bool = False,
+    packs: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> ModelSource:
     """Open a checkpoint that generates text from a local folder, a GGUF file, or a hub id, which is downloaded.
 
-    Quantised weights are written dequantised into the folder `out`. `byte_level` leaves out the tokenizer.
+    Quantised weights are written dequantised into the folder `out`; with `packs`, those of a GGUF file are used as they are.
+    `byte_level` leaves out the tokenizer.
 
     Raises CheckpointError if the checkpoint is damaged or its family cannot be split, UsageError if there is none,
     LocalError if the disk is too small.
     """
-    checkpoint = open_plain(model, out, force=force, progress=progress)
+    checkpoint = open_model(model, out, packs=packs, force=force, progress=progress)
     return _of_language_model(checkpoint, model, out, byte_level=byte_level)
 
 
@@ -230,7 +252,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         original=_place_of(model) if made else "",
         remarks=(
-            *([f"the weights of {model} are quantised: {out.name} has the dequantised ones"] if made else []),
+            *(_remarks(checkpoint, model, out) if made else []),
             *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
         ),
     )
@@ -252,6 +274,17 @@ def _place_of(model: str) -> str:
     """Return the absolute path of the user's model, or its hub id."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model
+
+
+def _remarks(checkpoint: Checkpoint, model: str, out: Path) -> tuple[str, ...]:
+    """Return what the founder should know of the quantised weights of `model`."""
+    if not checkpoint.packed_file:
+        return (f"the weights of {model} are quantised: {out.name} has the dequantised ones",)
+    kept = f"{model} is served from where it is: do not move or change it while the swarm lives"
+    plain = sum(entry.nbytes for entry in checkpoint.entries.values() if not entry.is_packed)
+    if 10 * plain < sum(entry.nbytes for entry in checkpoint.entries.values()):
+        return (kept,)
+    return kept, f"{format_bytes(plain)} of its weights are in formats that are dequantised, into {out.name}"
 
 
 def _check_tokenizer(folder: Path) -> None:

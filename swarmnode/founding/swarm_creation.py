@@ -30,6 +30,7 @@ from swarmnode.swarm.records.manifest import (
     MAX_NAME_CHARS,
     MAX_WEIGHTS_BYTES,
     OPEN,
+    PACKED_FORMAT,
     PRIVATE,
     SERVE,
     SERVING_CODECS,
@@ -42,7 +43,7 @@ from swarmnode.swarm.records.manifest import (
     is_adapter_name,
     swarm_id,
 )
-from swarmnode.swarm.storage.content import Progress, describe_files
+from swarmnode.swarm.storage.content import PACKED_NAME, Progress, describe_files
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
 from swarmnode.swarm.storage.small_files import new_folder
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm, save_swarm
@@ -166,7 +167,7 @@ def create_swarm(
         membership=membership,
         owner=b"" if owner is None else owner.public,
         priority=priority,
-        format=FORMAT if adapters is None else ADAPTERS_FORMAT,
+        format=_format(model_source, adapters),
         adapters=UNSET if adapters is None else adapters.adapters,
     )
     raw = encode_manifest(manifest)
@@ -179,6 +180,13 @@ def create_swarm(
         bootstraps=tuple(bootstraps.running),
     )
     return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
+
+
+def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
+    """Return the lowest number of a manifest's format that has what this swarm needs."""
+    if any(file.name == PACKED_NAME for file in source.files):
+        return PACKED_FORMAT
+    return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 
 def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:

@@ -29,6 +29,8 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.model.span import PLAIN
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
+FAST, PACKED = "fast", "packed"  # the products with rounded activations, and their number format
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -71,6 +74,7 @@ class Hardware:
     config: StageConfig
     trains: bool = False
     folder: Path | None = None  # holds the model's tokenizer
+    products: str = PLAIN  # of packed weights
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
 
     def __repr__(self) -> str:
@@ -114,10 +118,21 @@ class Hardware:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
         fixed = trains or is_graph
-        dtype = torch.float32 if fixed else _common_dtype(devices, checkpoint.dtype, config.dtype)
-        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains)
+        dtype = torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint), config.dtype)
+        products = config.products if dtype is torch.float32 and _stays_packed(devices, checkpoint, config) else PLAIN
+        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
-        hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path, _width(checkpoint))
+        hardware = cls(
+            lent,
+            dtype,
+            config.quantize,
+            sizes,
+            config,
+            trains,
+            checkpoint.path,
+            products=products,
+            width=_width(checkpoint),
+        )
         if hardware.capacity_units == 0:
             raise LocalError(
                 f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one layer of this model "
@@ -134,6 +149,8 @@ class Hardware:
     @property
     def number_format(self) -> str:
         """Announced name of dtype and quantisation: replicas with the same one compute the same except for the last bits."""
+        if self.products == FAST:
+            return PACKED
         name = str(self.dtype).removeprefix("torch.")
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
@@ -226,7 +243,7 @@ class Hardware:
             model=swarm_id.hex(),
             device=lent.device.name,
             memory_bytes=lent.device.total_bytes,
-            number_format=f"{self.dtype} {self.quantize}",
+            number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}",
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
@@ -261,7 +278,7 @@ class Hardware:
         if isinstance(outline, GraphCheckpoint):
             return
         device = self.lent[0].device.torch_device
-        prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype)
+        prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype, products=self.products)
 
     def describe(self, units: Units) -> str:
         """Return a text like "12 of 34 layers: 5.1 GB of weights, and 1.2 GB for texts of 8,192 tokens in all". Raises LocalError
@@ -305,13 +322,13 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
-def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool) -> UnitSizes:
+def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool, keeps_packed: bool) -> UnitSizes:
     """Return the sizes of the units, for serving or training."""
     if trains:
         return training_sizes(checkpoint)
     if isinstance(checkpoint, GraphCheckpoint):
         return graph_sizes(checkpoint)
-    return unit_sizes(checkpoint, dtype=dtype, quantize=quantize)
+    return unit_sizes(checkpoint, dtype=dtype, quantize=quantize, keeps_packed=keeps_packed)
 
 
 def _width(checkpoint: Checkpoint) -> int:
@@ -320,6 +337,19 @@ def _width(checkpoint: Checkpoint) -> int:
         return usual_width(checkpoint.layout)
     width: int = checkpoint.config.hidden_size
     return width
+
+
+def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint) -> torch.dtype:
+    """Return the checkpoint's dtype; float32 for packed weights on CPUs, whose products take and return float32."""
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    own: torch.dtype = torch.float32 if checkpoint.is_packed and on_cpu else checkpoint.dtype
+    return own
+
+
+def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> bool:
+    """Return whether packed weights stay packed here: on CPUs, if a library for their products is installed."""
+    wanted = checkpoint.is_packed and config.quantize == "none"
+    return wanted and all(device.kind == "cpu" for device in devices) and library() is not None
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:

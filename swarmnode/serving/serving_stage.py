@@ -192,6 +192,7 @@ async def _load_part(
         device=lent.device.torch_device,
         dtype=hardware.dtype,
         quantize=hardware.quantize,
+        products=hardware.products,
     )
     undo.callback(span.close)
     weights.count(span.weight_bytes)  # tied weights count once

@@ -15,14 +15,15 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
-from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, Progress, is_weights, matching_hashes
+from swarmnode.swarm.storage.content import CHUNK_BYTES, GGUF_SUFFIX, FileContent, Progress, is_weights, matching_hashes
 from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
 from swarmnode.weights.sources import HubSource, PeerSource, Source, largest_answer_bytes
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.checkpoint import Checkpoint, TensorEntry
+    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,12 @@ MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 
 def header_chunks(path: Path, file: FileContent) -> range:
     """Return the numbers of the chunks of the header of `file`. Its first 8 bytes, which must be in `path`, give the
-    header's length.
+    header's length. Of a GGUF file the first chunk is enough: the packed index has what is used of its header.
 
     Raises CheckpointError if it is longer than safetensors allows.
     """
+    if file.name.endswith(GGUF_SUFFIX):
+        return range(min(1, file.chunks()))
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:

@@ -233,6 +233,7 @@ class VirtualSwarm:
     Whatever somebody draws meanwhile (identities, ids of sessions, keys) follows from `seed`."""
 
     def __init__(self, folder: Path, *, seed: int = 1, epoch_s: float | None = None) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.file = folder / "virtual.swarm"
         self.members: dict[str, VirtualMember] = {}

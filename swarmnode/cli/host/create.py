@@ -33,7 +33,7 @@ class NewModelOptions:
     model: str = option(
         "",
         "Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
-        "organisation/model@revision). Quantised weights are dequantised.",
+        "organisation/model@revision). A GGUF file's weights stay packed, other quantised ones are dequantised.",
         metavar="PATH|HUB_ID",
     )
     config: Path | None = path_option(
@@ -47,6 +47,7 @@ class NewModelOptions:
     )
     task: str = option("auto", "What --model does for clients; auto: as its config says.", choices=TASKS)
     seed: int = option(0, "Seed of the random weights of --config.", min=0, max=2**63 - 1)
+    plain: bool = option(False, "Write the weights of a GGUF file dequantised, for older machines.")
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
 
@@ -62,6 +63,8 @@ class NewModelOptions:
             raise UsageError("--task needs --model and --mode serve")
         if self.units and not self.module:
             raise UsageError("--units needs --module; a language model is always cut into its layers")
+        if self.plain and not self.serves_checkpoint:
+            raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
             raise UsageError("--byte-level needs a language model and --mode train")
 
@@ -79,11 +82,11 @@ class NewModelOptions:
             return from_config(self.config, weights, seed=self.seed, byte_level=self.byte_level, force=force)
         if self.module:
             return from_module(self.module, weights, units=self.units or None, trains=trains, force=force)
-        with bytes_bar("Dequantising the weights", quiet=quiet) as progress:
+        with bytes_bar("Reading the weights", quiet=quiet) as progress:
             if trains:
                 return from_checkpoint(self.model, weights, byte_level=self.byte_level, force=force, progress=progress)
             task = None if self.task == "auto" else self.task
-            return from_model(self.model, weights, task=task, force=force, progress=progress)
+            return from_model(self.model, weights, task=task, packs=not self.plain, force=force, progress=progress)
 
 
 @dataclass(frozen=True)

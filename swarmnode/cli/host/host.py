@@ -231,8 +231,8 @@ class Founding:
             end_spinner()  # for a question, or the bars of a download
         owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
-            with bytes_bar("Dequantising the weights", quiet=self.quiet, first=end_spinner) as progress:
-                source = from_model(self.model, weights, progress=progress)
+            with bytes_bar("Reading the weights", quiet=self.quiet, first=end_spinner) as progress:
+                source = from_model(self.model, weights, packs=True, progress=progress)
             with bytes_bar("Hashing the weights", quiet=self.quiet, first=end_spinner) as progress:
                 swarm = found(
                     path,

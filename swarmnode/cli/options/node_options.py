@@ -51,6 +51,11 @@ class NodeOptions:
     device: str = option("auto", "Where to compute: auto, cpu, cuda, cuda:1 or mps.")
     dtype: str = option("auto", "Number format: auto, float32, bfloat16 or float16.")
     quantize: str = option("none", "Quantise the weights while loading them.", metavar="none|int8|nf4")
+    products: str = option(
+        "exact",
+        "Products of packed weights: fast rounds activations to 8 bits, plain unpacks the weights in memory.",
+        metavar="exact|fast|plain",
+    )
     capture: str = option("auto", "On a GPU, replay decoding steps as CUDA graphs if possible.", metavar="auto|off")
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(

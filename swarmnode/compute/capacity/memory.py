@@ -33,8 +33,11 @@ class UnitSizes:
         return sum(self.weight_bytes[start:end]) + cache_tokens * sum(self.cache_bytes_per_token[start:end])
 
 
-def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "none") -> UnitSizes:
-    """Return the sizes as loaded: tensors in `dtype`, the layers' matrices quantised if asked (but fused experts are not).
+def unit_sizes(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "none", keeps_packed: bool = False
+) -> UnitSizes:
+    """Return the sizes as loaded: tensors in `dtype`, the layers' matrices quantised if asked (but fused experts are not), packed
+    tensors as they are if `keeps_packed`.
 
     A tied matrix counts in both ends.
     """
@@ -44,7 +47,7 @@ def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "n
         for unit in family.units_of_tensor(name):
             is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2 and ".experts." not in name
             width = QUANTIZED_BYTES[quantize] if is_matrix and quantize in QUANTIZED_BYTES else dtype.itemsize
-            weights[unit] += entry.elements * width
+            weights[unit] += entry.nbytes if keeps_packed and entry.is_packed else entry.elements * width
     cache = (family.cache_elements_per_token(unit) * dtype.itemsize for unit in range(family.units))
     return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
 

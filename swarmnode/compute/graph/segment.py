@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from swarmnode.compute.graph.boundary import batch_of, check_labels, described, text_of
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
+from swarmnode.compute.graph.label_count import WeighedMeans
 from swarmnode.compute.graph.layout import Layout, Unit, Value, taken
 from swarmnode.compute.graph.operators import (
     argument_value,
@@ -24,7 +25,6 @@ from swarmnode.compute.graph.operators import (
 )
 from swarmnode.compute.graph.ranges import RangeCheck
 from swarmnode.compute.graph.serialise import GraphCheckpoint
-from swarmnode.compute.graph.weighed_means import WeighedMeans
 from swarmnode.compute.training.randomness import CounterDropout, reseed
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Segment, Shares, Values

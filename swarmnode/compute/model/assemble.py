@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, hold
 from swarmnode.compute.model.stack import Absent, Stack
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
 from swarmnode.errors import CheckpointError
@@ -24,12 +26,26 @@ with lean():
     from transformers.utils import logging as transformers_logging
 
 
-def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *, dtype: torch.dtype | str) -> Any:
+Packed = Mapping[str, PackedWeight | PackedStack]
+"""Weights that stay packed, by the names of the parameters that they replace"""
+
+
+def assemble(
+    family: Family,
+    tensors: Mapping[str, Any],
+    start: int,
+    end: int,
+    *,
+    dtype: torch.dtype | str,
+    packed: Packed = MappingProxyType({}),
+) -> Any:
     """Build the family's class with only the units [start, end), and fill it from `tensors` (the span's, by checkpoint name).
+
+    `packed` are the other weights of the span.
 
     Raises CheckpointError if tensors are missing or misshapen, or transformers cannot fill the model.
     """
-    model_class = _cut_class(family, start, end)
+    model_class = _cut_class(family, start, end, packed)
     try:
         with ONE_AT_A_TIME, quiet_loader():
             model, info = model_class.from_pretrained(
@@ -53,23 +69,23 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
     return model
 
 
-def outline(family: Family, start: int, end: int, *, dtype: torch.dtype) -> Any:
+def outline(family: Family, start: int, end: int, *, dtype: torch.dtype, packed: Packed = MappingProxyType({})) -> Any:
     """Build the same model without weights, on the meta device. Raises CheckpointError if its class refuses the config."""
-    return build_on_meta(_cut_class(family, start, end), family.config).to(dtype)
+    return build_on_meta(_cut_class(family, start, end, packed), family.config).to(dtype)
 
 
-def _cut_class(family: Family, start: int, end: int) -> type[Any]:
+def _cut_class(family: Family, start: int, end: int, packed: Packed) -> type[Any]:
     """Return a subclass of the family's class whose instances lack the modules of other units from their construction on."""
 
     def __init__(self: Any, config: Any) -> None:
         family.model_class.__init__(self, config)
-        _cut(self, family, start, end)
+        _cut(self, family, start, end, packed)
 
     name = family.model_class.__name__  # the loader finds conversions by class name
     return type(name, (family.model_class,), {"__init__": __init__, "__module__": family.model_class.__module__})
 
 
-def _cut(model: Any, family: Family, start: int, end: int) -> None:
+def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> None:
     has_head = end == family.units
     absent = set[str]()
     if start > 0:
@@ -87,6 +103,7 @@ def _cut(model: Any, family: Family, start: int, end: int) -> None:
         layer_types=getattr(family.config, "layer_types", None),
     )
     model.set_submodule(family.stack_name, stack)
+    hold(model, packed)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     model.all_tied_weights_keys = {
         target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= names

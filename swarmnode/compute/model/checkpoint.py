@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,13 @@ from huggingface_hub.errors import StrictDataclassError
 
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.tensor_entry import (
+    MAX_TOLD_CHARS,
+    TensorEntry,
+    packed_entries,
+    packed_slices,
+    read_json,
+)
 from swarmnode.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -32,7 +37,6 @@ LARGEST = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_WIDTH),
     "vocab_size": MAX_VOCABULARY,
 }  # upper limits by the families' names for their sizes
-MAX_TOLD_CHARS = 40
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -50,27 +54,6 @@ def _is_for_users(record: logging.LogRecord) -> bool:
 
 for _name in ("configuration_utils", "models.gemma.configuration_gemma"):
     logging.getLogger(f"transformers.{_name}").addFilter(_is_for_users)
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Place of one tensor: byte range [begin, end) of `file`, counted from the start of the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in the file in bytes."""
-        return self.end - self.begin
 
 
 class Checkpoint:
@@ -124,6 +107,17 @@ class Checkpoint:
         """Return the path of a file beside the weights; None if there is no such file."""
         return self.path / name if (self.path / name).is_file() else None
 
+    @property
+    def packed_file(self) -> Path | None:
+        """The GGUF file with packed weights; None if there is none."""
+        return next((entry.file for entry in self.entries.values() if entry.is_packed), None)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether most of the weights are packed, in a format of GGUF."""
+        packed = sum(entry.elements for entry in self.entries.values() if entry.is_packed)
+        return 2 * packed > sum(entry.elements for entry in self.entries.values())
+
     def tensors_of(self, start: int, end: int) -> list[str]:
         """Return the names of the tensors that a span [start, end) of units needs."""
         return [name for name in self.entries if any(start <= unit < end for unit in self.family.units_of_tensor(name))]
@@ -133,16 +127,18 @@ class Checkpoint:
         return {name: entry[...] for name, entry in self.open_slices(names).items()}
 
     def open_slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the named tensors as safetensors slices, nothing read yet; `slice[...]` makes a tensor of one.
+        """Return the named tensors as slices, nothing read yet; `slice[...]` makes a tensor of one, in float32 of a packed one.
 
         Raises CheckpointError if a file cannot be read.
         """
         from safetensors import SafetensorError, safe_open
 
+        names = list(names)
+        slices: dict[str, Any] = packed_slices({n: e for n in names if (e := self.entries[n]).is_packed})
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self.entries[name].file, []).append(name)
-        slices: dict[str, Any] = {}
+            if not self.entries[name].is_packed:
+                by_file.setdefault(self.entries[name].file, []).append(name)
         for file, wanted in by_file.items():
             try:
                 handle: Any = safe_open(file, framework="pt")
@@ -228,6 +224,10 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
     Raises CheckpointError if files or tensors are missing or damaged.
     """
+    return {**_safetensors_entries(path), **packed_entries(path)}
+
+
+def _safetensors_entries(path: Path) -> dict[str, TensorEntry]:
     index_file = path / INDEX_FILE
     if not index_file.is_file():
         if not (path / SINGLE_FILE).is_file():
@@ -295,14 +295,3 @@ def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) 
     if entry.end > size:
         raise CheckpointError(f"{file}: truncated: {name} ends at byte {entry.end}, the file at {size}")
     return entry
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
-    try:
-        values = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return values

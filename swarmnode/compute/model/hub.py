@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, TensorEntry, read_header
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, read_header
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import TOKENIZER_NAMES
 

@@ -155,6 +155,8 @@ def _is_candidate(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]
     if type(module) is not nn.Linear:
         return False
     weight = module.weight
+    if not isinstance(weight, nn.Parameter):  # it stays packed
+        return False
     return weight.device.type in ("cpu", "meta") and weight.dtype is dtype and weight.numel() >= MIN_ELEMENTS
 
 

@@ -21,11 +21,13 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
+from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.errors import LocalError
 
+PLAIN, EXACT = "plain", "exact"  # products; the third kind is "fast"
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
 
 
@@ -38,6 +40,8 @@ def dismantle(model: nn.Module, device: torch.device) -> None:
         for held in (module._parameters, module._buffers, module._modules):
             held.clear()
         module.__dict__.pop("_packed", None)
+        for name in [name for name, value in vars(module).items() if isinstance(value, PackedWeight | PackedStack)]:
+            delattr(module, name)
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # the card may be lost, with everything on it
             torch.cuda.empty_cache()
@@ -66,7 +70,9 @@ class ModelSpan:
         self.packings = Packings.of(model, {}) if packings is None else packings
         self.adapters = SpanAdapters(model)
         self.stack: Stack = model.get_submodule(family.stack_name)
-        parameter = next(p for p in model.parameters() if p.is_floating_point())
+        floats = (p for p in model.parameters() if p.is_floating_point())
+        parameter: Any = next(floats, None)
+        parameter = next(held_by(model)) if parameter is None else parameter
         self._device: torch.device = parameter.device
         self._dtype: torch.dtype = parameter.dtype
         # Sizes H of the hidden states and V of the vocabulary, kept here as reading them from the config takes 40 us a pass.
@@ -118,7 +124,8 @@ class ModelSpan:
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         quantized = self.quantization
         if quantized is None:
-            return packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors.values())
+            held_bytes = sum(weight.nbytes for weight in held_by(self.model))
+            return held_bytes + packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors.values())
         return quantized.bytes_after + sum(int(t.nbytes) for t in tensors.values() if t.is_floating_point())
 
     @property
@@ -139,6 +146,7 @@ class ModelSpan:
         """Return the largest number of values that a layer makes of one position."""
         shapes = [tuple(p.shape) for p in self.stack.parameters() if p.dim() == 2]
         shapes += [(m.out_features, m.in_features) for m in self.stack.modules() if isinstance(m, PackedLinear)]
+        shapes += [tuple(weight.shape[-2:]) for weight in held_by(self.stack)]
         return max((max(shape) for shape in shapes), default=self.hidden_size)
 
     def close(self) -> None:
@@ -220,13 +228,20 @@ class ModelSpan:
 
 
 @lean()
-def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str) -> Any:
+def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, products: str = PLAIN) -> Any:
     """Build the family's class with units [start, end) on the CPU. Weights of unchanged dtype are mapped from the files.
+
+    Packed weights are dequantised if `products` is PLAIN; otherwise they stay packed, and multiply exactly or fast.
 
     Raises LocalError if the model lacks these units, CheckpointError if the checkpoint does not fill them.
     """
     family = checkpoint.family
     if not 0 <= start < end <= family.units:
         raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
-    slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
-    return assemble(family, slices, start, end, dtype=checkpoint.dtype if dtype == "auto" else dtype)
+    own: torch.dtype = checkpoint.dtype
+    wanted = own if isinstance(dtype, str) else dtype
+    entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
+    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
+    slices = checkpoint.open_slices(entries.keys() - packed.keys())
+    weights = read_weights(packed, wanted, exact=products == EXACT, looked_up=f"{family.input_embedding}.weight")
+    return assemble(family, slices, start, end, dtype=wanted, packed=weights)

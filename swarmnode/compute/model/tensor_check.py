@@ -13,6 +13,7 @@ from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.tensor_entry import packed_slices
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError
 
@@ -38,13 +39,19 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     checkpoint has weights that the model would ignore.
     """
     family, entries = checkpoint.family, checkpoint.entries
-    outlines = {
-        name: torch.empty(entry.shape, dtype=FLOATS[entry.dtype], device="meta").as_subclass(_Outline)
+    shapes = {
+        name: (entry.shape, FLOATS[entry.dtype])
         for name, entry in entries.items()
-        if entry.dtype in FLOATS
+        if entry.dtype in FLOATS and not entry.is_packed
+    }
+    packed = packed_slices({name: entry for name, entry in entries.items() if entry.is_packed})
+    shapes |= {name: (tuple(packed_slice.get_shape()), torch.float32) for name, packed_slice in packed.items()}
+    outlines = {
+        name: torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Outline)
+        for name, (shape, dtype) in shapes.items()
     }
     found = _compare(family, outlines)
-    whole = [name for name, entry in entries.items() if entry.dtype not in FLOATS and name in found["missing_keys"]]
+    whole = [name for name, entry in entries.items() if name not in outlines and name in found["missing_keys"]]
     if whole:
         raise CheckpointError(f"{checkpoint.path}: {whole[0]} is {entries[whole[0]].dtype}, not floating-point numbers")
     if found["missing_keys"]:

@@ -20,7 +20,7 @@ from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tri
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.quantize import quantize_layers
-from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.model.span import PLAIN, ModelSpan, load_model
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError
@@ -40,6 +40,7 @@ def load_span(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "auto",
     quantize: str = "none",
+    products: str = PLAIN,
     check: bool = True,
 ) -> ModelSpan:
     """Load units [start, end) of a checkpoint onto a device, ready to run.
@@ -53,6 +54,7 @@ def load_span(
         device: Device for the weights.
         dtype: Dtype to compute in; "auto" is the checkpoint's own.
         quantize: Method for the layers' matrices: "none", "int8" or "nf4".
+        products: Kind of products of packed weights: "plain" dequantises them, "exact" and "fast" keep them packed.
         check: Try the family on a tiny model first (some 0.3 s, once per process).
 
     Returns:
@@ -65,7 +67,7 @@ def load_span(
     family = checkpoint.family
     if check:
         check_family(family)
-    model = load_model(checkpoint, start, end, dtype=dtype)
+    model = load_model(checkpoint, start, end, dtype=dtype, products=products)
     device = torch.device(device)
     stack = model.get_submodule(family.stack_name)
     quantization = (
@@ -77,14 +79,20 @@ def load_span(
 
 @lean()
 def prepare_span(
-    checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    products: str = PLAIN,
 ) -> None:
     """Do the parts of loading that need no weights, while these are on their way: try the family, and time matrix products.
 
     Raises CheckpointError if the family cannot be split.
     """
     check_family(checkpoint.family)
-    if torch.device(device).type == "cpu":
+    if torch.device(device).type == "cpu" and products == PLAIN:
         speed_up_linears(outline(checkpoint.family, start, end, dtype=dtype))
 
 

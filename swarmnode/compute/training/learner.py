@@ -20,7 +20,6 @@ from torch import Tensor
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.averaging.parts import FlatVector, by_block, split
 from swarmnode.compute.training.block import Block
-from swarmnode.compute.training.label_weights import apart
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.passes import Passes, autocast_dtype
 from swarmnode.compute.training.randomness import microbatch_seed
@@ -33,7 +32,7 @@ from swarmnode.compute.training.saved_activations import (
     is_finite,
     leaves,
 )
-from swarmnode.compute.training.segment import Segment, Shares, Values
+from swarmnode.compute.training.segment import Segment, Shares, Values, apart
 from swarmnode.errors import NotFinite
 from swarmnode.swarm.records.run import Run
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, ProtocolError
+from swarmnode.swarm.records.run import MAX_MICROBATCHES
 
 Shares = tuple[float, ...]
 """Factors of the means over labels in a microbatch's loss, one for each mean; empty if the means have no factors."""
@@ -116,3 +117,16 @@ class SplitSegment(Segment):
             if low < high:
                 values = one.forward(moved(values, one.device), low, high, seed, moved(labels, one.device), shares)
         return values
+
+
+def apart(labels: Values, means: int) -> tuple[Values, Shares]:
+    """Return the labels without the last tensor, and the shares in it, one for each of the `means`.
+
+    Raises ProtocolError if the last tensor does not hold `means` valid shares in float32.
+    """
+    *others, last = labels or (torch.empty(0),)
+    if last.dtype == torch.float32 and last.shape == (means,):
+        shares = tuple(last.tolist())
+        if all(0 <= share <= MAX_MICROBATCHES for share in shares):
+            return tuple(others), shares
+    raise ProtocolError("the labels do not end with the shares of their microbatch")

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
-from swarmnode.net.addressing.addresses import check, check_port_free, is_relayed, peer_of, with_peer, with_ports
+from swarmnode.net.addressing.addresses import (
+    check,
+    check_port_free,
+    is_public,
+    is_relayed,
+    peer_of,
+    with_peer,
+    with_ports,
+)
+from swarmnode.net.addressing.probe import answering
+from swarmnode.net.addressing.reachability import is_hidden, own_interfaces
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import DirectConnections
 from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
@@ -41,6 +51,7 @@ SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again after a longer 
 MAX_RESTART_DELAY_S = 5.0
 MOST_FAILED_STARTS = 10  # in a row, within some 40 s: then this machine cannot run p2pd
 NOT_ADMITTED = "not admitted"
+RELAY_TIMEOUT_S = 2.0  # a relay that has not answered by then is not used
 SETTLE_S = 4.0
 
 
@@ -337,3 +348,11 @@ class _Client(P2P):
         await super().shutdown()
         tasks = (self._client.control._read_task, self._client.control._write_task)
         await cancel_and_wait(*(task for task in tasks if task is not None))
+
+
+async def start_engine(config: NetworkConfig) -> Engine:
+    """Join the real network. Raises LocalError if a port is in use or p2pd does not start, UsageError if a setting is not valid."""
+    relays = tuple(await answering(config.relays, timeout_s=RELAY_TIMEOUT_S))
+    mapped = bool(config.announce_maddrs) or config.nat_port_map
+    hidden = not mapped and any(map(is_public, relays)) and is_hidden(config.host_maddrs, own_interfaces())
+    return await Engine.start(EngineConfig(**{**vars(config), "relays": relays, "hidden": hidden}))

@@ -20,6 +20,7 @@ from swarmnode.swarm.storage.content import (
     HASH_BYTES,
     MAX_FILE_BYTES,
     MAX_SMALL_BYTES,
+    PACKED_NAME,
     FileContent,
     is_allowed_name,
     is_weights,
@@ -27,6 +28,7 @@ from swarmnode.swarm.storage.content import (
 
 FORMAT = 1
 ADAPTERS_FORMAT = 3  # of a manifest with adapters: readers without adapters must refuse it; 2 was never used
+PACKED_FORMAT = 4  # of a manifest with packed weights, and perhaps adapters: older readers must refuse it
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -188,9 +190,10 @@ def decode_manifest(raw: bytes | bytearray | memoryview) -> Manifest:
     _check_size(raw)
     try:
         newest = _format_decoder.decode(raw).format
-        if newest > FORMAT and newest != ADAPTERS_FORMAT:
+        if newest > FORMAT and newest not in (ADAPTERS_FORMAT, PACKED_FORMAT):
             raise ProtocolError(
-                f"the manifest has format {newest}, this swarmnode knows {FORMAT} and {ADAPTERS_FORMAT}: upgrade swarmnode",
+                f"the manifest has format {newest}, this swarmnode knows {FORMAT}, {ADAPTERS_FORMAT} and {PACKED_FORMAT}: "
+                "upgrade swarmnode",
                 code=ErrorCode.VERSION,
             )
         manifest = _decoder.decode(raw)
@@ -247,8 +250,12 @@ def _check(manifest: Manifest) -> None:
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
         "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
         "a priority that this version knows (credit)": manifest.priority in (UNSET, CREDIT),
-        "adapters of a language model that is served, in format 3 and no other": (manifest.adapters is not UNSET)
-        == (manifest.format == ADAPTERS_FORMAT)
+        "packed weights of a language model that is served, in format 4 and no other": (PACKED_NAME in names)
+        == (manifest.format == PACKED_FORMAT)
+        and (PACKED_NAME not in names or (not is_graph and manifest.mode == SERVE)),
+        "adapters of a language model that is served, in format 3 or 4": (
+            manifest.format == PACKED_FORMAT or (manifest.adapters is not UNSET) == (manifest.format == ADAPTERS_FORMAT)
+        )
         and (not adapters or (not is_graph and manifest.mode == SERVE)),
         "a bounded list of adapters": len(adapters) <= MAX_ADAPTERS,
         "each adapter once": len({adapter.name.casefold() for adapter in adapters}) == len(adapters),

@@ -30,7 +30,9 @@ CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
 GRAPH_NAME = "graph.json"
 INDEX_NAME = "model.safetensors.index.json"
+PACKED_NAME = "packed.json"
 WEIGHTS_SUFFIX = ".safetensors"
+GGUF_SUFFIX = ".gguf"
 
 VOCABULARY_NAMES = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
 """Files with a vocabulary: a checkpoint with one of these has a tokenizer."""
@@ -44,7 +46,7 @@ TOKENIZER_NAMES = VOCABULARY_NAMES | {
     "chat_template.jinja",
     "chat_template.json",
 }
-SMALL_NAMES = TOKENIZER_NAMES | {CONFIG_NAME, GRAPH_NAME, INDEX_NAME, GENERATION_NAME}
+SMALL_NAMES = TOKENIZER_NAMES | {CONFIG_NAME, GRAPH_NAME, INDEX_NAME, GENERATION_NAME, PACKED_NAME}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Progress = Callable[[int, int], None]
@@ -69,7 +71,7 @@ class FileContent(msgspec.Struct, frozen=True):
 
 def is_weights(name: str) -> bool:
     """Return whether the file holds tensors, which a peer fetches in part; all other files are small and fetched whole."""
-    return name.endswith(WEIGHTS_SUFFIX)
+    return name.endswith((WEIGHTS_SUFFIX, GGUF_SUFFIX))
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
@@ -102,8 +104,30 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _weight_names(folder: Path) -> set[str]:
-    """Return the names of the safetensors files in use: those of the index, else the single file. Other formats are
-    ignored.
+    """Return the names of the files with weights: those of the packed index, and the safetensors files of the other index, else
+    the single one. Other files are ignored.
+
+    Raises CheckpointError if there is no safetensors file, or an index is damaged.
+    """
+    return _safetensors_names(folder) | packed_names(folder)
+
+
+def packed_names(folder: Path) -> set[str]:
+    """Return the names of the files with packed tensors; none without a packed index. Raises CheckpointError if it is damaged."""
+    index = folder / PACKED_NAME
+    if not index.is_file():
+        return set()
+    try:
+        names = {tensor["file"] for tensor in json.loads(index.read_bytes())["tensors"].values()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of packed tensors: {error}") from None
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{index} is not an index of packed tensors: a file name is not text")
+    return names
+
+
+def _safetensors_names(folder: Path) -> set[str]:
+    """Return the names of the safetensors files in use: those of the index, else the single file.
 
     Raises CheckpointError if there is neither, or the index is damaged.
     """

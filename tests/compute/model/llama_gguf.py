@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,19 @@ WORDS = [
 def save_llama_gguf(
     path: Path,
     *,
+    form: str = "Q8_0",
     without: str = "",
     architecture: str = "llama",
     beside: Mapping[str, Sequence[float]] | None = None,
     pre: str | None = "llama-bpe",
     words: Sequence[str] = (),
     say: Callable[[Any], None] = lambda _writer: None,
-    take: slice = slice(None),
+    only: Callable[[str], bool] = lambda _name: True,
 ) -> None:
-    """Matrices as Q8_0, norms as F32; all but the tensor `without`, and those `beside`, as F32. The vocabulary ends with control
-    tokens `words`; `say` may write more keys. `take` of the tensors are written."""
+    """Matrices in the format `form`, norms as F32; all but the tensor `without`, and those `beside`, as F32.
+
+    The vocabulary ends with control tokens `words`; `say` may write more keys; `only` chooses tensors.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -50,20 +54,66 @@ def save_llama_gguf(
     writer.add_token_types([1] * len(WORDS) + [3] * len(words))
     writer.add_token_merges(["t h"])
     say(writer)
-    random, shapes = np.random.default_rng(1), _shapes(len(tokens))
-    for name, shape in shapes.items():
-        if name == without:
-            continue
-        values = random.normal(0, 0.1, shape).astype(np.float32)
-        if name not in list(shapes)[take]:
-            continue
-        if len(shape) == 1:
-            writer.add_tensor(name, values + 1)
-        else:
-            packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    _add_tensors(
+        writer, {name: shape for name, shape in _shapes(len(tokens)).items() if name != without and only(name)}, form
+    )
     for name, numbers in (beside or {}).items():
         writer.add_tensor(name, np.array(numbers, dtype=np.float32))
+    _write(writer)
+
+
+def save_moe_gguf(path: Path, *, form: str = "Q8_0", experts: int = 6) -> None:
+    """Qwen3 with experts, whose gate and up matrices llama.cpp keeps apart."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HIDDEN // HEADS)
+    writer.add_value_length(HIDDEN // HEADS)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(INNER)
+    writer.add_vocab_size(len(WORDS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([1] * len(WORDS))
+    writer.add_token_merges(["t h"])
+    shapes = {name: shape for name, shape in _shapes(len(WORDS)).items() if "ffn_" not in name or "norm" in name}
+    for number in range(LAYERS):
+        shapes[f"blk.{number}.attn_q_norm.weight"] = shapes[f"blk.{number}.attn_k_norm.weight"] = (HIDDEN // HEADS,)
+        shapes[f"blk.{number}.ffn_gate_inp.weight"] = (experts, HIDDEN)
+        shapes[f"blk.{number}.ffn_gate_exps.weight"] = (experts, INNER, HIDDEN)
+        shapes[f"blk.{number}.ffn_up_exps.weight"] = (experts, INNER, HIDDEN)
+        shapes[f"blk.{number}.ffn_down_exps.weight"] = (experts, HIDDEN, INNER)
+    _add_tensors(writer, shapes, form)
+    _write(writer)
+
+
+def _add_tensors(writer: Any, shapes: Mapping[str, tuple[int, ...]], form: str) -> None:
+    """Add random tensors: vectors and routers as F32, matrices in the format `form`."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[form]
+    for name, shape in shapes.items():
+        random = np.random.default_rng(zlib.crc32(name.encode()))
+        values = random.normal(0, 0.1, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values + 1)
+        elif "gate_inp" in name:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.checkpoint import TensorEntry, read_header
+from swarmnode.compute.model.checkpoint import read_header
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.files import read_bounded
 

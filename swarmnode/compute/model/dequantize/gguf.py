@@ -6,12 +6,15 @@ family's reader joins from several tensors are written at the end.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,49 +22,62 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.assemble import quiet_loader
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, TensorEntry, load_config
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, load_config
 from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.ggml import F32, FORMATS, Format, check_finite
+from swarmnode.compute.model.packing.tensor_entry import PART, TensorEntry, turned
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import GENERATION_NAME, TOKENIZER_NAMES, Progress, has_tokenizer
+from swarmnode.swarm.storage.content import (
+    GENERATION_NAME,
+    GGUF_SUFFIX,
+    PACKED_NAME,
+    TOKENIZER_NAMES,
+    Progress,
+    has_tokenizer,
+)
 from swarmnode.version import missing_package
 
-SUFFIX = ".gguf"
+SUFFIX = GGUF_SUFFIX
 DTYPE = torch.bfloat16
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+LARGE = 1 << 20  # elements of a tensor that the founder hears of if it cannot stay packed
+LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
+_EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
+_EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none. The
     file of a split model is its first part.
 
-    Raises CheckpointError if there are several, or a part is missing.
+    Of a split model it is the first part. Raises CheckpointError if there are several models, or parts are missing.
     """
     files = [path]
     if path.is_dir():
         files = [] if any(path.glob("*.safetensors")) else sorted(path.glob(f"*{SUFFIX}"))
     files = [file for file in files if file.name.endswith(SUFFIX) and file.is_file()]
-    models = list({parts_of(file)[0]: None for file in files})
-    if len(models) > 1:
-        raise CheckpointError(f"{path} holds {len(models)} GGUF files: give the path of one of them, as {models[0]}")
-    return models[0] if models else None
+    files = list(dict.fromkeys(parts_of(file)[0] for file in files))
+    if len(files) > 1:
+        raise CheckpointError(f"{path} holds {len(files)} GGUF files: give the path of one of them, as {files[0]}")
+    return files[0] if files else None
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return the parts of the model that `file` is a part of, in their order; `file` alone if the model is not split. Raises
-    CheckpointError if a part is missing."""
-    split = _SPLIT.search(file.name)
-    if split is None:
+    """Return all files of a model, in order, of which `file` is one. Raises CheckpointError if one is missing."""
+    named = _SPLIT.fullmatch(file.name)
+    if named is None:
         return [file]
-    count, stem = int(split[2]), file.name[: split.start()]
-    parts = [file.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
-    missing = [part.name for part in parts if not part.is_file()]
-    if missing or not parts:
-        raise CheckpointError(f"{file} is one of {count} parts: put all of them into its folder, as {missing[:1]}")
+    count = int(named["count"])
+    parts = [file.with_name(f"{named['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(
+            f"{file.name} is one part of {count}, and {missing[0]} is missing: put all of them beside it"
+        )
     return parts
 
 
@@ -72,7 +88,7 @@ class GgufCheckpoint:
     @lean()
     def __init__(self, file: Path) -> None:
         try:
-            import gguf as _installed  # noqa: F401
+            import gguf
         except ImportError:
             raise CheckpointError(f"{file} is GGUF, and {missing_package('gguf')}") from None
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -80,12 +96,22 @@ class GgufCheckpoint:
         self.file = file
         read: Any = load_gguf_checkpoint
         try:
-            self._readers = [_plain_reader(part) for part in parts_of(file)]
-            self._header = GgufHeader(*self._readers)
-            with quiet_loader(), _reads(self._readers[0]):
-                self._parsed: dict[str, Any] = read(str(file))
+            with quiet_loader():
+                self._readers = [_reader(part) for part in parts_of(file)]
+                first = self._readers[0]
+                with _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
+                    self._parsed: dict[str, Any] = read(str(file))
+                self._header = GgufHeader(*self._readers)
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
+        told = self._header.general("split.tensors.count")
+        if told is not None and told != len(self._stored):
+            raise CheckpointError(f"{file}: its parts have {len(self._stored)} tensors, and should have {told}")
+
+    @property
+    def _stored(self) -> list[Any]:
+        """The tensors of all parts."""
+        return [tensor for reader in self._readers for tensor in reader.tensors]
 
     @property
     def header_bytes(self) -> int:
@@ -95,16 +121,16 @@ class GgufCheckpoint:
     @property
     def plain_bytes(self) -> int:
         """Size of the plain weights in bytes."""
-        return sum(int(tensor.n_elements) for tensor in self._stored()) * DTYPE.itemsize
-
-    def _stored(self) -> Iterator[Any]:
-        return (tensor for reader in self._readers for tensor in reader.tensors)
+        return sum(int(tensor.n_elements) for tensor in self._stored) * DTYPE.itemsize
 
     @lean()
     def outline(self, folder: Path) -> Checkpoint:
-        """Return the checkpoint that `write` would make, with sizes and without weights; `folder` gets its config. Raises
+        """Return the checkpoint that `pack` would make, with sizes and without weights; `folder` gets its config. Raises
         CheckpointError."""
-        return _Outline(self.file, self._write_config(folder), folder)
+        family = self._write_config(folder)
+        model = build_on_meta(family.model_class, family.config)
+        index, plain = self._index(model, _shapes(family, model))
+        return _Outline(self.file, index, plain, folder)
 
     @lean()
     def write(self, out: Path, progress: Progress | None = None) -> None:
@@ -116,11 +142,106 @@ class GgufCheckpoint:
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
 
+    @lean()
+    def pack(self, out: Path, progress: Progress | None = None) -> list[str]:
+        """Write config, tokenizer and index into the empty folder `out`, a link to the file, and its few tensors that cannot stay
+        packed, in float32. Returns the names of the larger ones among these.
+
+        Raises CheckpointError, OSError.
+        """
+        family = self._write_config(out)
+        self._write_tokenizer(out)
+        try:
+            model = build_on_meta(family.model_class, family.config)
+            index, lacking = self._index(model, _shapes(family, model))
+            self._check_finite(index, progress)
+            rest = [tensor for tensor in self._stored if tensor.name not in {each.source for each in index}]
+            plain = self._checked(self._tensors(model, rest, torch.float32), lacking)
+            write_plain(plain, out, sum(int(tensor.n_elements) for tensor in rest) * 4, None)
+        except FOREIGN_ERRORS as error:
+            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
+        files = {id(tensor): number for number, reader in enumerate(self._readers, 1) for tensor in reader.tensors}
+        tensors = {each.name: each.values(self._link_name(files[id(each.tensor)])) for each in index}
+        (out / PACKED_NAME).write_text(json.dumps({"format": 1, "tensors": tensors}) + "\n")
+        for number, part in enumerate(parts_of(self.file), 1):
+            (out / self._link_name(number)).symlink_to(part.absolute())
+        return [tensor.name for tensor in rest if tensor.n_elements >= LARGE]
+
+    def _link_name(self, number: int) -> str:
+        """Return the name of the link to a part, counted from 1."""
+        count = len(self._readers)
+        return LINK_NAME if count == 1 else f"{Path(LINK_NAME).stem}-{number:05d}-of-{count:05d}{SUFFIX}"
+
+    def _index(self, model: Any, shapes: Mapping[str, torch.Size]) -> tuple[list[_Packed], dict[str, torch.Size]]:
+        """Return the places of the tensors that stay packed, and the shapes of the model's other ones."""
+        processor, names = self._processor(), self._names(model)
+        found: list[_Packed] = []
+        for tensor in self._stored:
+            place = self._place(tensor, processor, names)
+            if place is not None and _fits(place, shapes):
+                found.append(place)
+        whole = {each.parameter for each in found}
+        return found, {name: shape for name, shape in shapes.items() if name not in whole}
+
+    def _check_finite(self, index: Sequence[_Packed], progress: Progress | None) -> None:
+        """Raise CheckpointError if a packed tensor has values that are no finite numbers."""
+        total, done = sum(int(place.tensor.n_bytes) for place in index), 0
+        for place in index:
+            check_finite(
+                torch.from_numpy(np.copy(place.tensor.data)).view(-1), place.form, f"{self.file}: {place.source}"
+            )
+            done += int(place.tensor.n_bytes)
+            if progress is not None:
+                progress(done, total)
+
+    def _place(self, tensor: Any, processor: Any, names: Mapping[str, str]) -> _Packed | None:
+        """Return the place of a tensor that can stay packed; None for small ones, other formats, and other orders than of rows."""
+        form = FORMATS.get(tensor.tensor_type.name)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if form is None or form.name == F32 or len(shape) not in (2, 3) or shape[-1] % form.block:
+            return None
+        part = _EXPERTS.fullmatch(tensor.name)
+        if part and part["name"] in names and hasattr(processor, "GGUF_MOE_WEIGHTS_PATTERN"):
+            suffix = f"{PART}{_EXPERT_ROWS.index(part['kind'])}" if part["kind"] in _EXPERT_ROWS else ""
+            return _Packed(tensor, form, shape, names[part["name"]] + suffix, 0)
+        if len(shape) == 3:
+            return None
+        probe = np.broadcast_to(np.float32(0), shape)
+        read = processor.process(
+            weights=probe, name=tensor.name, tensor_key_mapping=names, parsed_parameters={**self._parsed, "tensors": {}}
+        )
+        if read.name not in names:
+            return None
+        heads = 0 if read.weights is probe else self._heads_of(tensor.name, shape, processor, names)
+        return None if heads is None else _Packed(tensor, form, shape, names[read.name], heads)
+
+    def _heads_of(self, name: str, shape: tuple[int, ...], processor: Any, names: Mapping[str, str]) -> int | None:
+        """Return into how many heads the rows of a tensor are interleaved; None if its order differs otherwise."""
+        probe_OI = torch.arange(shape[0], dtype=torch.float32)[:, None].expand(shape)
+        read = processor.process(
+            weights=probe_OI.numpy(),
+            name=name,
+            tensor_key_mapping=names,
+            parsed_parameters={**self._parsed, "tensors": {}},
+        )
+        found_OI = torch.from_numpy(np.copy(read.weights))
+        config = self._parsed["config"]
+        for heads in {config.get("num_attention_heads"), config.get("num_key_value_heads")} - {None}:
+            whole = found_OI.shape == probe_OI.shape and shape[0] % (2 * heads) == 0
+            if whole and torch.equal(turned(probe_OI.contiguous(), heads), found_OI):
+                return int(heads)
+        return None
+
     def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
         model = build_on_meta(family.model_class, family.config)
-        lacking = _shapes(family, model)
-        for name, tensor in self._tensors(model):
+        yield from self._checked(self._tensors(model, self._stored, DTYPE), _shapes(family, model))
+
+    def _checked(
+        self, tensors: Iterator[tuple[str, Tensor]], lacking: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield these tensors. Raises CheckpointError if one is not among the lacking ones, or one of these is not there."""
+        for name, tensor in tensors:
             if lacking.pop(name, None) != tensor.shape:
                 raise CheckpointError(f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says")
             yield name, tensor
@@ -156,24 +277,33 @@ class GgufCheckpoint:
             ) from error
         (out / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
-    def _tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the file's tensors by their names in `model`, which has no weights.
+    def _processor(self) -> Any:
+        """Return transformers' converter of this architecture's tensors."""
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        kind: Any = TENSOR_PROCESSORS.get(self._header.architecture, TensorProcessor)
+        return kind(config=self._parsed["config"])
+
+    def _names(self, model: Any) -> Mapping[str, str]:
+        """Return the names of the model's tensors by those of the file."""
+        import gguf
+        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+        once = functools.cache(gguf.get_tensor_name_map)  # transformers asks for it at each submodule
+        with _replaced(gguf, "get_tensor_name_map", once):
+            names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor())
+        return names
+
+    def _tensors(self, model: Any, tensors: Sequence[Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the file by their names in `model`, which has no weights.
 
         Raises CheckpointError if one has no place in the model.
         """
         from gguf import dequantize
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
 
-        processor: Any = TENSOR_PROCESSORS.get(self._header.architecture, TensorProcessor)(
-            config=self._parsed["config"]
-        )  # type: ignore[no-untyped-call]
-        names = get_gguf_hf_weights_map(model, processor)
+        processor, names = self._processor(), self._names(model)
         together: dict[str, Any] = {}
-        for tensor in self._stored():
+        for tensor in tensors:
             if tensor.name in ROPE_TENSORS:  # the config holds them
                 continue
             read = processor.process(
@@ -183,48 +313,83 @@ class GgufCheckpoint:
                 parsed_parameters={**self._parsed, "tensors": together},
             )
             if read.name in names:
-                yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(DTYPE)
+                yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(dtype)
             elif read.name is not None:
                 raise CheckpointError(f"{self.file}: {read.name} has no place in a {model.config.model_type} model")
         for name, weights in together.items():
-            yield name, weights.to(DTYPE)
+            yield name, weights.to(dtype)
 
 
-def _plain_reader(file: Path) -> Any:
-    """Return the gguf package's reader of `file`, on a plain array: slices of a memory map take three times as long to make, and
-    each word of a vocabulary is one."""
-    import gguf
-
-    class PlainReader(gguf.GGUFReader):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, np.asarray(value) if isinstance(value, np.memmap) else value)
-
-    return PlainReader(file)
-
-
-@contextlib.contextmanager
-def _reads(reader: Any) -> Iterator[None]:
-    """Give transformers `reader` for any file that it reads inside the context, since reading a header takes seconds."""
-    import gguf
-
-    original: Any = gguf.GGUFReader
-    gguf.GGUFReader = lambda _path: reader  # type: ignore[assignment, misc]
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Let a module's attribute have another value within the block."""
+    own = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        gguf.GGUFReader = original  # type: ignore[misc]
+        setattr(module, name, own)
+
+
+def _reader(file: Path) -> Any:
+    """Return gguf's reader of a file. Its views are plain arrays: with memory-mapped ones a vocabulary takes ten seconds."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            order = self.byte_order if override_order is None else override_order
+            return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
+
+    return Reader(file)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Place of a tensor that stays packed: the file's tensor, its format and shape, and its name in the model's index."""
+
+    tensor: Any
+    form: Format
+    shape: tuple[int, ...]
+    name: str
+    heads: int
+
+    @property
+    def source(self) -> str:
+        """Name in the file."""
+        return str(self.tensor.name)
+
+    @property
+    def parameter(self) -> str:
+        """Name of the model's parameter that it is, or is a part of."""
+        return self.name.partition(PART)[0]
+
+    def values(self, file: str) -> dict[str, Any]:
+        """Return the entry of the index; `file` is the name of the file."""
+        begin = int(self.tensor.data_offset)
+        place: dict[str, Any] = {"file": file, "format": self.form.name, "shape": list(self.shape)}
+        place |= {"begin": begin, "end": begin + int(self.tensor.n_bytes)}
+        return {**place, "heads": self.heads} if self.heads else place
+
+
+def _fits(place: _Packed, shapes: Mapping[str, torch.Size]) -> bool:
+    """Return whether the model has a parameter of this shape there. A part may have fewer rows."""
+    wanted = shapes.get(place.parameter)
+    if wanted is None or PART not in place.name:
+        return wanted == place.shape
+    return (wanted[0], wanted[1], wanted[2]) == (place.shape[0], 2 * place.shape[1], place.shape[2])
 
 
 class _Outline(Checkpoint):
-    """Checkpoint whose tensors are known by name and shape only."""
+    """Checkpoint whose tensors are known by name, shape and format only: the packed ones of `index`, and others by their shapes."""
 
-    def __init__(self, file: Path, family: Family, folder: Path) -> None:
+    def __init__(self, file: Path, index: Sequence[_Packed], plain: Mapping[str, torch.Size], folder: Path) -> None:
         self.path = folder
-        shapes = _shapes(family, build_on_meta(family.model_class, family.config))
         self.entries = {
-            name: TensorEntry(file, "BF16", tuple(shape), 0, shape.numel() * DTYPE.itemsize)
-            for name, shape in shapes.items()
+            name: TensorEntry(folder / SINGLE_FILE, F32, tuple(shape), 0, shape.numel() * torch.float32.itemsize)
+            for name, shape in plain.items()
         }
+        for each in index:
+            self.entries[each.name] = TensorEntry(file, each.form.name, each.shape, 0, int(each.tensor.n_bytes))
 
 
 def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.checkpoint import TensorEntry
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 
 NESTED = (".nested_absmax", ".nested_quant_map")

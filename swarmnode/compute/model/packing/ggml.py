@@ -1,0 +1,414 @@
+"""Formats of GGUF's matrices, and their products on the CPU by ggml, llama.cpp's library of tensors (https://github.com/ggml-org/ggml).
+
+The optional package xllamacpp contains a build of ggml. Only ggml's product and its dequantisation are called, through its C
+interface. ggml rounds each row of activations to 8 bits, in blocks of 32 or 256 of that row, and multiplies integers. So a row's
+result does not depend on the other rows of a pass, except for the order of its float sums. An exact product takes three such
+parts of the activations, each 256 times finer than the one before: together they have 24 bits, as float32 has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "xllamacpp"
+F32 = "F32"
+
+
+@dataclass(frozen=True)
+class Format:
+    """Number format of a GGUF tensor: its name and number, and the elements and bytes of a block, which lies within a row.
+
+    `activations` is the format of the activations that its integer products take; empty if it has none.
+    """
+
+    name: str
+    number: int
+    block: int
+    block_bytes: int
+    activations: str = ""
+
+    def row_bytes(self, elements: int) -> int:
+        """Return the bytes of a row. Raises ValueError if its blocks are not whole."""
+        if elements % self.block:
+            raise ValueError(f"a row of {elements} elements has no whole blocks of {self.block}, as {self.name} has")
+        return elements // self.block * self.block_bytes
+
+
+def _by_name(*formats: Format) -> Mapping[str, Format]:
+    return {form.name: form for form in formats}
+
+
+ACTIVATIONS = _by_name(Format("Q8_0", 8, 32, 34), Format("Q8_1", 9, 32, 36), Format("Q8_K", 15, 256, 292))
+"""Formats of activations; Q8_1 also has the sum of each block"""
+
+FORMATS = _by_name(
+    Format(F32, 0, 1, 4),
+    Format("F16", 1, 1, 2),
+    Format("Q4_0", 2, 32, 18, "Q8_0"),
+    Format("Q4_1", 3, 32, 20, "Q8_1"),
+    Format("Q5_0", 6, 32, 22, "Q8_0"),
+    Format("Q5_1", 7, 32, 24, "Q8_1"),
+    Format("Q8_0", 8, 32, 34, "Q8_0"),
+    Format("Q2_K", 10, 256, 84, "Q8_K"),
+    Format("Q3_K", 11, 256, 110, "Q8_K"),
+    Format("Q4_K", 12, 256, 144, "Q8_K"),
+    Format("Q5_K", 13, 256, 176, "Q8_K"),
+    Format("Q6_K", 14, 256, 210, "Q8_K"),
+    Format("IQ4_NL", 20, 32, 18, "Q8_0"),
+    Format("IQ4_XS", 23, 256, 136, "Q8_K"),
+    Format("BF16", 30, 1, 2),
+    Format("MXFP4", 39, 32, 17, "Q8_0"),
+)
+"""Formats that are kept packed, by GGUF's names"""
+
+PLAIN = {F32: torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ALIGNMENT = 64
+BLOCKS_AT_ONCE = 1 << 16  # dequantised to look at their values
+PARTS, STEP = 3, 256.0
+FEW_ROWS = 8  # from more rows on an exact product is faster with dequantised weights
+TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
+KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
+CONTEXT_BYTES = 1 << 13  # of the description of one product
+# Places in ggml's struct of a tensor; `_Library.checked` compares them with what ggml's own functions say.
+BUFFER_AT, DATA_AT, EXTRA_AT, TENSOR_BYTES = 8, 248, 320, 336
+OBJECT_BYTES = 32
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+def _c_name(name: str) -> str:
+    """Return a format's name as ggml's C functions have it."""
+    return name.lower().replace("_k", "_K")
+
+
+class _Library:
+    """ggml's C functions that are used here. Raises AttributeError if the library lacks one, OSError if it cannot be loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._dll = ctypes.CDLL(str(file))
+        pointer, size = c_void_p, c_size_t
+        self.init = self._function("ggml_init", pointer, _InitParams)
+        self.free = self._function("ggml_free", None, pointer)
+        self.new_tensor = self._function("ggml_new_tensor_2d", pointer, pointer, c_int, c_int64, c_int64)
+        self.multiply = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
+        self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
+        self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
+        self.new_backend = self._function("ggml_backend_cpu_init", pointer)
+        self.set_threads = self._function("ggml_backend_cpu_set_n_threads", None, pointer, c_int)
+        self.compute = self._function("ggml_backend_graph_compute", c_int, pointer, pointer)
+        self.tensor_overhead = self._function("ggml_tensor_overhead", size)
+        self.over_memory = self._function("ggml_backend_cpu_buffer_from_ptr", pointer, pointer, size)
+        self.place = self._function("ggml_backend_tensor_alloc", c_int, pointer, pointer, pointer)
+        self.data_of = self._function("ggml_get_data", pointer, pointer)
+        self.free_buffer = self._function("ggml_backend_buffer_free", None, pointer)
+        self.new_buffer = self._function("ggml_backend_buft_alloc_buffer", pointer, pointer, size)
+        self.base_of = self._function("ggml_backend_buffer_get_base", pointer, pointer)
+        self.set_values = self._function("ggml_backend_tensor_set", None, pointer, pointer, size, size)
+        self._silence = ctypes.CFUNCTYPE(None, c_int, ctypes.c_char_p, c_void_p)(lambda *_: None)
+        self._function("ggml_log_set", None, pointer, pointer)(ctypes.cast(self._silence, pointer), None)
+        row = (None, pointer, pointer, c_int64)
+        self.dequantisers = {
+            name: function for name in (*FORMATS, *ACTIVATIONS) if (function := self._dequantiser(name)) is not None
+        }
+        self.quantisers = {name: self._function(f"quantize_row_{_c_name(name)}", *row) for name in ACTIVATIONS}
+        self.interleaved = self._interleaved_memory()
+
+    def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function: Any = getattr(self._dll, name)
+        function.restype, function.argtypes = result, arguments
+        return function  # type: ignore[no-any-return]
+
+    def _interleaved_memory(self) -> int | None:
+        """Return ggml's kind of memory in which the rows of some formats lie interleaved; None if this build has none."""
+        try:
+            kind: int | None = self._function("_Z35ggml_backend_cpu_repack_buffer_typev", c_void_p)()
+        except AttributeError:
+            return None
+        return kind
+
+    def _dequantiser(self, name: str) -> Callable[..., Any] | None:
+        """Return the C function (block, floats, count) for a format; None if the library has none."""
+        try:
+            return self._function(f"dequantize_row_{_c_name(name)}", None, c_void_p, c_void_p, c_int64)
+        except AttributeError:
+            return None
+
+    def checked(self) -> _Library:
+        """Return the library. Raises OSError if its tensors are not laid out as expected, or a product is wrong."""
+        if self.tensor_overhead() != OBJECT_BYTES + TENSOR_BYTES:
+            raise OSError("its tensors have another size")
+        context = self.init(_InitParams(CONTEXT_BYTES, None, True))
+        memory = aligned(ALIGNMENT)
+        tensor = self.new_tensor(context, 0, 4, 4)
+        buffer = self.over_memory(memory.data_ptr(), memory.nbytes)
+        self.place(buffer, tensor, memory.data_ptr())
+        known = {BUFFER_AT: buffer, DATA_AT: memory.data_ptr(), EXTRA_AT: None}
+        found = {place: c_void_p.from_address(tensor + place).value for place in known}
+        agrees = found == known and self.data_of(tensor) == memory.data_ptr()
+        self.free(context)
+        self.free_buffer(buffer)
+        if not agrees:
+            raise OSError("its tensors have another layout")
+        return self
+
+
+@functools.cache
+def library() -> _Library | None:
+    """Return ggml's functions; None if the package is not installed, or its build cannot be used."""
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    files = sorted(
+        file for folder in folders for end in ("so", "pyd") for file in Path(folder).glob(f"{PACKAGE}*.{end}")
+    )
+    for file in files:
+        try:
+            return _Library(file).checked()
+        except (AttributeError, OSError) as error:
+            log.warning("the ggml of %s cannot be used (%s): packed products are slower", PACKAGE, error)
+    return None
+
+
+def aligned(size: int) -> Tensor:
+    """Return new memory (uint8) of `size` bytes at an address that ggml accepts."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + size]
+
+
+def dequantise(packed_B: Tensor, form: Format, elements: int) -> Tensor:
+    """Return the values of whole blocks as float32 (elements,). Raises CheckpointError if no installed package can do it."""
+    if form.name in PLAIN:
+        return packed_B.view(PLAIN[form.name]).float()
+    ggml = library()
+    function = None if ggml is None else ggml.dequantisers.get(form.name)
+    if function is not None:
+        values = torch.empty(elements, dtype=torch.float32)
+        function(packed_B.data_ptr(), values.data_ptr(), elements)
+        return values
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[form.name]
+    return torch.from_numpy(np.copy(gguf.dequantize(packed_B.numpy(), kind))).view(-1)
+
+
+def check_finite(packed_B: Tensor, form: Format, name: str) -> None:
+    """Raise CheckpointError if the tensor `name` has values that are no finite numbers."""
+    blocks_NB = packed_B.view(-1, form.block_bytes)
+    for first in range(0, len(blocks_NB), BLOCKS_AT_ONCE):
+        some_NB = blocks_NB[first : first + BLOCKS_AT_ONCE]
+        if not dequantise(some_NB.reshape(-1), form, len(some_NB) * form.block).isfinite().all():
+            raise CheckpointError(f"{name} holds values that are no finite numbers: its scales are damaged")
+
+
+class _Product:
+    """Prepared product of a matrix (O, I) with R rows of activations, in some formats: its tensors' places take any addresses."""
+
+    def __init__(self, ggml: _Library, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> None:
+        self._ggml = ggml
+        self._context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+        weight = ggml.new_tensor(self._context, form.number, inputs, outputs)
+        x = ggml.new_tensor(self._context, x_form.number, inputs, rows)
+        y = ggml.multiply(self._context, weight, x)
+        self.graph = ggml.new_graph(self._context, 8, False)
+        ggml.expand(self.graph, y)
+        self.weight, self.x, self.y = (c_void_p.from_address(tensor + DATA_AT) for tensor in (weight, x, y))
+        self.buffer, self.extra = (c_void_p.from_address(weight + place) for place in (BUFFER_AT, EXTRA_AT))
+
+    def __del__(self) -> None:
+        self._ggml.free(self._context)
+
+
+class _Thread(threading.local):
+    """ggml's working memory of the current thread, and its prepared products."""
+
+    def __init__(self) -> None:
+        ggml = library()
+        assert ggml is not None
+        self._ggml = ggml
+        self.backend = ggml.new_backend()
+        self._threads = 0
+        self._products: OrderedDict[tuple[str, str, int, int, int], _Product] = OrderedDict()
+        self._last_split: tuple[Tensor, str, Tensor] | None = None
+
+    def split(self, x_RI: Tensor, form: Format) -> Tensor:
+        """Return the parts (PARTS, R, bytes) of activations. The last ones are kept: several matrices take the same x."""
+        last = self._last_split
+        if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
+            return last[2]
+        parts = _split(self._ggml, x_RI, form)
+        self._last_split = x_RI.clone(), form.name, parts
+        return parts
+
+    def compute(self, product: _Product) -> int:
+        """Compute a product. Returns 0 if ggml could do it."""
+        return int(self._ggml.compute(self.backend, product.graph))
+
+    def product(self, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> _Product:
+        """Return the prepared product of this kind."""
+        if (threads := torch.get_num_threads()) != self._threads:
+            self._threads = threads
+            self._ggml.set_threads(self.backend, threads)
+        kind = form.name, x_form.name, outputs, inputs, rows
+        product = self._products.get(kind)
+        if product is None:
+            product = self._products[kind] = _Product(self._ggml, form, x_form, outputs, inputs, rows)
+            if len(self._products) > KINDS_KEPT:
+                self._products.popitem(last=False)
+        else:
+            self._products.move_to_end(kind)
+        return product
+
+
+def _split(ggml: _Library, x_RI: Tensor, form: Format) -> Tensor:
+    """Return activations as sums of PARTS parts (PARTS, R, bytes), each the rest that the one before left, times STEP."""
+    rows, inputs = x_RI.shape
+    parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+    rest_RI, lost_N1 = x_RI, None
+    for part_RB in parts_PRB:
+        ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
+        if form.name == "Q8_1":
+            rounded_RI, lost_N1 = _rounded_with_sums(part_RB, lost_N1)
+        else:
+            rounded_RI = torch.empty(rows, inputs)
+            ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
+        rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
+    return parts_PRB
+
+
+def _rounded_with_sums(part_RB: Tensor, lost_N1: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the values of a part in Q8_1, and how far its blocks' sums in float16 are off. What the part before has lost is
+    added to the sums here."""
+    blocks_NB = part_RB.view(-1, ACTIVATIONS["Q8_1"].block_bytes)
+    scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
+    values_NE = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
+    wanted_N1 = values_NE.sum(dim=1, keepdim=True)
+    if lost_N1 is not None:
+        wanted_N1 += lost_N1 * STEP
+    sum_N1.copy_(wanted_N1)
+    return values_NE, wanted_N1 - sum_N1.float()
+
+
+@functools.cache
+def _threads() -> _Thread:
+    return _Thread()
+
+
+@dataclass(frozen=True)
+class _Interleaving:
+    """ggml's interleaved order of rows for a shape: an empty buffer of that kind of memory, and the functions for it."""
+
+    buffer: int
+    extra: int
+
+
+@functools.cache
+def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | None:
+    """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not."""
+    ggml = library()
+    if ggml is None or ggml.interleaved is None or form.name in PLAIN:
+        return None
+    context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+    tensor = ggml.new_tensor(context, form.number, inputs, outputs)
+    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
+    ggml.place(buffer, tensor, ggml.base_of(buffer))
+    extra = c_void_p.from_address(tensor + EXTRA_AT).value
+    ggml.free(context)
+    ggml.free_buffer(buffer)
+    return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
+
+
+class GgmlMatrix:
+    """Matrix (O, I) in a packed format whose products ggml computes. It keeps a copy of the bytes.
+
+    Its products are those of the dequantised matrix if it is `exact`; else it rounds activations to 8 bits, and its rows are
+    interleaved if that is faster on this CPU, unless it is `looked_up` by rows.
+    """
+
+    def __init__(
+        self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
+    ) -> None:
+        self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
+        self._order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
+        self._memory = aligned(packed_OB.nbytes)
+        if self._order is None:
+            self._memory.copy_(packed_OB.reshape(-1))
+        else:
+            self._interleave(packed_OB.contiguous())
+
+    def _interleave(self, packed_OB: Tensor) -> None:
+        ggml = library()
+        assert ggml is not None
+        context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+        tensor = ggml.new_tensor(context, self.form.number, self.inputs, self.outputs)
+        buffer = ggml.new_buffer(ggml.interleaved, packed_OB.nbytes)
+        ggml.place(buffer, tensor, ggml.base_of(buffer))
+        ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
+        ctypes.memmove(self._memory.data_ptr(), ggml.base_of(buffer), packed_OB.nbytes)
+        ggml.free(context)
+        ggml.free_buffer(buffer)
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers as float32. Only for a matrix that is looked up."""
+        assert self._order is None
+        packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
+        return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both contiguous float32. Raises RuntimeError if ggml fails."""
+        if len(x_RI) == 0:
+            return torch.empty(0, self.outputs)
+        if not self._exact:
+            return self._product(x_RI, FORMATS[F32], len(x_RI))
+        if not self.form.activations or len(x_RI) > FEW_ROWS:
+            return self._dequantised_product(x_RI)
+        x_form = ACTIVATIONS[self.form.activations]
+        parts_PRO = self._product(_threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
+            PARTS, *x_RI.shape[:1], -1
+        )
+        y_RO = parts_PRO[-1]
+        for part_RO in parts_PRO[:-1].flip(0):
+            y_RO = part_RO.add(y_RO, alpha=1 / STEP)
+        return y_RO
+
+    def _product(self, x: Tensor, x_form: Format, rows: int) -> Tensor:
+        """Return ggml's product (R, O) with rows of activations in `x_form`."""
+        y_RO = torch.empty(rows, self.outputs)
+        here = _threads()
+        product = here.product(self.form, x_form, self.outputs, self.inputs, rows)
+        product.weight.value, product.x.value, product.y.value = self._memory.data_ptr(), x.data_ptr(), y_RO.data_ptr()
+        if self._order is not None:
+            product.buffer.value, product.extra.value = self._order.buffer, self._order.extra
+        if here.compute(product) != 0:
+            raise RuntimeError("ggml could not compute a product")
+        return y_RO
+
+    def _dequantised_product(self, x_RI: Tensor) -> Tensor:
+        """Return the product (R, O). Some rows of the matrix are dequantised at a time."""
+        y_RO = torch.empty(len(x_RI), self.outputs)
+        packed_OB = self._memory.view(self.outputs, -1)
+        height = max(1, TILE_ELEMENTS // self.inputs)
+        for first in range(0, self.outputs, height):
+            tile_OB = packed_OB[first : first + height]
+            tile_OI = dequantise(tile_OB.reshape(-1), self.form, len(tile_OB) * self.inputs).view(-1, self.inputs)
+            torch.mm(x_RI, tile_OI.t(), out=y_RO[:, first : first + height])
+        return y_RO

@@ -1,0 +1,175 @@
+"""Weights that stay packed in memory: stand-ins for a model's parameters that multiply without being dequantised.
+
+A module keeps its own code: `functional.linear(x, weight, bias)` and `functional.embedding(ids, weight)` find a `PackedWeight` in
+the place of the parameter, and torch calls its `__torch_function__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix
+from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
+
+
+class PackedWeight:
+    """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
+
+    `dtype` is that of the model, whose activations it takes and returns.
+    """
+
+    requires_grad = False
+    is_meta = False
+    _is_hf_initialized = True  # transformers' mark of a parameter that needs no random numbers
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        entries: Sequence[TensorEntry],
+        parts_OB: Sequence[Tensor],
+        dtype: torch.dtype,
+        *,
+        exact: bool,
+        looked_up: bool,
+    ) -> None:
+        self.forms = [FORMATS[entry.dtype] for entry in entries]
+        inputs = entries[0].shape[-1]
+        self.shape = torch.Size((sum(map(len, parts_OB)), inputs))
+        self.dtype = dtype
+        self.nbytes = sum(part.nbytes for part in parts_OB)
+        self._parts = [
+            GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up)
+            for form, part_OB in zip(self.forms, parts_OB, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        names = "+".join(form.name for form in self.forms)
+        return f"PackedWeight({'x'.join(map(str, self.shape))}, {names}, {self.nbytes / 1e6:.1f} MB)"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        _types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if function is functional.linear:
+            return _linear(*args, **given)
+        if function is functional.embedding:
+            return _embedding(*args, **given)
+        raise TypeError(
+            f"a packed weight has no {getattr(function, '__name__', function)}: load the model with --products exact"
+        )
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or its size in dimension `dim`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both float32."""
+        parts_RO = [part.multiply(x_RI) for part in self._parts]
+        return parts_RO[0] if len(parts_RO) == 1 else torch.cat(parts_RO, dim=1)
+
+    def rows(self, ids_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers in the model's dtype."""
+        (part,) = self._parts
+        return part.rows(ids_N).to(self.dtype)
+
+
+class PackedStack:
+    """Matrices (N, O, I) of a layer's N experts that stay packed, in the place of a module's parameter."""
+
+    requires_grad = False
+    is_meta = False
+    _is_hf_initialized = True  # transformers' mark of a parameter that needs no random numbers
+    device = torch.device("cpu")
+
+    def __init__(self, matrices: Sequence[PackedWeight]) -> None:
+        self._matrices = list(matrices)
+        self.shape = torch.Size((len(matrices), *matrices[0].shape))
+        self.dtype = matrices[0].dtype
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+
+    def __getitem__(self, number: Any) -> PackedWeight:
+        """Return the matrix of one expert."""
+        return self._matrices[int(number)]
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+
+def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return (..., O) for x (..., I), in the dtype of x."""
+    x_RI = x.reshape(-1, x.shape[-1]).float().contiguous()
+    y_RO = weight.multiply(x_RI)
+    if bias is not None:
+        y_RO += bias
+    return y_RO.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _embedding(ids: Tensor, weight: PackedWeight, *_: Any, **__: Any) -> Tensor:
+    """Return (..., I) for ids (...). Settings of a training have no effect here."""
+    return weight.rows(ids.reshape(-1)).view(*ids.shape, weight.shape[1])
+
+
+def read_weights(
+    entries: Mapping[str, TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: str
+) -> dict[str, PackedWeight | PackedStack]:
+    """Return the weights that these packed tensors make, for a model that computes in `dtype`, by the names of its parameters.
+
+    `looked_up` is the name of the embedding's. Products of `exact` weights are those of dequantised ones.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+    return {
+        name: _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up)
+        for name, parts in joined(entries).items()
+    }
+
+
+def _read_weight(
+    parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool
+) -> PackedWeight | PackedStack:
+    read = [read_packed(part) for part in parts]
+    if read[0].ndim == 2:
+        return PackedWeight(parts, read, dtype, exact=exact, looked_up=looked_up)
+    return PackedStack(
+        [PackedWeight(parts, matrices, dtype, exact=exact, looked_up=False) for matrices in zip(*read, strict=True)]
+    )
+
+
+def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:
+    """Yield each packed weight of a model once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, PackedWeight | PackedStack) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
+    """Put packed weights into the places of a model's parameters. Those that are tied to one of these share it."""
+    if any(isinstance(weight, PackedStack) for weight in packed.values()):
+        model.config._experts_implementation = "eager"  # the only one that takes one expert's matrix at a time
+    tied = {target: packed[source] for target, source in model.all_tied_weights_keys.items() if source in packed}
+    for name, weight in {**packed, **tied}.items():
+        module_name, _, parameter = name.rpartition(".")
+        try:
+            module = model.get_submodule(module_name)
+        except AttributeError:
+            continue  # the tied matrix of a span without the embedding
+        if parameter in module._parameters:
+            del module._parameters[parameter]
+            setattr(module, parameter, weight)

@@ -1,0 +1,165 @@
+"""Places of tensors in a checkpoint's files, and the tensors of GGUF files: their index, their bytes and their values.
+
+`packed.json` gives each tensor of a GGUF file under the name that transformers' model has for it: format, shape and byte range. A
+tensor that the model joins from several has an entry for each of them, NAME/0, NAME/1 and so on, in the order of their rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.packing.ggml import FORMATS, aligned, dequantise
+from swarmnode.errors import CheckpointError
+from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
+
+PART = "/"  # between the name of a tensor that was joined from several, and the number of one of these
+MAX_TOLD_CHARS = 40
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Place of one tensor: byte range [begin, end) of `file`, counted from the start of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    heads: int = 0  # of a packed rotary projection whose rows llama.cpp has interleaved; 0: the rows are in order
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the tensor is in a format of GGUF."""
+        return self.file.name.endswith(GGUF_SUFFIX)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file in bytes."""
+        return self.end - self.begin
+
+
+def packed_entries(path: Path) -> dict[str, TensorEntry]:
+    """Return the packed tensors of the index in folder `path`; none without an index. Raises CheckpointError if it is damaged."""
+    index = path / PACKED_NAME
+    if not index.is_file():
+        return {}
+    tensors = read_json(index).get("tensors")
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{index}: has no table of tensors")
+    return {name: _packed_entry(index, name, value) for name, value in tensors.items()}
+
+
+def _packed_entry(index: Path, name: str, value: Any) -> TensorEntry:
+    try:
+        file, form, shape = index.parent / value["file"], FORMATS[value["format"]], tuple(value["shape"])
+        entry = TensorEntry(file, form.name, shape, value["begin"], value["end"], value.get("heads", 0))
+        numbers = [*shape, entry.begin, entry.end, entry.heads]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or len(shape) not in (2, 3):
+            raise ValueError
+        wanted_bytes = math.prod(shape[:-1]) * form.row_bytes(shape[-1])
+        turns = entry.heads == 0 or (len(shape) == 2 and shape[0] % (2 * entry.heads) == 0)
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{index}: the entry for {name[:MAX_TOLD_CHARS]} is damaged") from None
+    if (
+        entry.nbytes != wanted_bytes
+        or not turns
+        or file.suffix != GGUF_SUFFIX
+        or Path(value["file"]).name != value["file"]
+    ):
+        raise CheckpointError(f"{index}: the entry for {name[:MAX_TOLD_CHARS]} contradicts itself")
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing; it has the packed weights")
+    if (size := file.stat().st_size) < entry.end:
+        raise CheckpointError(f"{file}: truncated: {name} ends at byte {entry.end}, the file at {size}")
+    return entry
+
+
+def read_packed(entry: TensorEntry) -> Tensor:
+    """Return the packed rows (..., bytes of a row) of a tensor as uint8, in the order of the model's outputs.
+
+    Raises CheckpointError if the file cannot be read, or is shorter than when it was opened.
+    """
+    packed_B = aligned(entry.nbytes)
+    try:
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.begin)
+            view, filled = memoryview(packed_B.numpy().data), 0
+            while filled < entry.nbytes and (size := stream.readinto(view[filled:])):
+                filled += size
+    except OSError as error:
+        raise CheckpointError(f"{entry.file}: cannot be read: {error.strerror or error}") from error
+    if filled < entry.nbytes:
+        raise CheckpointError(f"{entry.file}: was cut short while it was read")
+    row_bytes = FORMATS[entry.dtype].row_bytes(entry.shape[-1])
+    return turned(packed_B.view(*entry.shape[:-1], row_bytes), entry.heads)
+
+
+def turned(rows_OB: Tensor, heads: int) -> Tensor:
+    """Return the rows of a rotary projection in transformers' order. llama.cpp interleaves the two halves of each head; 0 heads:
+    the order is the same."""
+    if not heads:
+        return rows_OB
+    outputs = len(rows_OB)
+    return rows_OB.view(heads, outputs // heads // 2, 2, -1).transpose(1, 2).reshape(outputs, -1)
+
+
+def dequantised(entry: TensorEntry) -> Tensor:
+    """Return the values of a packed tensor as float32, in its shape. Raises CheckpointError if the file cannot be read."""
+    return dequantise(read_packed(entry).reshape(-1), FORMATS[entry.dtype], entry.elements).view(entry.shape)
+
+
+class PackedSlice:
+    """Tensor of a model, made of one or several packed ones, with the interface of a safetensors slice."""
+
+    def __init__(self, entries: list[TensorEntry]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = [dequantised(entry) for entry in self._entries]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))[index]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        *stacked, _, inputs = self._entries[0].shape
+        return [*stacked, sum(entry.shape[-2] for entry in self._entries), inputs]
+
+    def get_dtype(self) -> str:
+        """Return the dtype of the values."""
+        return "F32"
+
+
+def joined(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
+    """Return the packed tensors by the names of the model's parameters that they make."""
+    parts: dict[str, list[TensorEntry]] = {}
+    for name in sorted(entries):
+        parts.setdefault(name.partition(PART)[0], []).append(entries[name])
+    return parts
+
+
+def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, PackedSlice]:
+    """Return the parameters that these packed tensors make, nothing read yet."""
+    return {name: PackedSlice(parts) for name, parts in joined(entries).items()}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return values

@@ -1,0 +1,155 @@
+"""A swarm on a GGUF file whose weights stay packed says what one process says with the dequantised ones, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing.ggml import library
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.founding.model_source import ModelSource, from_checkpoint
+from swarmnode.founding.swarm_creation import from_folders
+from swarmnode.ledger import Account
+from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, encode_manifest
+from swarmnode.swarm.storage.content import PACKED_NAME
+from tests.adapters import merged_checkpoint, save_llama_adapter
+from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.net.virtual import in_virtual_time
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
+from tests.tiny import TinyModel
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="the package xllamacpp is not installed, or not for this machine"
+)
+
+PROMPT, NEW, UNITS = [5, 80, 3, 61, 17, 200, 9], 12, 4
+TWO_BY_TWO = {"a1": "0:2", "b1": "2:4", "a2": "0:2", "b2": "2:4"}
+
+
+class Packed:
+    """A packed model, and the same one dequantised to float32 in a folder of transformers."""
+
+    def __init__(self, folder: Path, save: Any) -> None:
+        self.file, self.folder = folder / "tiny.gguf", folder / "packed"
+        save(self.file, form="Q4_0")
+        self.source: ModelSource = from_checkpoint(str(self.file), self.folder, packs=True)
+        auto: Any = AutoModelForCausalLM
+        read: Any = load_gguf_checkpoint
+        model = auto.from_config(Checkpoint(self.folder).config, dtype=torch.float32)
+        model.load_state_dict(read(str(self.file), return_tensors=True, model_to_load=model)["tensors"])
+        model.save_pretrained(folder / "plain")
+        self.plain = TinyModel(folder / "plain", UNITS)
+
+
+@pytest.fixture(scope="module", params=[save_llama_gguf, save_moe_gguf], ids=["llama", "experts"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return Packed(tmp_path_factory.mktemp("packed"), request.param)
+
+
+@asynccontextmanager
+async def swarm_of(
+    packed: Packed, folder: Path, spans: dict[str, str], *, adapters: Any = None, **stage: Any
+) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
+    """Nodes that have only the invite; the bootstrap peer gives them the packed bytes."""
+    async with VirtualSwarm(folder) as swarm:
+        invite = swarm.create(packed.source, adapters=adapters).invite
+        await swarm.bootstrap()
+        for name, span in spans.items():
+            swarm.node(name, span, swarm=invite, **stage)
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        async with swarm.client() as client:
+            await sees_ready(client, len(spans))
+            yield swarm, client
+
+
+def weights_bytes(member: VirtualMember) -> int:
+    host = member.node._host
+    assert host is not None
+    return host.link_config.ledger.accounts()[Account.WEIGHTS]
+
+
+@in_virtual_time
+async def test_several_sessions_and_a_kill(packed: Packed, tmp_path: Path) -> None:
+    async with swarm_of(packed, tmp_path, TWO_BY_TWO) as (swarm, client):
+        prompts = [[*PROMPT, at] for at in range(6)]
+        results = await asyncio.gather(*(client.generate(prompt, max_new_tokens=NEW) for prompt in prompts))
+        assert [result.ids for result in results] == [packed.plain.alone(prompt, NEW) for prompt in prompts]
+        for place in (0, 1):
+            stream = await client.stream(PROMPT, max_new_tokens=NEW)
+            count = 0
+            async for _ in stream:
+                count += 1
+                if count == NEW // 2:
+                    await swarm.member(stream.result.route[place].peer).kill()
+            assert stream.result.ids == packed.plain.alone(PROMPT, NEW)
+            assert stream.result.reroutes >= 1
+
+
+@in_virtual_time
+async def test_memory_is_the_packed_bytes(packed: Packed, tmp_path: Path) -> None:
+    entries = Checkpoint(packed.folder).entries.values()
+    held = sum(entry.nbytes for entry in entries)
+    async with swarm_of(packed, tmp_path / "exact", {"a": "0:4"}) as (swarm, _):
+        assert held <= weights_bytes(swarm.members["a"]) < 1.1 * held
+    async with swarm_of(packed, tmp_path / "plain", {"a": "0:4"}, products="plain") as (swarm, client):
+        assert weights_bytes(swarm.members["a"]) > 4 * held
+        assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
+
+
+@in_virtual_time
+async def test_rounded_products_announce_another_number_format(packed: Packed, tmp_path: Path) -> None:
+    async with swarm_of(packed, tmp_path, {"a": "0:4"}, products="fast") as (_, client):
+        await client.generate(PROMPT, max_new_tokens=NEW)
+        peers = client._host.directory.peers().values()
+        assert {peer.number_format for peer in peers if any(peer.span)} == {"packed"}
+
+
+@in_virtual_time
+async def test_adapters_work_on_a_packed_model(tmp_path: Path) -> None:
+    packed = Packed(tmp_path, save_llama_gguf)
+    saved = save_llama_adapter(tmp_path / "verse", packed.plain.folder, seed=1)
+    merged = TinyModel(merged_checkpoint(tmp_path / "merged", packed.plain.folder, saved), UNITS)
+    adapters = from_folders({"verse": saved}, packed.source, tmp_path / "adapters")
+    async with swarm_of(packed, tmp_path / "swarm", {"a": "0:2", "b": "2:4"}, adapters=adapters) as (_, client):
+        for adapter, model in (("verse", merged), ("", packed.plain)):
+            result = await client.generate(PROMPT, max_new_tokens=NEW, adapter=adapter)
+            assert result.ids == model.alone(PROMPT, NEW)
+    assert merged.alone(PROMPT, NEW) != packed.plain.alone(PROMPT, NEW)
+
+
+@in_virtual_time
+async def test_an_older_machine_is_told_to_upgrade(packed: Packed, tmp_path: Path) -> None:
+    manifest = VirtualSwarm(tmp_path).create(packed.source).manifest
+    assert manifest is not None and manifest.format == PACKED_FORMAT and manifest.file(PACKED_NAME) is not None
+    raw = encode_manifest(manifest)
+    assert decode_manifest(raw) == manifest
+    newer = raw.replace(b"\xa6format\x04", b"\xa6format\x05")
+    with pytest.raises(ProtocolError, match=r"format 5.*upgrade swarmnode") as caught:
+        decode_manifest(newer)
+    assert caught.value.code == ErrorCode.VERSION
+
+
+@in_virtual_time
+async def test_a_file_that_changed_is_not_served(tmp_path: Path) -> None:
+    packed = Packed(tmp_path, save_llama_gguf)
+    async with VirtualSwarm(tmp_path / "swarm") as swarm:
+        swarm.create(packed.source)
+        data = bytearray(packed.file.read_bytes())
+        data[-40] ^= 1
+        packed.file.write_bytes(data)
+        node = swarm.node("a", "0:4")
+        await swarm.bootstrap()
+        with pytest.raises(CheckpointError, match="changed or damaged"):
+            await node.wait_for("ready")
