@@ -17,7 +17,7 @@ def header(architecture: str, said: dict[str, Any], *tensors: str) -> GgufHeader
     fields = {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in said.items()}}
     contents = {key: SimpleNamespace(contents=lambda value=value: value) for key, value in fields.items()}
     small = [SimpleNamespace(name=name, data=[float(number)] * 8) for number, name in enumerate(tensors, 1)]
-    return GgufHeader(contents, small)
+    return GgufHeader(SimpleNamespace(fields=contents, tensors=small))
 
 
 @pytest.mark.parametrize(
