@@ -75,7 +75,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.next_step = 0
         self.last_failure = ""  # of a microbatch, as a sentence
-        self.left_out: set[PeerId] = set()  # peers whose contributions are found not to be gradients
+        self.left_out: set[PeerId] = set()  # peers that are found to send what they do not compute
         self._backoff = Backoff(asyncio.get_running_loop().time)  # for peers that do not answer
 
     def __repr__(self) -> str:
@@ -139,7 +139,7 @@ class Trainer:
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
         """Log each newly left-out peer once."""
         for peer in set(peers) - self.left_out:
-            log.warning("peer %s is left out of the training: its contribution is not its gradient", peer)
+            log.warning("peer %s is left out of the training: what it sends is not what it computes", peer)
         self.left_out.update(peers)
 
 
