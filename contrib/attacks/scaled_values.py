@@ -8,9 +8,9 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.codec.frames import FrameKind
-from tests.training.test_false_exchanges import LIAR, PAIRS, Scales, shunned_by_honest
+from tests.training.test_false_exchanges import LIAR, Scales, join_with_liar, shunned_by_honest
 from tests.training.test_hangs import Scenario
-from tests.training.test_spot_checks import join, train
+from tests.training.test_spot_checks import train
 
 VIRTUAL, FAST = True, False
 STEPS, SHARE = 50, 0.03
@@ -23,7 +23,7 @@ async def attack() -> Outcome:
         scene = Scenario(Path(folder), {LIAR: sender})
         scene.on_step = lambda _step: lies.append(sender.lies)
         try:
-            volunteers = await join(scene, *PAIRS, share=SHARE)
+            volunteers = await join_with_liar(scene, SHARE)
             await train(scene, steps=STEPS)
         finally:
             await scene.swarm.close()
