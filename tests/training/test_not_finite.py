@@ -138,7 +138,8 @@ class Regression(ToySegment):
         if end < self.units:
             return super().forward(values, start, end, seed)
         (x,) = super().forward(values, start, end - 1, seed) if start < end - 1 else values
-        return (functional.mse_loss(self.modules[2](x), *labels),)
+        (due,) = labels
+        return (functional.mse_loss(self.modules[2](x), due),)
 
 
 def float_batches(false: float | None = None, row: int = 5) -> ArrayBatches:
