@@ -18,15 +18,17 @@ from tests.tiny import PROMPT, TinyModel
 MOST_SESSIONS = 20  # limit for finding the liar
 
 
-async def found_out(lie: Callable[[VirtualMember, Checkpoint], None], *, dtype: str = "float32") -> Outcome:
+async def found_out(
+    lie: Callable[[VirtualMember, Checkpoint], None], *, dtype: str = "float32", within: int = MOST_SESSIONS
+) -> Outcome:
     """Let the peer in use for the first units lie as `lie` makes it. The outcome is held if the client leaves out this peer and
-    no other."""
+    no other within this number of sessions."""
     with tempfile.TemporaryDirectory() as folder:
         model = TinyModel.save(Path(folder, "model")).folder
         async with three_by_two(lambda swarm: swarm.create(model), Path(folder), dtype=dtype) as (swarm, client):
             liar = await hop_in_use(swarm, client, 0)
             lie(liar, Checkpoint(model))
-            sessions = await generate_until_shunned(client, MOST_SESSIONS)
+            sessions = await generate_until_shunned(client, within)
             shunned = client.auditor.standing.shunned
             after = {hop.peer for hop in (await client.generate(PROMPT, max_new_tokens=4)).route}
             return Outcome(

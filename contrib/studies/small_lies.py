@@ -1,11 +1,14 @@
 """Smallest lies that audits find, one position a text, against deviations of honest peers over kernels, adapters and models.
 
     OMP_NUM_THREADS=1 python contrib/studies/small_lies.py record FOLDER [--model CHECKPOINT_OR_GGUF] [--texts 32] [--seed 1]
+        [--pages FILE …] [--honest]
     python contrib/studies/small_lies.py judge FOLDER [--positions 1000000] [--trials 100] [--seed 1]
 
 `record` computes the same texts in processes whose kernels differ (those of this machine, AVX2's, and ATen's and oneDNN's oldest):
 each once as it is served and once as an audit does, without and with an adapter, and once for each lie of the first hop. The states
-that each hop sends on are kept in FOLDER. Without `--model` it is a small Llama with random weights.
+that each hop sends on are kept in FOLDER. Without `--model` it is a small Llama with random weights. Texts are cut from `--pages`,
+by default from this repository's pages; `--honest` leaves lies and adapters out. Texts that chose a bound cannot
+test it.
 
 `judge` draws from these records again and again, sketches them by fresh seeds, and compares them by the code that clients run.
 It takes honest pairs of any two kernels and ways, of texts of any length, up to a number of positions. It also takes liars that lie
@@ -167,14 +170,16 @@ def as_served() -> Iterator[tuple[int, int]]:
 # -- recording
 
 
-def record(folder: Path, model: str, texts: int, seed: int) -> None:
-    """Every run of every kernel, one process after another."""
+def record(folder: Path, model: str, texts: int, seed: int, pages: Sequence[Path], *, honest: bool) -> None:
+    """Record every run of every kernel, one process after another; with `honest` only those without lies and adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "ids.pt").exists():
         checkpoint = open_model(model, folder / "model") if model else small_llama(folder / "model", seed)
-        torch.save({"checkpoint": str(checkpoint.path), "ids_ST": texts_of(checkpoint, texts, seed)}, folder / "ids.pt")
+        ids_ST = texts_of(checkpoint, texts, seed, pages)
+        torch.save({"checkpoint": str(checkpoint.path), "ids_ST": ids_ST}, folder / "ids.pt")
     for kernel, settings in KERNELS.items():
         command = [sys.executable, __file__, "compute", str(folder), "--kernel", kernel, "--seed", str(seed)]
+        command += ["--honest"] * honest
         subprocess.run(command, env={**os.environ, **settings}, check=True)
 
 
@@ -195,32 +200,32 @@ def small_llama(folder: Path, seed: int) -> Checkpoint:
     return Checkpoint(folder)
 
 
-def texts_of(checkpoint: Checkpoint, texts: int, seed: int) -> Tensor:
-    """ids_ST: of this repository's pages where the model has a tokenizer, else drawn."""
+def texts_of(checkpoint: Checkpoint, texts: int, seed: int, pages: Sequence[Path]) -> Tensor:
+    """Return ids_ST, cut from `pages` at random places; drawn at random if the model has no tokenizer."""
     if not (checkpoint.path / "tokenizer.json").exists():
         return torch.randint(
             0, checkpoint.config.vocab_size, (texts, LENGTH), generator=torch.Generator().manual_seed(seed)
         )
     from tokenizers import Tokenizer
 
-    pages = "\n".join(page.read_text() for page in sorted((Path(__file__).parents[2] / "docs").rglob("*.md")))
-    ids = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json")).encode(pages).ids
+    text = "\n".join(page.read_text() for page in pages)
+    ids = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json")).encode(text).ids
     starts = random.Random(seed).sample(range(len(ids) - LENGTH), texts)
     return torch.tensor([ids[start : start + LENGTH] for start in starts])
 
 
-def compute(folder: Path, kernel: str, seed: int) -> None:
+def compute(folder: Path, kernel: str, seed: int, *, honest: bool) -> None:
     """Compute all texts in this process, with the kernel `kernel`, and save the states of each way and lie in `folder`."""
     told = torch.load(folder / "ids.pt")
     checkpoint, ids_ST = Checkpoint(Path(told["checkpoint"])), told["ids_ST"]
     for number_format in FORMATS:
-        for adapted in (False, True):
+        for adapted in (False,) if honest else (False, True):
             pipeline = Pipeline(checkpoint, number_format, adapted=adapted)
             name = f"{number_format}{'+adapter' if adapted else ''}.{kernel}"
             began_s = time.perf_counter()
             for way in WAYS:
                 torch.save(pipeline.compute(ids_ST, served=way == "served"), folder / f"{name}.{way}.pt")
-            for kind in LIES if kernel == "own" and not adapted else ():
+            for kind in LIES if kernel == "own" and not adapted and not honest else ():
                 dice = random.Random(seed)
                 lies = [
                     Lie(kind, dice.randrange(1, 5) if kind == "early" else dice.randrange(5, LENGTH - 1))
@@ -255,10 +260,14 @@ class Records:
         first_STH = served["hidden"][0].clone()
         first_STH[:, -2:] = 0
         last_two = {"hidden": [first_STH, *served["hidden"][1:]], "drawn_ST": served["drawn_ST"]}
-        return {**{kind: self._read(f"own.{kind}") for kind in LIES}, "last two": last_two}
+        recorded = {kind: self._read(f"own.{kind}") for kind in LIES if self._path(f"own.{kind}").exists()}
+        return {**recorded, "last two": last_two} if recorded else {}
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._prefix}.{name}.pt"
 
     def _read(self, name: str) -> dict[str, Any]:
-        return torch.load(self._folder / f"{self._prefix}.{name}.pt")
+        return torch.load(self._path(name))
 
     def run(self, name: str, found: dict[str, Any], text: int, seed: bytes, length: int = LENGTH) -> TextRun:
         """Return the first `length` positions of a text as peers called `name` would state them."""
@@ -343,11 +352,12 @@ def judge_lie(records: Records, kind: str, calibration: Calibration, dice: rando
 
 
 def judge(folder: Path, positions: int, trials: int, seed: int) -> dict[str, Any]:
-    """Return false alarms and the texts until liars are found, by number format."""
+    """Return false alarms and the texts until liars are found, by number format, without adapters and through one if recorded."""
     dice, results = random.Random(seed), {}
-    for number_format, adapted in itertools.product(FORMATS, (False, True)):
+    recorded = list(itertools.product(FORMATS, (False, True) if any(folder.glob("*+adapter*")) else (False,)))
+    for number_format, adapted in recorded:
         records = Records(folder, number_format, adapted=adapted)
-        result = {"honest": false_alarms(records, positions // (2 * len(FORMATS)), dice)}
+        result = {"honest": false_alarms(records, positions // len(recorded), dice)}
         for kind, one_in in itertools.product([] if adapted else records.lies, (1, 10)):
             needed = [texts_until_out(records, kind, one_in, dice) for _ in range(trials)]
             out = [texts for texts in needed if texts is not None]
@@ -368,15 +378,18 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--kernel", default="own")
     parser.add_argument("--texts", type=int, default=32)
+    pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
+    parser.add_argument("--pages", type=Path, nargs="+", default=pages)
+    parser.add_argument("--honest", action="store_true")
     parser.add_argument("--positions", type=int, default=1_000_000)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.do == "record":
-        record(args.folder, args.model, args.texts, args.seed)
+        record(args.folder, args.model, args.texts, args.seed, args.pages, honest=args.honest)
     elif args.do == "compute":
-        compute(args.folder, args.kernel, args.seed)
+        compute(args.folder, args.kernel, args.seed, honest=args.honest)
     else:
         print(json.dumps(judge(args.folder, args.positions, args.trials, args.seed), indent=2))
 

@@ -123,7 +123,8 @@ async def export(
         progress: is called with the fetched and the total bytes.
         force: replaces a folder that holds nothing but a checkpoint.
         patience_s: how long to wait for peers that have all units together.
-        on_unconfirmed: is called with the names of the parts whose state only one holder had.
+        on_unconfirmed: is called with the names of the parts whose state only one holder had, or another holder has
+            differently.
 
     Returns:
         The step of the model.
@@ -229,5 +230,5 @@ def write_checkpoint(
     with new_folder(out, force=force) as folder:
         (write_language_model if language else write_module)(tensors, founded, folder)
         if unconfirmed:
-            text = f"Only one peer had the state of these parts, and no other peer confirmed it: {', '.join(unconfirmed)}.\n"
+            text = f"Only one peer had the state of these parts, or another peer has a different one: {', '.join(unconfirmed)}.\n"
             (folder / UNCONFIRMED_FILE).write_text(text)

@@ -200,8 +200,10 @@ async def fetch_states(
         at_least: the oldest acceptable step; if it is above 0, the peers are asked to write snapshots.
         backups: this machine's backups; they count as a peer's.
         patience_s: how long to go on without receiving a byte.
-        whole: compares versions with different roots value by value instead of by samples.
-        on_unconfirmed: is called with the blocks that only one holder vouches for.
+        whole: compares versions with different roots value by value instead of by samples, and those of holders that are
+            outvoted, too.
+        on_unconfirmed: is called with the blocks that only one holder vouches for, or of which, with `whole`, another holder
+            has a state that differs by more than rounding.
 
     Raises:
         PeerRefused: (NOT_FOUND) after `patience_s`.
@@ -221,7 +223,8 @@ async def fetch_states(
                     log.warning(
                         "step %d: %s had only one holder, and no other peer confirms its state", chosen.step, units
                     )
-                    on_unconfirmed(chosen.unconfirmed)
+                if unconfirmed := sorted({*chosen.unconfirmed, *fetch.disputed}):
+                    on_unconfirmed(unconfirmed)
                 return chosen.step
             if fetch.fetched_bytes > before:
                 idle_since = asyncio.get_running_loop().time()
@@ -253,6 +256,7 @@ class _Fetch:
         self._liars: set[PeerId] = set()
         self._second_voice = SecondVoice(whole=self.whole)
         self._failed: set[Version] = set()  # were listed, but then not sent or not confirmed
+        self.disputed: set[int] = set()  # blocks of which a voter has a state that is no other rounding
 
     def __repr__(self) -> str:
         return f"<_Fetch of units {list(self.blocks)} into {self.into!r}, {len(self._liars)} peers dropped>"
@@ -316,7 +320,12 @@ class _Fetch:
                 log.warning("no other peer confirms a version of unit %d at step %d", block, chosen.step)
                 self._failed.add(chosen.versions[block])
                 return False
+        self.disputed.clear()
         for peer, differing in votes.dissenters(chosen).items():
+            for block in differing if self.whole else ():
+                theirs = (sources[peer], file_of(block, votes.others(chosen, block)[peer]))
+                if not await self._second_voice.confirmed(incoming, files[block], [theirs], 1):
+                    self.disputed.add(block)
             units = ", ".join(map(named, differing))
             text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it lies"
             log.log(logging.WARNING if self.whole else logging.INFO, text, peer, units, chosen.step)

@@ -48,6 +48,7 @@ class SecondVoice:
     def __init__(self, *, whole: bool = False) -> None:
         self.mute: set[str] = set()
         self._whole = whole
+        self._compared: dict[tuple[str, FileContent, FileContent], bool] = {}
         self._rng = random.SystemRandom()
 
     def __repr__(self) -> str:
@@ -58,8 +59,10 @@ class SecondVoice:
     ) -> bool:
         """Return whether `needed` of the others have values like those of `ours`. All chunks of `ours` must be in `incoming`."""
         for source, theirs in others:
-            if needed and theirs.size == ours.size:
-                needed -= await self._agrees(incoming, ours, source, theirs)
+            pair = (source.name, theirs, ours)
+            if needed and theirs.size == ours.size and pair not in self._compared:
+                self._compared[pair] = await self._agrees(incoming, ours, source, theirs)
+            needed -= bool(needed and self._compared.get(pair))
         return not needed
 
     async def _agrees(self, incoming: ChunkFolder, ours: FileContent, source: Source, theirs: FileContent) -> bool:

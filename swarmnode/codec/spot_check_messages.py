@@ -2,7 +2,8 @@
 
 GET_COMMITMENT, COMMITMENT      the stage's signed list of its work, before it knows what will be checked.
 GET_MICROBATCH, MICROBATCH      one microbatch of the list.
-GET_SKETCHES, SKETCHES          all its additions to the gradients, which are its contribution to their sum.
+GET_SKETCHES, SKETCHES          all its additions to the gradients, which are its contribution to their sum; to a hop beside it
+                                only the record of one microbatch, with the digests of all that it received, sent and returned.
 ACCUSATION, END                 a peer found false: the receiver does not believe it, but checks that peer next.
 """
 
@@ -22,6 +23,7 @@ from swarmnode.codec.training_fields import (
     MAX_MASK_BYTES,
     MAX_VALUES,
     Index,
+    LeaseNumber,
     Number,
     Peer,
     RunId,
@@ -128,11 +130,12 @@ class SketchesReply(Body, frozen=True):
     """Answer to GET_SKETCHES: the records of entry `first` and of some that follow it.
 
     The payload: their sketches of the parameters' gradients, one after another. `blocks` lists all blocks in the sketches, for a
-    receiver that does not hold them.
+    receiver that does not hold them. `lease`: the lease of the first record.
     """
 
     records: Annotated[tuple[MicrobatchRecord, ...], Meta(min_length=1, max_length=MAX_RECORDS)]
     blocks: Annotated[tuple[BlockTiles, ...], Meta(max_length=MAX_UNITS + 1)] = ()
+    lease: LeaseNumber = 0
 
     def check(self) -> None:
         for record in self.records:

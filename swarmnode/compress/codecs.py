@@ -23,7 +23,7 @@ from swarmnode.compress.blockwise import (
     is_few,
     is_small,
 )
-from swarmnode.compress.topk import decode_topk, decode_topk2, encode_topk, encode_topk2
+from swarmnode.compress.topk import decode_topk, decode_topk2, encode_topk, encode_topk2, keep_largest
 from swarmnode.errors import ProtocolError
 
 __all__ = ["Buffer", "decode", "decode_in_place", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
@@ -201,3 +201,18 @@ def decode_values(infos: Sequence[TensorInfo], payload: Buffer, device: torch.de
     if len(view):
         raise ProtocolError(f"a payload has {len(view)} bytes more than its descriptors imply")
     return tuple(values)
+
+
+def as_decoded(values: Sequence[Tensor], infos: Sequence[TensorInfo]) -> list[Tensor]:
+    """Return the floats among `values` as they would arrive, encoded as `infos` say. Raises ProtocolError if their number or
+    shapes differ."""
+    if [tuple(value.shape) for value in values] != [info.shape for info in infos]:
+        raise ProtocolError("the sent values have other shapes than the computed ones")
+    pairs = zip(values, infos, strict=True)
+    return [_as_decoded(value, info) for value, info in pairs if value.is_floating_point()]
+
+
+def _as_decoded(value: Tensor, info: TensorInfo) -> Tensor:
+    if info.codec == Codec.TOPK:  # its encoder takes a sample, and could keep a few more or less the second time
+        return keep_largest(value.reshape(-1), info.param).view(value.shape)
+    return decode(*encode(value, Codec(info.codec)))

@@ -27,6 +27,7 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import (
     ErrorCode,
     NotFinite,
@@ -75,7 +76,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.next_step = 0
         self.last_failure = ""  # of a microbatch, as a sentence
-        self.left_out: set[PeerId] = set()  # peers whose contributions are found not to be gradients
+        self.left_out: set[PeerId] = set()  # peers that are found to send what they do not compute
         self._backoff = Backoff(asyncio.get_running_loop().time)  # for peers that do not answer
 
     def __repr__(self) -> str:
@@ -84,8 +85,8 @@ class Trainer:
     async def train(self, stop: asyncio.Event) -> int:
         """Feed microbatches until the run is over or `stop` is set, and return the number of steps done.
 
-        Raises UsageError if the swarm is in another run, and NotFinite if the loss or a gradient is NaN or infinite or the data
-        hold NaN. Raises StepFailed if a step fails at all peers that could compute it.
+        Raises UsageError if the swarm is in another run, and NotFinite if the loss or a gradient is NaN or infinite, the data
+        hold NaN or the labels infinity. Raises StepFailed if a step fails at all peers that could compute it.
         """
         named: PeerId | None = None
         while not stop.is_set():
@@ -139,7 +140,7 @@ class Trainer:
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
         """Log each newly left-out peer once."""
         for peer in set(peers) - self.left_out:
-            log.warning("peer %s is left out of the training: its contribution is not its gradient", peer)
+            log.warning("peer %s is left out of the training: what it sends is not what it computes", peer)
         self.left_out.update(peers)
 
 
@@ -284,13 +285,12 @@ class _FeedingSession:
                 await asyncio.to_thread(self._check_data, lease)
 
     def _check_data(self, lease: Lease) -> None:
-        """Raise NotFinite if the data themselves hold NaN: then another peer would not help."""
-        for values in self._trainer.batches.microbatch(lease.step, lease.number, self._run):
-            if any(value.is_floating_point() and bool(value.isnan().any()) for value in values):
-                raise NotFinite(
-                    f"step {lease.step}, microbatch {lease.number}: the data hold NaN; check the dataset",
-                    unit=0,
-                )
+        """Raise NotFinite if the inputs hold NaN, or the labels NaN or infinity: then another peer would not help."""
+        inputs, labels = self._trainer.batches.microbatch(lease.step, lease.number, self._run)
+        has_nan = any(value.is_floating_point() and bool(value.isnan().any()) for value in inputs)
+        if has_nan or not is_finite(labels):
+            what = "data hold NaN" if has_nan else "labels hold NaN or infinity"
+            raise NotFinite(f"step {lease.step}, microbatch {lease.number}: the {what}; check the dataset", unit=0)
 
     def _tell(self, body: Body) -> None:
         if self._channel is not None and self._channel.open:

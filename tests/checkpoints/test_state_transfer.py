@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -464,10 +465,30 @@ async def test_an_exported_state_is_what_most_of_its_holders_have(
         assert await world.fetch(0, whole=True) == 10, "most of the holders together can make up what they like"
 
 
-async def test_replicas_that_round_differently_can_be_exported(world: World) -> None:
-    for number in range(2):
-        (await world.peer(f"{number}")).has(10, 0, version=number)
-    assert await world.fetch(0, whole=True) == 10
+@pytest.mark.parametrize("holders", [2, 3])
+async def test_replicas_that_round_differently_can_be_exported(world: World, holders: int) -> None:
+    unconfirmed: list[int] = []
+    for number in range(holders):
+        (await world.peer(f"{number}")).has(10, 0, version=number // 2)
+    assert await world.fetch(0, whole=True, on_unconfirmed=unconfirmed.extend) == 10
+    assert not unconfirmed
+
+
+@pytest.mark.parametrize("has_watched", [False, True])
+async def test_an_exporter_hears_that_two_identities_have_another_state_than_the_only_holder(
+    world: World, has_watched: bool
+) -> None:
+    """A node that has just begun to look cannot tell them from two holders that were there before."""
+    for number, name in enumerate(at := {"lone": "9.9.9.9", "one": "8.8.8.8", "two": "7.7.7.7"}):
+        node = await world.peer(name)
+        node.has(10, 0, version=FALSE if number else 0)
+        node.has(10, 1)
+    announced = {name: msgspec.structs.replace(one, span=(0, 2)) for name, one in ready_at(**at).items()}
+    electorate = Electorate(announced, {"one": 10, "two": 10} if has_watched else {})
+    unconfirmed: list[int] = []
+    assert await world.fetch(0, 1, whole=True, electorate=lambda: electorate, on_unconfirmed=unconfirmed.extend) == 10
+    world.assert_has(10, 0, version=0 if has_watched else FALSE)
+    assert unconfirmed == ([0, 1] if has_watched else [0])
 
 
 @in_virtual_time

@@ -202,7 +202,7 @@ def mend(volunteer: Volunteer) -> None:
 
 
 @pytest.mark.parametrize(("unit", "holders"), [(0, 1), (0, 2), (1, 1), (2, 3)])
-@pytest.mark.parametrize("at_pass", [0, 8])
+@pytest.mark.parametrize("at_pass", [0, 6])  # of 24 by all holders
 def test_a_step_that_fails_at_every_holder_ends_the_run_with_the_cause(
     tmp_path: Path, unit: int, holders: int, at_pass: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import pytest
 
 from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
-from swarmnode.codec.frames import Frame
+from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import KIND_OF, decode_body, encode_body
 from swarmnode.codec.training_fields import MAX_TERM
 from swarmnode.codec.training_messages import Backward, Done, Failed, Status
 from swarmnode.errors import ErrorCode
+from tests.peer.training_swarm import until
 from tests.training.sabotage import Ill, Saboteur
 from tests.training.test_hangs import STEPS, Scenario, in_scenario
 
@@ -115,3 +117,51 @@ def test_the_only_holder_of_a_unit_takes_nobodys_updates_away(tmp_path: Path, va
             assert any(scene.swarm.volunteers[1].peer in text for text in scene.waits), "the user hears who it is"
 
     in_scenario(tmp_path, test, peer_1=Liar(squares(value), 1))
+
+
+class Slanderer(Saboteur):
+    """Trainer that says of a stage that it failed, instead of reporting a microbatch as done, from its microbatch `after` on."""
+
+    def __init__(self, code: ErrorCode, after: int) -> None:
+        super().__init__(Ill.PINGS, 0)
+        self._code, self._after = code, after
+        self.accused = ""
+        self.done = 0
+
+    @property
+    def claims(self) -> int:
+        """Number of claims so far."""
+        return self.done - self._after
+
+    def instead_of(self, frame: Frame) -> Frame | None:
+        if frame.kind != FrameKind.DONE:
+            return frame
+        self.done += 1
+        if self.claims <= 0:
+            return frame
+        done = decode_body(frame.kind, frame.body)
+        assert isinstance(done, Done)
+        told = Failed(done.lease, self.accused, self._code, run=done.run)
+        return Frame(KIND_OF[Failed], frame.channel, frame.seq, encode_body(told))
+
+
+@pytest.mark.parametrize("after", [0, 6], ids=["a stranger", "after it has fed something"])
+@pytest.mark.parametrize(
+    "code", [ErrorCode.NOT_FINITE, ErrorCode.PEER_LOST, ErrorCode.INTERNAL], ids=lambda code: code.name
+)
+def test_a_stage_that_one_trainer_slanders_works_for_another(tmp_path: Path, code: ErrorCode, after: int) -> None:
+    slanderer = Slanderer(code, after)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*PAIRS)
+        slanderer.accused = scene.swarm.volunteers[-1].peer
+        _, false = await scene.swarm.trainer(scene.run, scene.batches, lambda _report: None)
+        feeding = asyncio.ensure_future(false.train(asyncio.Event()))
+        await until(lambda: slanderer.claims > 0, "it slanders")
+        await scene.train()
+        await scene.swarm.settled(STEPS)
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        assert not any(volunteer.standing.shunned for volunteer in scene.swarm.volunteers)
+
+    in_scenario(tmp_path, test, **{f"peer_{len(PAIRS)}": slanderer})

@@ -7,14 +7,19 @@ import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.compute.training.datasets.batches import Batches, Microbatch
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches, Microbatch
+from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NotFinite
 from swarmnode.swarm.records.run import Run
-from tests.peer.training_swarm import until
+from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
+from tests.peer import training_swarm
+from tests.peer.training_swarm import toy_run, until
 from tests.training.sabotage import Ill, Saboteur
 from tests.training.test_hangs import STEPS, Scenario, in_scenario
 
@@ -122,5 +127,88 @@ def test_a_trainer_whose_data_hold_nan_is_told_so(tmp_path: Path) -> None:
         await scene.join(0, 1, 2)
         with pytest.raises(NotFinite, match="the data hold NaN"):
             await scene.train(WithNan(scene.batches))
+
+    in_scenario(tmp_path, test)
+
+
+class Regression(ToySegment):
+    """The toy model with a loss on float labels."""
+
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:  # type: ignore[override]
+        if end < self.units:
+            return super().forward(values, start, end, seed)
+        (x,) = super().forward(values, start, end - 1, seed) if start < end - 1 else values
+        (due,) = labels
+        return (functional.mse_loss(self.modules[2](x), due),)
+
+
+def float_batches(false: float | None = None, row: int = 5) -> ArrayBatches:
+    """Data with float labels, of which one is `false`."""
+    dice = np.random.default_rng(0)
+    x, labels = (dice.normal(size=(48, width)).astype(np.float32) for width in (FEATURES, CLASSES))
+    if false is not None:
+        labels[row, 1] = false
+    return ArrayBatches({"x": x, "labels": labels}, ["x"], ["labels"])
+
+
+class SaidToBe(Batches):
+    """Data under the fingerprint of others."""
+
+    def __init__(self, batches: Batches, fingerprint: bytes) -> None:
+        self.fingerprint = fingerprint
+        self._batches = batches
+        self.fed = 0
+
+    def samples(self, run: Run) -> int:
+        return self._batches.samples(run)
+
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
+        self.fed += 1
+        return self._batches.rows(numbers, run)
+
+
+@pytest.fixture
+def regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_swarm, "ToySegment", Regression)
+    monkeypatch.setattr(training_swarm, "_LOCAL_LOSSES", {})
+
+
+@pytest.mark.usefixtures("regression")
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("units", [(0, 1, 2), PAIRS], ids=["one holder each", "two"])
+def test_a_trainer_whose_float_labels_hold_nan_or_infinity_is_told_so(
+    tmp_path: Path, number: float, units: tuple[int, ...]
+) -> None:
+    """At once: no stage is blamed, and the microbatch is not tried again and again."""
+
+    async def test(scene: Scenario) -> None:
+        scene.batches = float_batches(number)
+        scene.run = toy_run(scene.batches, STEPS)
+        await scene.join(*units)
+        false = SaidToBe(scene.batches, scene.batches.fingerprint)
+        with pytest.raises(NotFinite, match="the labels hold NaN or infinity; check the dataset"):
+            await scene.train(false)
+        assert false.fed <= 2 * scene.run.microbatches
+        assert not any(volunteer.standing.shunned for volunteer in scene.swarm.volunteers)
+        assert not any(volunteer.peer in text for volunteer in scene.swarm.volunteers for text in scene.waits)
+
+    in_scenario(tmp_path, test)
+
+
+@pytest.mark.usefixtures("regression")
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_float_labels_of_one_trainer_do_not_stop_another_one(tmp_path: Path, number: float) -> None:
+    async def test(scene: Scenario) -> None:
+        scene.batches = float_batches()
+        scene.run = toy_run(scene.batches, STEPS)
+        await scene.join(*PAIRS)
+        false = SaidToBe(float_batches(number), scene.batches.fingerprint)
+        _, trainer = await scene.swarm.trainer(scene.run, false, lambda _report: None)
+        feeding = asyncio.ensure_future(trainer.train(asyncio.Event()))
+        await scene.train()
+        assert len(scene.losses) == STEPS
+        (ended,) = await asyncio.gather(feeding, return_exceptions=True)
+        assert isinstance(ended, NotFinite | int)
+        assert not any(volunteer.peer in text for volunteer in scene.swarm.volunteers for text in scene.waits)
 
     in_scenario(tmp_path, test)

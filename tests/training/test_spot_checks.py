@@ -258,16 +258,24 @@ def test_who_does_not_show_all_that_it_contributes_is_not_trusted(
     in_scenario(tmp_path, test)
 
 
-@pytest.mark.parametrize("what", ["sends", "returns"])
+def a_million_times(value: Tensor) -> Tensor:
+    return 1e6 * value
+
+
+@pytest.mark.parametrize("lie", [perturbed, torch.neg, a_million_times])
+@pytest.mark.parametrize("what", ["sends", "returns", "adds"])
 def test_who_sends_what_it_does_not_compute_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, lie: Lie
 ) -> None:
+    """It signs for it, and no honest stage is blamed, however large the values become."""
+
     async def test(scene: Scenario) -> None:
         before, *middle, behind = await join(scene, (0, 1), *[(1, 2)] * 3, (2, 3))
-        make_false(monkeypatch, middle[2], **{what: perturbed})
+        make_false(monkeypatch, middle[2], **{what: lie})
         await train(scene)
         assert scene.left_out == {middle[2].peer}, counts(middle)  # type: ignore[attr-defined]
         assert not (before.standing.shunned | behind.standing.shunned)
+        assert all(one.standing.shunned <= {middle[2].peer} for one in middle[:2])
 
     in_scenario(tmp_path, test)
 

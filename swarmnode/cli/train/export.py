@@ -66,4 +66,6 @@ def export(
     else:
         say(f"Wrote the model after {counted(step, 'step')} to {out}")
         if unconfirmed:
-            say(f"One peer alone had the state of these parts, and nobody confirmed it: {', '.join(unconfirmed)}")
+            say(
+                f"Only one peer had the state of these parts, or another peer has a different one: {', '.join(unconfirmed)}"
+            )

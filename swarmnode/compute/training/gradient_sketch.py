@@ -26,6 +26,7 @@ from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART
 TILES = 256  # of a block at least, if it has as many elements
 LARGEST_TILE = 1 << 14
 LEAST = 0.1  # of a usual row: some rows of gradients are nothing but rounding
+ROUNDED = 1e-5  # of what all microbatches of a step add, which float32 sums round by: tiles of 16,384 lay at 2.4e-6
 SKETCHED = 1024
 SPREAD = 40_503  # odd: parts take their signs from different places
 
@@ -70,6 +71,15 @@ class BlockSketches(dict[int, Tensor]):
 def in_rows(sketch_S: Tensor) -> Tensor:
     """Return a sketch as sketch_TK, padded with zeros, so that it can be judged like the sketches of states."""
     return pad(sketch_S, (0, -len(sketch_S) % SKETCH_VALUES)).view(-1, SKETCH_VALUES)
+
+
+def additions_apart(theirs_S: Tensor, ours_S: Tensor, added_S: Tensor) -> list[float]:
+    """Return for each row of two sketches of an addition their distance, relative to their lengths, beyond the rounding of
+    the sums: they are float32, and as large as all additions of the step together (`added_S`)."""
+    theirs_TK, ours_TK, added_TK = (in_rows(one_S).double() for one_S in (theirs_S, ours_S, added_S))
+    lengths_T = (theirs_TK.norm(dim=-1) * ours_TK.norm(dim=-1)).sqrt()
+    distances_T = (theirs_TK - ours_TK).norm(dim=-1) - ROUNDED * added_TK.norm(dim=-1)
+    return relative(distances_T.clamp_min(0), lengths_T, least=LEAST).tolist()
 
 
 class ContributionSketch:

@@ -20,6 +20,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.virtual_clock import Action, VirtualClock
 
+APART_S = 3600.0  # between peers that are kept apart: any other route is shorter
+MAX_APART = 4096
 PIECES = 4  # of a message, on a line that others at home use, too
 Path = tuple[int, int]
 
@@ -29,6 +31,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self._booked: Counter[tuple[PeerId, PeerId]] = Counter()  # messages that a path is yet to carry
+        self._apart: dict[tuple[PeerId, PeerId], None] = {}
         self.know((), np.zeros((0, 0)), np.zeros((0, 0)))
 
     def __repr__(self) -> str:
@@ -48,6 +51,24 @@ class Transfers:
         self._booked_NN = np.zeros_like(self._sending_NN)
         for (sender, receiver), count in self._booked.items():
             self._booked_NN[self._at(sender), self._at(receiver)] += count
+        self._apart_NN = np.zeros_like(self._sending_NN)
+        for one, other in self._apart:
+            self._part(one, other)
+
+    def keep_apart(self, one: PeerId, other: PeerId) -> bool:
+        """Let two peers hand nothing to each other as long as there is another route. Returns whether this is new. Of more than
+        MAX_APART pairs the first one is forgotten."""
+        if (one, other) in self._apart or (other, one) in self._apart:
+            return False
+        self._apart[one, other] = None
+        if len(self._apart) > MAX_APART:
+            del self._apart[next(iter(self._apart))]
+        self._part(one, other)
+        return True
+
+    def _part(self, one: PeerId, other: PeerId) -> None:
+        if self._number.keys() >= {one, other}:
+            self._apart_NN[self._at(one), self._at(other)] = self._apart_NN[self._at(other), self._at(one)] = APART_S
 
     def book(self, route: Sequence[PeerId], change: int) -> None:
         """Book (`change` 1) or release (-1) a microbatch on the paths along `route`, in both directions."""
@@ -89,7 +110,7 @@ class Transfers:
         if self._homes is not None:
             one_way_NN = np.maximum(one_way_NN, self._homes.one_more_s(self._booked_NN)[pairs])
         one_way_NN = one_way_NN + self._delay_NN[pairs]
-        both_NN: Floats = one_way_NN + one_way_NN.T
+        both_NN: Floats = one_way_NN + one_way_NN.T + self._apart_NN[pairs]
         return both_NN
 
     def _busy_s_N(self) -> Floats:

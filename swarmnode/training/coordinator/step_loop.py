@@ -238,6 +238,7 @@ class StepLoop:
             if self._all_reduce.hear(member.peer, body):
                 self.office.strikes.forgive(member.peer)
                 self.averaging_groups.hear(member.peer, body.rates)
+                self.dispatcher.keep_apart(member.peer, body.suspect)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
         """Handle FAILED of a stage: it could not reduce, or met NaN."""
@@ -365,13 +366,13 @@ class StepLoop:
             self.worker_group.dismiss(culprit, "the replicas cannot agree with it")
 
     def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
-        """Return a contributor that gives a false gradient, by its replicas' majority or by this node's own observation;
-        None if there is none."""
+        """Return a contributor that sends or contributes false values, by its replicas' majority or by this node's own
+        observation; None if there is none."""
         return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
 
     def _leave_out(self, peer: PeerId) -> None:
         """Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not committed."""
-        reason = "its replicas find that its contribution is not the gradient of its microbatches"
+        reason = "other stages find that what it sends or contributes is not what it computes"
         log.warning("stage %s is left out: %s", peer, reason)
         self.office.strikes.ban(peer)
         self.worker_group.dismiss(peer, reason)

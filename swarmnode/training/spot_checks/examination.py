@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
+import torch
 from torch import Tensor
 
 from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_BYTES, SKETCH_VALUES
@@ -25,8 +26,7 @@ from swarmnode.codec.spot_check_messages import (
 )
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
 from swarmnode.codec.training_fields import check_rules
-from swarmnode.compress.codecs import decode, decode_values, encode
-from swarmnode.compress.topk import keep_largest
+from swarmnode.compress.codecs import as_decoded, decode_values
 from swarmnode.compute.serving.sketch import deviations, read_sketch, read_sketches, rows_sketched, sketches
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import (
@@ -34,7 +34,7 @@ from swarmnode.compute.training.gradient_sketch import (
     LEAST,
     BlockSketches,
     ContributionSketch,
-    in_rows,
+    additions_apart,
     step_seed,
     tile_count,
 )
@@ -46,7 +46,7 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import ask_one
 from swarmnode.plan.audits.judgement import CONTRIBUTED, SMALLEST, Calibration, Judgement, Tolerance, judge_states
 from swarmnode.swarm.records.statement import open_commitment
-from swarmnode.training.spot_checks.step_records import Committer, Place, read_entries
+from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, Place, read_entries
 from swarmnode.training.worker.admission import is_of_its_size
 
 SUMS_ROUND = 4.0  # factor: what a microbatch added is the difference of two sums
@@ -88,6 +88,7 @@ class Examination:
     def __post_init__(self) -> None:
         self.commitment = b""  # as signed
         self._entries: dict[Place, bytes] = {}
+        self._added = BlockSketches()  # sizes of the additions of all microbatches
         self._step = self.learner.step
         self._seed = self.dice.randbytes(SEED_BYTES)
 
@@ -121,6 +122,17 @@ class Examination:
             raise FalseWork("the commitment is not to the requested step", peer=self.peer)
         self.commitment = reply.commitment
         return read_entries(payload, said.count)
+
+    async def fetch_exchanged(self, place: Place, lease: int) -> MicrobatchRecord | None:
+        """Fetch the record of a microbatch that the peer exchanged with this stage under a lease, as it committed to it. Returns
+        None if its record is of another attempt, or it does not say. Raises as `fetch`."""
+        entries = await self._commitment()
+        question = GetSketches(self.learner.run.id, self._step, list(entries).index(place))
+        reply, _ = await ask_one(self.board, self.peer, question, SketchesReply)
+        record = reply.records[0]
+        if (record.number, record.start) != place or record.digest != entries[place]:
+            raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
+        return record if reply.lease == lease else None
 
     async def fetch_sums(self, counts: Mapping[int, int]) -> BlockSketches:
         """Fetch the sketches of all microbatches that the peer committed to, and return their sums. Call it after `fetch`.
@@ -174,6 +186,7 @@ class Examination:
             raise FalseWork("the payload differs from its signed digest", peer=self.peer)
         for block, part_S in zip(counts, read_sketch(sketch).split(list(counts.values())), strict=True):
             sums.add(block, part_S)
+            self._added.add(block, part_S.abs())
         return rest
 
     def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
@@ -241,7 +254,7 @@ class Examination:
             codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
             if codec == Codec.TOPK and self.learner.run.compression.feedback:
                 continue  # it contains the residuals of other microbatches
-            ours = sketches(as_sent(values, crossing.values), self._seed)
+            ours = sketches(as_decoded(values, crossing.values), self._seed)
             pairs = zip(ours, theirs, strict=True)
             apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
             tolerance = calibration.tolerance(number_format, codec, units=units, deviations=apart)
@@ -251,9 +264,20 @@ class Examination:
             yield judgement
         if shown.parameters_S.shape != again.sketch_S.shape:
             raise FalseWork("the sketch is of other parameters", peer=self.peer)
-        apart = deviations(in_rows(shown.parameters_S), in_rows(again.sketch_S), least=LEAST)
+        added_S = torch.cat([self._added[block] for block in sorted(self.learner.parameters(record.start, record.end))])
+        apart = additions_apart(shown.parameters_S, again.sketch_S, added_S)
         tolerance = calibration.tolerance(number_format, Codec.NONE, units=units, deviations=apart)
         yield judge_states(apart, replace(tolerance, deviation=SUMS_ROUND * tolerance.deviation))
+
+
+def differ(own: KeptMicrobatch, theirs: MicrobatchRecord) -> bool:
+    """Return whether a neighbour's record names other data on the edge between the two stages than arrived and left here."""
+    ours = own.record()
+    if theirs.end == ours.start:
+        edge = ((theirs.sent, ours.received), (theirs.gradients, ours.returned))
+    else:
+        edge = ((theirs.received, ours.sent), (theirs.returned, ours.gradients))
+    return any((one.values, one.digest) != (other.values, other.digest) for one, other in edge)
 
 
 def judge_contribution(
@@ -268,20 +292,6 @@ def judge_contribution(
     least = SMALLEST.get(codec, 0.0) * math.sqrt(SKETCH_VALUES * LARGEST_TILE)
     apart = watched.deviations(sums, longer_than=least / tolerated)
     return judge_states(apart, Tolerance(tolerated, beyond=0.0, other_tokens=0.0)) if apart else None
-
-
-def as_sent(values: Sequence[Tensor], infos: Sequence[TensorInfo]) -> list[Tensor]:
-    """Return our float values as another stage's would have arrived. Raises ProtocolError if their number or shapes differ."""
-    if [tuple(value.shape) for value in values] != [info.shape for info in infos]:
-        raise ProtocolError("the sent values have other shapes than the computed ones")
-    pairs = zip(values, infos, strict=True)
-    return [_as_decoded(value, info) for value, info in pairs if value.is_floating_point()]
-
-
-def _as_decoded(value: Tensor, info: TensorInfo) -> Tensor:
-    if info.codec == Codec.TOPK:  # its encoder takes a sample, and could keep a few more or less the second time
-        return keep_largest(value.reshape(-1), info.param).view(value.shape)
-    return decode(*encode(value, Codec(info.codec)))
 
 
 def shapes_of(values: Sequence[TensorInfo]) -> Shapes:

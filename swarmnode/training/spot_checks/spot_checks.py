@@ -4,6 +4,9 @@ When a step's gradients are about to be summed, all microbatches are counted, an
 parameters. At this moment a stage may draw one of its replicas and a microbatch that it has committed to. A stage found
 false is named in every later summation with it (`coordinator/all_reduce_attempt.py` follows the majority of the others).
 The other stages hear an accusation and check for themselves: none trusts another's word.
+
+A stage also looks at one hop beside it: whether what that hop committed to having sent or returned is what arrived here. It knows
+this for itself alone, so the coordinator lets the two not exchange microbatches any more (`Transfers.keep_apart`).
 """
 
 from __future__ import annotations
@@ -35,13 +38,14 @@ from swarmnode.plan.audits.judgement import CONTRIBUTED, Calibration, Judgement
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.statement import open_commitment
-from swarmnode.training.spot_checks.examination import Examination, FalseWork, judge_contribution, shapes_of
+from swarmnode.training.spot_checks.examination import Examination, FalseWork, differ, judge_contribution, shapes_of
 from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, StepRecords, check_server
 from swarmnode.training.worker.label_queue import ReceivedLabels
 
 log = logging.getLogger(__name__)
 
 RECOMPUTED = 4 / 3  # passes: forward twice, backward once
+HASHED = 0.01  # of a pass: the payloads of a microbatch, for a commitment
 CHECK_S = 20.0
 WITHIN = 0.5  # largest share of the time for an all-reduce: slower peers are not waited for
 TELL_S = 5.0
@@ -113,6 +117,7 @@ class SpotChecks:
         self._suspicions = Suspicions(self.standing)
         self._checked = (b"", -1)  # the run and step of the last draw
         self._drawn: PeerId | None = None  # in that step, and not checked yet
+        self._exchange: tuple[KeptMicrobatch, PeerId] | None = None  # with a hop beside this one, likewise
         self._watched: ContributionSketch | None = None
         self._board = board_of(self.peer, SPOT_CHECK_PROTOCOL)
         self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
@@ -159,6 +164,7 @@ class SpotChecks:
         self._members = frozenset(member.peer for group in reduce.groups for member in group.members)
         if (learner.run.id, learner.step) != self._checked:
             self._drawn = self._draw(reduce, learner)
+            self._exchange = self._draw_exchange(learner)
         due = contributed_by(self._drawn, reduce)
         averaging = learner.run.averaging
         whole = averaging.codec in CONTRIBUTED and not averaging.rank and not averaging.by_line
@@ -169,10 +175,12 @@ class SpotChecks:
         return self._watched
 
     async def check(self, reduce: Reduce, learner: DeviceLearners) -> PeerId:
-        """Check the drawn replica after the gradients are summed. Returns a contributor that was found false here, now or before;
-        empty if there is none. Raises nothing that a peer can cause."""
+        """Check the drawn replica and neighbour after the gradients are summed. Returns a contributor, else a neighbour of this
+        step, that was found false here, now or before; empty if there is none. Raises nothing that a peer can cause."""
         await self._look(reduce, learner)
-        return min(self.found & contributors(reduce), default="")
+        await self._look_beside(reduce, learner)
+        beside = {peer for _, peer in self._exchanges(learner)}
+        return min(self.found & contributors(reduce), default="") or min(self.found & beside, default="")
 
     async def _look(self, reduce: Reduce, learner: DeviceLearners) -> None:
         drawn, self._drawn = self._drawn, None
@@ -182,10 +190,9 @@ class SpotChecks:
         usual = {one.place[1]: shapes_of(one.body.values + one.labels_values) for one in kept}
         examination = Examination(self._board, drawn, self.committer, learner, usual, self.dice)
         try:
-            within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
-            judgement = await asyncio.wait_for(self._examine(examination, reduce, learner), within_s)
+            judgement = await asyncio.wait_for(self._examine(examination, reduce, learner), _within_s(reduce))
         except (FalseWork, NotFinite) as error:
-            self._find(examination, reduce, str(error))
+            self._find(examination, str(error), contributors(reduce))
         except WITHOUT_RESULT as error:
             log.info("a spot check of peer %s had no result: %s", drawn, error or "no answer in time")
             self.standing.forfeit(drawn)
@@ -193,6 +200,43 @@ class SpotChecks:
         else:
             self._settle(examination, reduce, judgement)
         await self.standing.keep()
+
+    async def _look_beside(self, reduce: Reduce, learner: DeviceLearners) -> None:
+        """Compare the drawn microbatch with the record of the hop that it was exchanged with. A hop without a record of the same
+        attempt, or of an older version, is not found false."""
+        drawn, self._exchange = self._exchange, None
+        if drawn is None:
+            return
+        own, peer = drawn
+        examination = Examination(self._board, peer, self.committer, learner, {}, self.dice)
+        asking = examination.fetch_exchanged(own.neighbours[peer], own.body.lease)
+        try:
+            record = await asyncio.wait_for(asking, _within_s(reduce) / 2)
+            if record is None or not await asyncio.to_thread(differ, own, record):
+                return
+            why = f"microbatch {own.body.number} left it otherwise than it signed"
+        except FalseWork as error:
+            why = str(error)
+        except WITHOUT_RESULT as error:
+            log.info("peer %s did not show an exchanged microbatch: %s", peer, error or "no answer in time")
+            return
+        self._find(examination, why)
+        await self.standing.keep()
+
+    def _exchanges(self, learner: DeviceLearners) -> list[tuple[KeptMicrobatch, PeerId]]:
+        """Return the microbatches of the step that this stage exchanged with other stages, with each of these."""
+        kept = self.records.of(learner.run.id, learner.step).values()
+        return [(one, peer) for one in kept for peer in one.neighbours]
+
+    def _draw_exchange(self, learner: DeviceLearners) -> tuple[KeptMicrobatch, PeerId] | None:
+        """Return a microbatch to compare with a hop beside this one; None if there is none, or this stage checks nothing. It is
+        charged to the budget and does not wait for it: it costs a fraction of what a step earns."""
+        able = [(one, peer) for one, peer in self._exchanges(learner) if peer not in self.found]
+        if not able or not self.budget.share:
+            return None
+        counted = len(self.records.of(learner.run.id, learner.step))
+        self.budget.spend(SessionCost(counted, HASHED * counted))
+        return self.dice.choice(able)
 
     def _draw(self, reduce: Reduce, learner: DeviceLearners) -> PeerId | None:
         """Return the peer to check in this step: a suspect, or at random any contributor; None for most steps."""
@@ -216,7 +260,10 @@ class SpotChecks:
 
     async def _examine(self, examination: Examination, reduce: Reduce, learner: DeviceLearners) -> Judgement | None:
         shown = await examination.fetch()
-        contributed = await self._examine_contribution(examination, reduce, learner)
+        sums = await examination.fetch_sums(contributed_by(examination.peer, reduce))
+        contributed = None
+        if self._watched is not None and self._watched.blocks:
+            contributed = judge_contribution(self._watched, sums, Codec(learner.run.averaging.codec))
         if shown is None or (contributed is not None and contributed.false):
             return contributed
         with self.ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
@@ -227,37 +274,25 @@ class SpotChecks:
                 owner=examination.peer,
             )
 
-    async def _examine_contribution(
-        self, examination: Examination, reduce: Reduce, learner: DeviceLearners
-    ) -> Judgement | None:
-        """Judge whether the peer's contribution is the sum of the microbatches that it committed to. Returns None if it was
-        not watched."""
-        watched = self._watched
-        if watched is None or not watched.blocks:
-            return None
-        due = contributed_by(examination.peer, reduce)
-        sums = await examination.fetch_sums({block: due[block] for block in watched.blocks})
-        return judge_contribution(watched, sums, Codec(learner.run.averaging.codec))
-
     def _settle(self, examination: Examination, reduce: Reduce, judgement: Judgement | None) -> None:
         if judgement is None:
             self._note(examination.peer, "void")
         elif judgement.false:
             beyond = f"{judgement.beyond} of {judgement.compared} rows exceed the tolerance"
-            self._find(examination, reduce, f"{beyond}, by up to {judgement.worst:.3g} times")
+            self._find(examination, f"{beyond}, by up to {judgement.worst:.3g} times", contributors(reduce))
         else:
             self._note(examination.peer, "passed")
             self.standing.pass_audit(examination.peer, judgement.compared)
 
-    def _find(self, examination: Examination, reduce: Reduce, why: str) -> None:
+    def _find(self, examination: Examination, why: str, contributors: Collection[PeerId] = ()) -> None:
+        """Record that the examined peer is false, and tell the other contributors to look at it, too."""
         peer = examination.peer
         log.warning("peer %s sends false results in the training: %s", peer, why)
         self._note(peer, "false")
         self.found.add(peer)
         self.standing.shun(peer)
-        others = contributors(reduce) - {self.committer.peer, peer}
-        accusation = Accusation(reduce.run, peer, examination.commitment)
-        for other in sorted(others):
+        accusation = Accusation(examination.learner.run.id, peer, examination.commitment)
+        for other in sorted(set(contributors) - {self.committer.peer, peer}):
             self._telling.spawn(self._tell(other, accusation), f"tell {other}")
 
     def _note(self, peer: PeerId, result: str) -> None:
@@ -286,6 +321,11 @@ class SpotChecks:
             return
         if (commitment.peer, commitment.run) == (accusation.peer, accusation.run):
             self._suspicions.hear(author, accusation.peer)
+
+
+def _within_s(reduce: Reduce) -> float:
+    """Return the longest time of a check in seconds."""
+    return min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
 
 
 def contributors(reduce: Reduce) -> set[PeerId]:

@@ -1,5 +1,5 @@
 """Step records: a stage's records of the microbatches of the current step, its commitment to them, and the server that
-shows both to replicas.
+shows both. Replicas see all; the hops beside the stage see the records of what they exchanged with it.
 
 Records are payloads as they arrived and left, in host memory, counted in the ledger. If there is no room, a microbatch is
 not kept and training goes on: only the check is lost.
@@ -82,6 +82,13 @@ class KeptMicrobatch:
     def place(self) -> Place:
         """The microbatch's number and the first unit here."""
         return self.body.number, self.body.route[self.body.hop].start
+
+    @property
+    def neighbours(self) -> dict[PeerId, Place]:
+        """The hops before and behind this one on the microbatch's route, each with its place."""
+        route, hop = self.body.route, self.body.hop
+        around = (route[near] for near in (hop - 1, hop + 1) if 0 <= near < len(route))
+        return {near.peer: (self.body.number, near.start) for near in around if near.peer != route[hop].peer}
 
     @property
     def tiles(self) -> dict[int, int]:
@@ -240,17 +247,20 @@ def check_server(
     may_ask: Callable[[PeerId], bool],
     on_accusation: Callable[[PeerId, Accusation], None],
 ) -> QuestionServer:
-    """Create the server that shows these records to replicas and takes accusations. Only peers that `may_ask` are answered:
-    records hold training data."""
+    """Create the server that shows these records to replicas and takes accusations. Only peers that `may_ask` are shown
+    training data; a hop beside this one is shown the commitment, and the records of microbatches that it exchanged."""
 
     async def answer(asker: Claimant, question: Question) -> Answer:
-        if not may_ask(asker.peer):
-            return Answer(Error(ErrorCode.REFUSED))
+        is_replica = may_ask(asker.peer)
         if isinstance(question, Accusation):
-            on_accusation(asker.peer, question)
-            return Answer(End())
+            if is_replica:
+                on_accusation(asker.peer, question)
+            return Answer(End() if is_replica else Error(ErrorCode.REFUSED))
         kept = list(records.of(question.run, question.step).values())
-        tell: Callable[[list[KeptMicrobatch]], Answer] = _sketches
+        exchanged = {one.place for one in kept if asker.peer in one.neighbours}
+        if not is_replica and (isinstance(question, GetMicrobatch) or not exchanged):
+            return Answer(Error(ErrorCode.REFUSED))
+        tell: Callable[[list[KeptMicrobatch]], Answer] = _sketches if is_replica else _exchanged
         if isinstance(question, GetMicrobatch):
             kept = [one for one in kept if one.place == (question.number, question.start)]
             tell = partial(_microbatch, question.seed)
@@ -258,6 +268,7 @@ def check_server(
             tell = partial(_commit, committer, question)
         else:
             kept = kept[question.first :]
+            kept = kept if is_replica or (kept and kept[0].place in exchanged) else []
         return await asyncio.to_thread(tell, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
 
     return QuestionServer(peer, SPOT_CHECK_PROTOCOL, Question, answer)
@@ -284,6 +295,11 @@ def _microbatch(seed: bytes, found: list[KeptMicrobatch]) -> Answer:
     )
 
 
+def _exchanged(kept: list[KeptMicrobatch]) -> Answer:
+    """Answer a hop beside this one with a record alone."""
+    return Answer(SketchesReply((kept[0].record(),), lease=kept[0].body.lease))
+
+
 def _sketches(kept: list[KeptMicrobatch]) -> Answer:
     """Answer with the sketches of the first records, as many as fit into one answer."""
     told: list[KeptMicrobatch] = []
@@ -295,4 +311,5 @@ def _sketches(kept: list[KeptMicrobatch]) -> Answer:
         told.append(one)
     tiles = {block: count for one in told for block, count in one.tiles.items()}
     blocks = tuple(BlockTiles(*one) for one in sorted(tiles.items()))
-    return Answer(SketchesReply(tuple(one.record() for one in told), blocks), [one.parameters for one in told])
+    reply = SketchesReply(tuple(one.record() for one in told), blocks, kept[0].body.lease)
+    return Answer(reply, [one.parameters for one in told])

@@ -284,9 +284,10 @@ class MicrobatchInFlight:
             with self._passing(FORWARD, part, units):
                 return part.learner.forward(place, body.number, units.start, units.end, values, labels)
         except NotFinite:
-            fed = (*labels, *(values if units.start == 0 else ()))
-            if any(value.is_floating_point() and bool(value.isnan().any()) for value in fed):
-                raise NotFiniteInput(body.feeder) from None  # infinities may be intended, such as masks
+            fed = values if units.start == 0 else ()  # whose infinities may be intended, such as masks
+            has_nan = any(value.is_floating_point() and bool(value.isnan().any()) for value in fed)
+            if has_nan or not is_finite(labels):
+                raise NotFiniteInput(body.feeder) from None
             raise
 
     def _labels_on(self, part: TrainingPart) -> Values:

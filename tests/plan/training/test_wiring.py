@@ -248,3 +248,21 @@ def test_what_is_left_has_a_way_where_all_who_hold_a_unit_are_slow(left: int) ->
     slow = {f"slow {number}": Replica(Span(3, 4), unit_s=1.0) for number in range(3)}
     route = wire(fast | slow, ANYWHERE, Transfers(), left=left)
     assert route is not None and route[-1][0] in slow
+
+
+def test_peers_that_are_kept_apart_meet_on_no_route_unless_there_is_no_other_one() -> None:
+    first = {name: Replica(Span(0, 2)) for name in "ab"}
+    behind = {name: Replica(Span(2, 4)) for name in "cd"}
+    workers, transfers = {**first, **behind}, Transfers()
+    none_NN = np.zeros((4, 4))
+    assert transfers.keep_apart("a", "c") and not transfers.keep_apart("c", "a"), "before the links are known"
+    transfers.know("abcd", none_NN, none_NN)
+    assert transfers.keep_apart("a", "d")
+    for _ in range(2):
+        transfers.know("bcd", none_NN[:3, :3], none_NN[:3, :3])
+        transfers.know("abcd", none_NN, none_NN)  # it stays when a peer comes back
+        for _ in range(8):
+            route = wire(workers, ANYWHERE, transfers)
+            assert route is not None and route[0][0] == "b"
+            book(route, workers, transfers, 1)
+    assert {peer for peer, _ in wire({"a": first["a"], "c": behind["c"]}, ANYWHERE, transfers) or ()} == {"a", "c"}
