@@ -107,7 +107,7 @@ class Comparison:
     @property
     def near_hop(self) -> int | None:
         """Index of the first hop with a near miss; None if there is none. The last of `judgements` is left out."""
-        states = self.judgements[:-1]  # the last hop sends tokens, a few of which may honestly differ
+        states = self.judgements[:-1]  # the last hop sends tokens, and a few tokens may honestly differ
         return next((index for index, judged in enumerate(states) if judged.near), None)
 
     def agree_at(self, index: int, compared: int = 0) -> bool | None:

@@ -98,7 +98,7 @@ class Stream(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Send what is queued, then close; the peer reads the end of the stream. Calling it again changes nothing."""
+        """Send the queued bytes, then close; the peer reads the end of the stream. Calling it again changes nothing."""
 
     @abstractmethod
     def abort(self) -> None:

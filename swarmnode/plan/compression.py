@@ -133,7 +133,7 @@ class Controller:
 
 
 def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float) -> Codec:
-    """Return the first codec of `ladder` with which the values cross a link within `room_s` seconds, else the last."""
+    """Return the first codec of `ladder` that lets `values` cross the link within `room_s` seconds; the last if none does."""
     fitting = (codec for codec in ladder if encoded_bytes(values, codec) * 8 <= room_s * bandwidth_bps)
     return next(fitting, ladder[-1])
 

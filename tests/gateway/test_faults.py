@@ -55,7 +55,7 @@ async def test_a_swarm_that_goes_is_told_and_comes_back(founded: Founded, tmp_pa
         expected = (await served.openai.completions.create(**{**LONG, "max_tokens": 8})).choices[0].text
         stream = await served.openai.completions.create(stream=True, **LONG)
         await served.swarm.members["b"].kill()
-        with pytest.raises(openai.APIError, match="units 2"):
+        with pytest.raises(openai.APIError, match="layers 2"):
             async for _ in stream:
                 pass
         with pytest.raises(openai.InternalServerError) as refusal:

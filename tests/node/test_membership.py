@@ -103,7 +103,7 @@ async def test_a_client_goes_through_those_it_trusts_alone(tiny: TinyModel, tmp_
     async with club_of(tiny, tmp_path) as club:
         invite, both = club.invite(Role.CLIENT), [node.peer[-12:] for node in club.nodes]
         assert await club.generate(invite, trust=both) == tiny.alone(PROMPT, NEW)
-        with pytest.raises(NoRoute, match="among those you trust, no live peer holds units 3-5"):
+        with pytest.raises(NoRoute, match="among those you trust, no live peer holds layers 3-5"):
             await club.generate(invite, trust=both[:1])
 
 

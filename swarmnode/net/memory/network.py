@@ -1,7 +1,7 @@
 """A network in one process, for tests and experiments: peers with latency, rate and loss between them, that can die and hang.
 
-It keeps the contract of `interfaces.py` as the real one does, and passes the same conformance suite. With `virtual_time` a run
-depends on its seed alone.
+It keeps the contract of `interfaces.py` as the real network does, and passes the same conformance suite. With `virtual_time` a run
+depends on its seed alone. Example:
 
     world = FakeWorld(seed=1)
     alice, bob = world.join(), world.join()

@@ -97,7 +97,7 @@ class AuditBudget:
         return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
 
     def chance(self, cost: SessionCost, trust: float) -> float:
-        """Count the session as served and return the probability with which to audit it; 0 if the budget is spent. `trust` is the
+        """Count the session as served and return the probability of an audit for it; 0 if the budget is spent. `trust` is the
         trust of its least trusted hop."""
         self._earned_s += self.share * cost.served_s
         if self.share == 0 or self._spent_s > self._earned_s + self._burst * cost.audit_s:

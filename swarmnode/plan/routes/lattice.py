@@ -86,7 +86,8 @@ class Request:
 
 
 class Lattice:
-    """All ways through the segments. Index p is a candidate, k a segment; seconds, infinite where impossible."""
+    """All routes through the segments of the model. Index p is a candidate and k a segment; impossible routes cost infinite
+    seconds."""
 
     def __init__(self, view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig) -> None:
         self._candidates = candidates
@@ -113,7 +114,7 @@ class Lattice:
         return f"<Lattice {len(self._candidates)} candidates over {len(self._holders)} segments>"
 
     def best(self) -> Route | None:
-        """The route of least cost; None where some segment has no candidate. A peer may come up twice."""
+        """Return the route of least cost; None if some segment has no candidate. A peer may occur twice."""
         if any(len(holders) == 0 for holders in self._holders):
             return None
         return self._best_ring() if self._request.ring else self._best_line()

@@ -140,8 +140,10 @@ def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy(
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """Rule by which a peer chooses its span when it joins (`choose`) and later (`reconsider`). `awaits_others` returns whether new
-    work should wait until all peers are at their places."""
+    """Rule for a peer's choice of its layers when it joins (`choose`) and later (`reconsider`).
+
+    `awaits_others()` returns whether new work should wait until all peers hold the layers that they are meant to hold.
+    """
 
     choose: Callable[[View, Joiner], Span]
     reconsider: Callable[[View, Joiner, MovePolicy], Move | None]

@@ -151,7 +151,7 @@ def choose_training_place(
     moved, away = (_with(spans, peer, place) for place in (best, STANDING_BY))
     gain, may_stay = worth_of[best].gain(stays), now in windows
     if gain < math.inf and best != now and gain_of_all(forecast, moved, spans) < 0:
-        gain = 0.0  # sketches find a move, also where one is not enough; no step may become longer by it
+        gain = 0.0  # sketches also find a move if one move is not enough; no step may become longer by it
     if gain <= hysteresis and not worth_of[best].secures(stays) and may_stay:
         return TrainingPlace(now)
     missed = 1 - forecast.step_s(_with(spans, peer, now)) / forecast.step_s(away)

@@ -1,8 +1,8 @@
 """Swarms by name: joined swarms, public swarms, and the swarm used last.
 
-HOME/swarms/friends.invite   the invite, readable by its owner alone
-HOME/swarms/last             the last used name, or path of a .swarm file
-HOME/swarms.json             public swarms, in addition to those of the package
+- `HOME/swarms/friends.invite`: the invite, readable by its owner alone.
+- `HOME/swarms/last`: the last used name, or path of a .swarm file.
+- `HOME/swarms.json`: public swarms, in addition to those of the package.
 """
 
 from __future__ import annotations

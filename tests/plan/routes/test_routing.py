@@ -92,7 +92,7 @@ def test_as_good_as_brute_force(view, ring):
 
 def test_missing_units_are_named():
     view = View(9, (peer("a", 0, 3), peer("b", 4, 6), peer("c", 3, 9, state=State.LOADING)))
-    with pytest.raises(NoRoute, match=r"units 3, 6-8 of the model's 9 units; more nodes"):
+    with pytest.raises(NoRoute, match=r"layers 3, 6-8 of the model's 9 layers; more nodes"):
         find_route(view)
     with pytest.raises(NoRoute, match="left out"):
         find_route(View(2, (peer("a", 0, 2),)), avoid={"a"})
