@@ -76,11 +76,12 @@ class StageConfig:
             raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps, all, or {several}")
         if not LEAST_SHARE <= self.share <= 1:
             raise UsageError(
-                f"--cpu-share {self.share:.3g}: a node that computes for less than 1% of the time is of no use"
+                f"--cpu-share {self.share:.3g}: a node that computes for "
+                "less than 1% of the time is of no use; give at least 1%"
             )
         numbers = [int(number) for number in re.findall(r"\d+", self.device)]
         if len(set(numbers)) < len(numbers):
-            raise UsageError(f"--device {self.device}: the same device twice")
+            raise UsageError(f"--device {self.device}: the same device twice; name each device once")
         for option, text, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZATIONS),

@@ -112,7 +112,7 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
                 Path(temporary).unlink()
             raise
     except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+        raise LocalError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
 
 
 def default_home() -> Path:

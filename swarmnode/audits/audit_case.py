@@ -359,7 +359,7 @@ class AuditCase:
         announced = referee.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
             referee.standing.forfeit(peer)
-            raise ProtocolError("the statement is in another number format than the peer announced", peer=peer)
+            raise ProtocolError("its statement has another number format than it announced", peer=peer)
         return account
 
     async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:

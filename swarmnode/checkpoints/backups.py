@@ -227,7 +227,7 @@ class BackupServer:
         incoming = store.incoming(state.step)
         hashes = bytes(await source.hashes(file))
         if not verify_hashes(file, hashes):
-            raise ProtocolError(f"peer {writer} sends hashes that do not match its state", peer=writer)
+            raise ProtocolError("it sends hashes that do not match its state", peer=writer)
         await asyncio.to_thread(incoming.keep_hashes, file, hashes)
         for number in await asyncio.to_thread(incoming.missing, file, range(file.chunks())):
             began_s = asyncio.get_running_loop().time()
@@ -243,7 +243,7 @@ class BackupServer:
     ) -> None:
         async for _, chunk in source.chunks(file, number, 1):
             if not verify_chunk(hashes, number, bytes(chunk)):
-                raise ProtocolError(f"peer {source.name} sends a false chunk of its state", peer=source.name)
+                raise ProtocolError("it sends a false chunk of its state", peer=source.name)
             await asyncio.to_thread(incoming.write, file, number, bytes(chunk))
 
 
@@ -378,11 +378,11 @@ class BackupSender:
         question = BackUp(encode_run(store.run), state, rate_bps)
         try:
             async for _ in ask(self._board, disk, question, silence_s=within_s):
-                raise ProtocolError("the peer sent another answer than END to a backup", peer=disk)
+                raise ProtocolError("it answered a backup with something other than END", peer=disk)
         except (PeerError, NetworkDown) as error:
             retry_s = error.retry_s if isinstance(error, PeerRefused) else None
             self._rests_until_s[disk] = asyncio.get_running_loop().time() + max(REST_S, retry_s or 0.0)
-            log.info("peer %s does not keep a backup of step %d of unit %d: %s", disk, state.step, state.block, error)
+            log.info("peer %s does not keep a backup of step %d of layer %d: %s", disk, state.step, state.block, error)
             return False
         self.sent_bytes += state.size
         return True

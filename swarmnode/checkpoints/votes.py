@@ -261,4 +261,4 @@ def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: 
 
 def named(block: int) -> str:
     """Return the block's name in texts for users."""
-    return "what the first and the last unit share" if block == SHARED else f"unit {block}"
+    return "the weights that the first and the last layer share" if block == SHARED else f"layer {block}"

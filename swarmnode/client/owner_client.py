@@ -157,7 +157,10 @@ async def end_membership(
 
 def _check_owned(swarm: Swarm) -> None:
     if not swarm.owner:
-        raise UsageError(f"{swarm.name} has no owner: everyone may join it, and no one can be revoked")
+        raise UsageError(
+            f"{swarm.name} has no owner: everyone may join it, and no one "
+            "can be revoked; create a private swarm to choose its members"
+        )
 
 
 def _seen(announcement: Announcement | None) -> dict[str, Any]:

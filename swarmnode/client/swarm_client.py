@@ -320,7 +320,8 @@ class SwarmClient(SwarmObserver):
         """Raise UsageError if the swarm has no language model."""
         if self.manifest.kind == GRAPH:
             raise UsageError(
-                f"the swarm {self.manifest.name} has no language model: it {self.manifest.purpose}, and cannot generate text"
+                f"the swarm {self.manifest.name} has no language model: it "
+                f"{self.manifest.purpose}, and cannot generate text; choose another swarm"
             )
 
     def _new_session(self, router: DirectoryRouter, spec: SessionSpec, config: ClientConfig) -> ClientSession:
@@ -356,7 +357,9 @@ class SwarmClient(SwarmObserver):
         self._host.supervisor.check()
         if self.manifest.kind != GRAPH or self.manifest.mode != SERVE:
             does = "trains its model" if self.manifest.mode == TRAIN else "serves a language model"
-            raise UsageError(f"the swarm {self.manifest.name} {does}: it has no module that takes arrays")
+            raise UsageError(
+                f"the swarm {self.manifest.name} {does}: it has no module that takes arrays; choose another swarm"
+            )
         if self._module is None or (self._module.done() and self._module.exception() is not None):
             self._module = asyncio.ensure_future(self._open_module())
         return await asyncio.shield(self._module)
@@ -401,7 +404,9 @@ class SwarmClient(SwarmObserver):
     async def encoder(self, task: str) -> RemoteEncoder:
         """Return the swarm's encoder for `task`: `embed` or `classify`. Raises UsageError if the swarm's model has another task."""
         if self.manifest.task != task:
-            raise UsageError(f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}")
+            raise UsageError(
+                f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}; choose another swarm"
+            )
         module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
         if task != CLASSIFY:
             return RemoteEncoder(module, tokenizer, limits, [])

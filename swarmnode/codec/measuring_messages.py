@@ -63,7 +63,7 @@ class Trace(Body, frozen=True):
 
     def check(self) -> None:
         if self.start >= self.end:
-            raise ProtocolError(f"a TRACE needs units, not {self.start}:{self.end}")
+            raise ProtocolError(f"a TRACE needs a range of layers, not {self.start}:{self.end}")
         if any(step.count > step.end for step in self.steps):
             raise ProtocolError("a TRACE has a step that begins before position 0")
 

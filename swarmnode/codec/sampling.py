@@ -44,10 +44,10 @@ def pack_logprobs(logprobs: Iterable[TokenLogprob]) -> bytes:
 def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogprob, ...]:
     """Return the logprobs in the bytes. Raises ProtocolError if they are not valid."""
     if len(payload) % LOGPROB_BYTES:
-        raise ProtocolError(f"{len(payload)} bytes are no logarithms of probabilities")
+        raise ProtocolError(f"{len(payload)} bytes cannot be logarithms of probabilities")
     told = tuple(TokenLogprob(*record) for record in _RECORD.iter_unpack(payload))
     if not all(one.id >= 0 and math.isfinite(one.logprob) and one.logprob <= 0 for one in told):
-        raise ProtocolError("logarithms of probabilities are finite and not over 0")
+        raise ProtocolError("logarithms of probabilities must be finite and at most 0")
     return told
 
 
@@ -109,12 +109,12 @@ class Sampling(Body, frozen=True):
     def check(self) -> None:
         ids = [token for token, _ in self.logit_bias]
         if len(set(ids)) < len(ids):
-            raise ProtocolError("a token has one bias")
+            raise ProtocolError("a token may have only one bias")
         if self.grammar is not None:
             if self.grammar.kind not in GrammarKind._value2member_map_:
-                raise ProtocolError(f"a grammar of kind {self.grammar.kind}, which this version does not know")
+                raise ProtocolError(f"a grammar has the kind {self.grammar.kind}, which this version does not know")
             if len(self.grammar.text.encode()) > MAX_GRAMMAR_CHARS:
-                raise ProtocolError(f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes")
+                raise ProtocolError(f"a grammar may have at most {MAX_GRAMMAR_CHARS} bytes")
 
 
 def pack_text(ids: Sequence[int]) -> bytes:

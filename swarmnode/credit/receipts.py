@@ -111,11 +111,11 @@ class ReceiptKeeper:
         told = 0 if before is None else before.served + before.trained
         more, done = receipt.served + receipt.trained - told, self._completed.unconfirmed(works)
         if not 0 < more <= done:
-            text = f"the receipt adds {more} units x tokens, but {done} were done"
+            text = f"its receipt adds {more} layers x tokens, but {done} were computed"
             raise ProtocolError(text, code=ErrorCode.REFUSED, peer=receipt.client)
         if before is not None and (receipt.served < before.served or receipt.trained < before.trained):
             raise ProtocolError(
-                "the receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
+                "its receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
             )
         self._completed.confirm(works, more)
 

@@ -139,7 +139,7 @@ class Lesson:
                 done = len(self.reports)
                 await asyncio.wait({training}, timeout=STEP_TIMEOUT_S)
                 if not training.done() and len(self.reports) == done:
-                    raise LocalError(f"no step {done} within {STEP_TIMEOUT_S:.0f} s")
+                    raise LocalError(f"no step {done} within {STEP_TIMEOUT_S:.0f} s; end other programs and try again")
             training.result()
         finally:
             await cancel_and_wait(training)

@@ -188,7 +188,7 @@ class _Pass:
         """Record that `hop` failed. Raises UsageError if the request itself is at fault."""
         self._last = error
         code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
-        log.info("units %d:%d: %s", hop.start, hop.end, error)
+        log.info("layers %d:%d: %s", hop.start, hop.end, error)
         self._contested = max(self._contested, hop.end)
         retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
         verdict = self._blame.judge(hop, code, retry_s=retry_s)
@@ -222,7 +222,7 @@ class _Pass:
 def _request_error(code: ErrorCode | None) -> UsageError:
     """Return the error for a request that no peer of the swarm can compute."""
     if code is ErrorCode.NOT_FINITE:
-        return UsageError("the model gives NaN for this input")
+        return UsageError("the model gives NaN for this input; give smaller or other numbers")
     if code is ErrorCode.TOO_LARGE:
         return UsageError("no machine of the swarm has memory for so large an input: give fewer samples at a time")
     if code is ErrorCode.INTERNAL:

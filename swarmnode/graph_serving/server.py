@@ -132,13 +132,13 @@ class InferenceServer:
         """Check and compute a pass on the executor. Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
         segment = self._segment
         if not segment.start <= asked.start < asked.end <= segment.end:
-            raise ProtocolError(f"this peer does not hold units {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError(f"this node does not hold layers {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
         batch = batch_of(segment.layout, asked.start, told(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
         limit_bytes = self._lent.ledger.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
-            raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this peer", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this node", code=ErrorCode.TOO_LARGE)
         with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             computing = self._executor.call(
                 Urgency.FORWARD,

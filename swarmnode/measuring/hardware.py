@@ -180,7 +180,7 @@ class Hardware:
         fit."""
         if units.end > len(self.sizes.weight_bytes):
             raise UsageError(
-                f"--span {units.start}:{units.end}: the model has units 0 to {len(self.sizes.weight_bytes) - 1}"
+                f"--span {units.start}:{units.end}: the model has layers 0 to {len(self.sizes.weight_bytes) - 1}"
             )
         self.lay_out(units)
         return units
@@ -200,7 +200,8 @@ class Hardware:
         if not layout:
             need_bytes = self.sizes.need_bytes(units.start, units.end, self.config.cache_tokens)
             raise LocalError(
-                f"units {units} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
+                f"layers {units} need {need_bytes / 1e6:.0f} MB and some room; "
+                f"{self.memory_bytes / 1e6:.0f} MB are lent; lend more with --memory"
             )
         return layout
 
@@ -268,7 +269,7 @@ class Hardware:
         do not fit."""
         if self.trains:
             size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
-            return f"{units.units} of {len(self.sizes.weight_bytes)} units: {size} weights, gradients and optimiser"
+            return f"{units.units} of {len(self.sizes.weight_bytes)} layers: {size} weights, gradients and optimiser"
         parts = [part for replica in self.lay_out(units) for part in replica]
         cache_tokens = min(self.cache_tokens(part.span, self.lent[part.device]) for part in parts)
         fit = describe_fit(self.sizes, units.start, units.end, cache_tokens)

@@ -102,10 +102,10 @@ class Identity(SigningKey):
     def from_bytes(cls, data: bytes) -> Identity:
         """Return the identity in the bytes of a libp2p key file. Raises LocalError if they are not an Ed25519 private key."""
         if len(data) != len(_PRIVATE_HEAD) + 64 or not data.startswith(_PRIVATE_HEAD):
-            raise LocalError("not an Ed25519 identity")
+            raise LocalError("not an Ed25519 identity key; use a key file that swarmnode wrote")
         identity = cls(data[len(_PRIVATE_HEAD) : len(_PRIVATE_HEAD) + 32])
         if identity.to_bytes() != data:  # torn by a power cut: private and public key do not match
-            raise LocalError("not an Ed25519 identity")
+            raise LocalError("not an Ed25519 identity key; use a key file that swarmnode wrote")
         return identity
 
     def to_bytes(self) -> bytes:
@@ -125,7 +125,7 @@ class Identity(SigningKey):
         except LocalError:
             raise LocalError(f"{path} is not an identity file; move it away to get a new identity") from None
         except OSError as error:
-            raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+            raise LocalError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
 
     def save(self, path: Path) -> None:
         """Write the key file with mode 0600, atomically, creating its folder if missing. Raises LocalError."""

@@ -56,7 +56,7 @@ def reason_of(move: Move) -> str:
         return "Training is faster without this node at the moment: it gives up its layers and stands by"
     if move.fills:
         return f"Units {move.span} lack a holder: moving there"
-    return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"
+    return f"With this node at layers {move.span} the swarm does {move.gain:.0%} more: moving there"
 
 
 def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:

@@ -141,7 +141,7 @@ class Node:
         await until_first(self.lending.until(LendingState.RUNNING), _ended(self._life))
         if self._life.done():
             self._life.result()
-            raise LocalError("the node was stopped before it served")
+            raise LocalError("the node was stopped before it served; start it again")
 
     def pause(self, reason: str = "by its program", *, keep: Keep = Keep.DISK) -> None:
         """Let sessions move to other peers, then give back the device and its memory. `keep` says where the weights stay."""
@@ -396,7 +396,7 @@ class Node:
             self._stage = await loader.load(span)
         host.directory.announce(Place(state=State.READY, seeds=loader.seeder.units), *self._stage.sections())
         doing = "Training" if hardware.trains else "Serving"
-        self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+        self._tell("ready", f"{doing} layers {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     # -- pausing
 

@@ -146,7 +146,7 @@ class Placement:
                 claim = choice
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
-        self._note(self._view(), f"takes units {claim}" if claim.units else STANDS_BY, claim)
+        self._note(self._view(), f"takes layers {claim}" if claim.units else STANDS_BY, claim)
         return claim
 
     async def reason_to_move(
@@ -183,10 +183,10 @@ class Placement:
                 self._leaving_s = self._clock()
                 if move.disturbs:
                     self._pauses.failed(self._host.peer_id)
-                self._note(view, f"moves to units {move.span}", move.span, *_reasons(move))
+                self._note(view, f"moves to layers {move.span}", move.span, *_reasons(move))
                 return move
             else:
-                self._note(view, f"will move to units {move.span} when it is its turn", move.span, *_reasons(move))
+                self._note(view, f"will move to layers {move.span} when it is its turn", move.span, *_reasons(move))
             await self._pause(revision)
 
     async def _pause(self, revision: int) -> None:
@@ -239,13 +239,14 @@ class Placement:
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
         reason = (
-            f"every unit has a holder, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
+            "every layer has a holder, and no other place would "
+            f"bring the swarm more than {hysteresis:.2g} of its speed"
         )
         if not own.span[1]:
-            reason = "every unit has two holders, and a step would not be shorter with this node"
+            reason = "every layer has two holders, and a step would not be shorter with this node"
         if fixed:
-            reason = "these units were fixed with --span or --plan, have no other trainer, or are being finished"
-        self._note(view, f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
+            reason = "these layers were fixed with --span or --plan, have no other trainer, or are being finished"
+        self._note(view, f"stays at layers {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
         facts = (*reasons, *grounds(view, self._joiner(), span))
@@ -281,6 +282,8 @@ class Placement:
 
 def _reasons(move: Move) -> tuple[str, str]:
     gain = (
-        "it gives a holder to units without one" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
+        "it gives a holder to layers without one"
+        if move.fills
+        else f"with it there the swarm does {move.gain:.0%} more"
     )
     return gain, f"the reason must last for {move.delay_s:.1f} s before it is this node's turn"

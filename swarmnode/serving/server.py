@@ -214,7 +214,7 @@ class StageServer:
         self._check(channel.peer, body, text)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
-            raise ProtocolError("a newer epoch is in force", code=ErrorCode.STALE)
+            raise ProtocolError("a newer route of the session is in force", code=ErrorCode.STALE)
         if session is not None and shape_of(body) != shape_of(session.opened):
             session.free()
             session = None
@@ -241,7 +241,7 @@ class StageServer:
             raise ProtocolError("the route does not lead here from the sender")
         hop, span = body.route[body.index], self._replicas.span
         if not span.start <= hop.start < hop.end <= span.end:
-            raise ProtocolError("these units are not here", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError("this node does not hold these layers", code=ErrorCode.WRONG_SPAN)
         wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
         if wrong is not None:
             raise ProtocolError("the session does not fit the model or the swarm's codecs", code=wrong)
@@ -275,7 +275,7 @@ class StageServer:
         """Log a decision about a session, with the memory and work at this moment."""
         facts = (
             f"it asks for {body.rows} rows of {body.max_length} positions, place {body.index} of {len(body.route)}",
-            f"here are units {self._replicas.span.start} to {self._replicas.span.end - 1}",
+            f"here are layers {self._replicas.span.start} to {self._replicas.span.end - 1}",
             *self._replicas.describe(body),
             f"{self.load} sessions are held, {len(self._replicas.idle)} of them without input for {self.config.idle_s:g} s",
             "this node takes nothing new" if self.draining else "this node takes sessions",
@@ -292,10 +292,12 @@ class StageServer:
         leaves, Busy if it does not fit now.
         """
         if self.draining:
-            raise ProtocolError("this node leaves", code=ErrorCode.DRAINING)
+            raise ProtocolError("this node is leaving the swarm", code=ErrorCode.DRAINING)
         limit = self._replicas.position_limit
         if limit is not None and body.max_length > limit:
-            raise ProtocolError("the model has fewer positions", code=ErrorCode.INVALID_REQUEST)
+            raise ProtocolError(
+                "the session asks for more positions than the model has", code=ErrorCode.INVALID_REQUEST
+            )
         pipeline = self._replicas.reserve(key, claimant, body, beside=beside)
         if key in pipeline:
             pipeline.extend(key, body.max_length)

@@ -42,7 +42,9 @@ def try_span(runner: StageRunner) -> None:
         runner.close(TRIAL_SESSION)
     if not bool(torch.stack(outputs).isfinite().all()):
         name = str(span.dtype).removeprefix("torch.")
-        raise PrecisionError(f"units [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}")
+        raise PrecisionError(
+            f"layers [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}; use --dtype float32"
+        )
 
 
 def _inputs(span: ModelSpan, count: int) -> Tensor:

@@ -382,7 +382,7 @@ class Worker:
         Raises LocalError if the cache could not be opened, ProtocolError if a token id is not in the vocabulary.
         """
         if job.session not in self.runner:
-            raise LocalError("the session's cache could not be opened")
+            raise LocalError("the session's KV cache could not be opened; open the session again")
         x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         x = x[:, job.skip : job.skip + job.count]
         if x.is_floating_point():

@@ -143,7 +143,9 @@ def _peers(scenario: Scenario, model: Model, settings: Settings, links: Links, c
         model.capacity_units(device.memory_bytes, trains=trains, cache_tokens=cache_tokens) for device in devices
     ]
     if not any(capacities):
-        raise UsageError(f"no device of {scenario.name} has the memory for one unit of {model.name}")
+        raise UsageError(
+            f"no device of {scenario.name} has the memory for one layer of {model.name}; use larger devices"
+        )
     kinds: list[tuple[SimulatedDevice, int]] = list(zip(devices, capacities, strict=True))
     return [
         Peer(index, "", *kinds[index % len(kinds)], links.uplink_bps(index), links.best_bps(index))

@@ -112,7 +112,7 @@ class Trainer:
 
     def _finish(self, stopped: Stopped) -> int:
         if stopped.code == ErrorCode.NOT_FINITE:
-            where = f"unit {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
+            where = f"layer {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
             raise NotFinite(
                 f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
                 "the step before. Lower --lr or --clip, or look at the data",
@@ -121,7 +121,8 @@ class Trainer:
         if stopped.code:
             why = self.last_failure or str(refusal(stopped.code))
             raise StepFailed(
-                f"step {stopped.step} fails at every peer that holds unit {stopped.unit}, at last: {why}; the swarm keeps the "
+                f"step {stopped.step} fails at every peer that holds "
+                f"layer {stopped.unit}, at last: {why}; the swarm keeps the "
                 "step before"
             )
         return stopped.step

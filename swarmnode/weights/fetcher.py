@@ -310,7 +310,7 @@ class Fetcher:
         hashes = await self._hashes(source, run.file)
         async for number, data in source.chunks(run.file, run.first, run.count):
             if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):
-                raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that was tampered with")
+                raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that does not match its hash")
             if download.came(run.file, number):
                 self.fetched_bytes += len(data)
                 if progress is not None:
@@ -327,6 +327,6 @@ class Fetcher:
         if known is None:
             known = bytes(await source.hashes(file))
             if not await asyncio.to_thread(verify_hashes, file, known):
-                raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not its own")
+                raise ProtocolError(f"{source.name} gave hashes of {file.name} that do not match the file")
             self._cache.keep_hashes(file, known)
         return known

@@ -40,7 +40,9 @@ def header_chunks(path: Path, file: FileContent) -> range:
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file.name} declares a header of {length} bytes, more than a safetensors file may have")
+        raise CheckpointError(
+            f"{file.name} declares a header of {length} bytes, more than a safetensors file may have; fetch it again"
+        )
     return range(min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // CHUNK_BYTES)))
 
 

@@ -157,7 +157,7 @@ async def test_a_device_that_is_lost_is_the_end_of_the_node(founded: Founded, ti
 
 @in_virtual_time
 async def test_what_fits_on_no_device_and_not_on_both(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(LocalError, match=r"units \[0:6\) need .* are lent"):
+    with pytest.raises(LocalError, match=r"layers \[0:6\) need .* are lent"):
         async with two_devices(founded, tmp_path, lent_bytes(tiny, 0.4), span=f"0:{tiny.units}"):
             pass
 

@@ -130,7 +130,7 @@ async def test_a_model_that_yields_nan_is_reported_not_spoken(tiny: TinyModel, t
 @pytest.mark.parametrize(
     ("span", "stage", "error", "words"),
     [
-        ("3:9", {}, UsageError, "units 0 to 5"),
+        ("3:9", {}, UsageError, "layers 0 to 5"),
         (None, {"memory_bytes": 1_000_000}, LocalError, "not enough"),
         (None, {"device": "cuda:7"}, LocalError, "no device"),
         (None, {"dtype": "float8"}, UsageError, "--dtype"),

@@ -50,10 +50,10 @@ async def test_a_route_and_a_place_are_explained(founded: Founded, tmp_path: Pat
         member = swarm.node("a")
         assert member.node.why() == {"facts": [], "decisions": []}
         await member.wait_for("ready")
-        assert "takes units" in told(member.node.why(), "placement")
+        assert "takes layers" in told(member.node.why(), "placement")
         async with swarm.client() as client:
             routing = told(client.why(), "routing")
-            assert "takes a route" in routing and member.peer[-8:] in routing and "units/s" in routing
+            assert "takes a route" in routing and member.peer[-8:] in routing and "layers/s" in routing
             assert client.why("a")["facts"][0].startswith("it is ready")
             assert "no peer holds unit 99" in client.why("99")["facts"]
             assert client.why("nobody") == {"facts": [], "decisions": []}

@@ -44,7 +44,7 @@ def test_a_port_for_metrics_in_use(founded: ForkedSwarm, tmp_path: Path, role: s
 
 
 def test_what_the_model_has_not(stages: Stages, tmp_path: Path) -> None:
-    assert_clear(swarmnode("run", str(stages.local.file), "--span", "3:9", home=tmp_path), 2, "units 0 to 5")
+    assert_clear(swarmnode("run", str(stages.local.file), "--span", "3:9", home=tmp_path), 2, "layers 0 to 5")
 
 
 def test_generate_and_status_for_scripts(stages: Stages, tiny: TinyModel, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def read_toml(given: Path | None, usual: Path, *, what: str) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(data.decode()))
     except ValueError as error:
-        raise UsageError(f"{path} is not {what}: {error}") from None
+        raise UsageError(f"{path} is not {what}: {error}; correct it, or give another file") from None
 
 
 def check_output(option: str, path: Path | None, *, force: bool = True) -> None:
@@ -61,4 +61,4 @@ def write_output(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from None
+        raise LocalError(f"cannot write {path}: {error.strerror or error}; choose another path") from None

@@ -119,5 +119,5 @@ def describe_fit(sizes: UnitSizes, start: int, end: int, cache_tokens: int) -> s
     """Describe the fit, as in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
     weights = sum(sizes.weight_bytes[start:end])
     cache = cache_tokens * sum(sizes.cache_bytes_per_token[start:end])
-    text = f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights"
+    text = f"fits {end - start} of {len(sizes.weight_bytes)} layers: {format_bytes(weights)} weights"
     return f"{text} + {format_bytes(cache)} cache for {cache_tokens} tokens" if cache else text

@@ -126,7 +126,7 @@ class LabelMean:
             count, labels = self.count(batch)
             counted, there = counted + count, there + labels
         if not counted:
-            raise UsageError("no sample of the data has a label that counts")
+            raise UsageError("no label of the data counts for the loss; check the labels")
         return not self.leaves_nothing_out or counted < there
 
 
@@ -332,7 +332,7 @@ def _evaluate(graph: Graph, refs: Iterable[Ref], batch: Batch) -> dict[Ref, Any]
         try:
             output = resolve(node.operator)(*map(filled, node.args), **kwargs)
         except (RuntimeError, IndexError) as error:
-            raise UsageError(f"the labels do not fit the model: {error}") from error
+            raise UsageError(f"the labels do not fit the model: {error}; check the labels in the data") from error
         parts = list(output) if isinstance(output, list | tuple) else [output]
         for item, part in enumerate(parts):
             values[Ref(node.name, item if len(node.types) > 1 else None)] = part

@@ -99,7 +99,7 @@ def balance(
     """
     units = len(seconds)
     if not 0 < stages <= units:
-        raise ValueError(f"{units} units cannot be {stages} stages")
+        raise ValueError(f"{units} layers cannot be cut into {stages} stages")
     before = [0.0, *accumulate(seconds)]
 
     def time(start: int, end: int) -> float:
@@ -146,13 +146,13 @@ def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[s
         widest, before, after = max(gaps, default=(0.0, 0, 0))
         if widest > _FAR * seconds[-1] and held[name].trained:
             closed |= {*range(1, before + 1), *range(after + 1, len(graph.nodes))}
-            remarks.append(f"{held[name].tensor} is shared by the first and the last unit")
+            remarks.append(f"{held[name].tensor} is shared by the first and the last layer")
         elif len(numbers) > 1:
             closed |= set(range(numbers[0] + 1, numbers[-1] + 1))
             spread.append(((seconds[numbers[-1] + 1] - seconds[numbers[0]]) / seconds[-1], held[name].tensor))
     share, tensor = max(spread, default=(0.0, ""))
     if share > _NEIGHBOURHOOD:
-        remarks.append(f"{tensor} is used all over {share:.0%} of the model, which therefore stays in one unit")
+        remarks.append(f"{tensor} is used all over {share:.0%} of the model, which therefore stays in one layer")
     return closed, remarks
 
 

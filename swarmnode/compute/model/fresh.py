@@ -86,7 +86,9 @@ def tried(family: Family) -> Iterator[Family]:
             yield family_of(tiny_config(family.config))
     except (SwarmnodeError, *FOREIGN_ERRORS) as problem:
         name = family.model_class.__name__
-        raise CheckpointError(f"{name} could not be tried on a tiny model: {problem}") from problem
+        raise CheckpointError(
+            f"{name} could not be tried on a tiny model: {problem}; choose another model"
+        ) from problem
 
 
 def tiny_model(tiny: Family) -> Any:
@@ -182,4 +184,4 @@ def fresh_model(config: Any, seed: int) -> Any:
             torch.manual_seed(seed)
             return causal_class(config)(config).float()
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"no model can be made of the config: {error}") from error
+        raise CheckpointError(f"no model can be made of the config: {error}; correct config.json") from error

@@ -227,6 +227,6 @@ def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dty
     """
     family = checkpoint.family
     if not 0 <= start < end <= family.units:
-        raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
+        raise LocalError(f"no layers [{start}:{end}): the model has {family.units} layers; choose among these")
     slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
     return assemble(family, slices, start, end, dtype=checkpoint.dtype if dtype == "auto" else dtype)

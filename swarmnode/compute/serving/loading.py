@@ -98,7 +98,9 @@ def check_family(family: Family) -> None:
         error = _largest_difference(tiny)
     if not error < TOLERANCE:
         name = family.model_class.__name__
-        raise CheckpointError(f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}")
+        raise CheckpointError(
+            f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}; choose another model"
+        )
     _passed.add(key)
 
 

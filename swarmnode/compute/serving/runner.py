@@ -135,7 +135,7 @@ class StageRunner:
         start = self.span.start if start is None else start
         end = self.span.end if end is None else end
         if not self.span.start <= start < end <= self.span.end:
-            raise ProtocolError(f"units [{start}:{end}) are not held here", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError(f"this node does not hold layers [{start}:{end})", code=ErrorCode.WRONG_SPAN)
         if session_id in self._sessions:
             raise ProtocolError("the session is open already")
         if rows < 1 or max_length < 1 or len(padding) not in (0, rows) or any(p < 0 for p in padding):
@@ -158,7 +158,7 @@ class StageRunner:
         """
         source, opened = self._opened(source_id), self._opened(session_id)
         if (source.start, source.end, source.cached.padding) != (opened.start, opened.end, opened.cached.padding):
-            raise ProtocolError("sessions of other units or rows have nothing in common")
+            raise ProtocolError("a session cannot begin with another one's text if their layers or rows differ")
         self.pool.fork(source_id, session_id, length)
 
     def close(self, session_id: Hashable) -> None:
@@ -362,7 +362,7 @@ class StageRunner:
         opened = self._opened(work.session_id)
         cached, shape = opened.cached, work.x.shape
         if cached.lost:
-            raise ProtocolError("the session's cache was lost for want of memory", code=ErrorCode.INTERNAL)
+            raise ProtocolError("the session's KV cache was dropped, as memory ran out", code=ErrorCode.INTERNAL)
         if opened.start == 0:
             if len(shape) != 2 or work.x.is_floating_point():
                 raise ProtocolError(f"token ids of shape (rows, T) are needed, not {work.x.dtype} {tuple(shape)}")
@@ -374,7 +374,7 @@ class StageRunner:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
         start = cached.length if work.truncate_to is None else work.truncate_to
         if not 0 <= start <= cached.length or work.start not in (None, start):
-            raise ProtocolError(f"{cached.length} positions are held: position {work.start} is not the next")
+            raise ProtocolError(f"the session has {cached.length} positions: position {work.start} is not the next")
         if start + shape[1] > cached.max_length:
             raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
         if opened.start == 0 and not bool(((work.x >= 0) & (work.x < self.span.vocab_size)).all()):

@@ -74,7 +74,10 @@ class Block:
     ) -> None:
         wrong = [name for name, parameter in parameters.items() if parameter.dtype != torch.float32]
         if wrong:
-            raise UsageError(f"{wrong[0]} is not float32: training needs all parameters in it (autocast is for speed)")
+            raise UsageError(
+                f"{wrong[0]} is not float32: training needs all parameters "
+                "in it (autocast is for speed); call module.float()"
+            )
         self.number = number
         self.run = run
         self.parameters = dict(sorted(parameters.items()))
@@ -139,7 +142,10 @@ class Block:
         norm = torch.linalg.vector_norm(sums_N[self._gradient]).item()
         if not math.isfinite(norm):
             unit = max(self.number, 0)
-            raise NotFinite(f"the gradient of unit {unit} holds NaN or infinity", unit=unit)
+            raise NotFinite(
+                f"the gradient of layer {unit} holds NaN or infinity; lower --lr or --clip, or check the data",
+                unit=unit,
+            )
         return float(norm * norm)
 
     @torch.no_grad()
@@ -216,14 +222,20 @@ class Block:
         if own.keys() != tensors.keys():
             name = min(own.keys() ^ tensors.keys())
             missing = "lacks" if name in own else "has an unknown"
-            raise CheckpointError(f"the state of unit {self.number} {missing} tensor {name}: it is of another run")
+            raise CheckpointError(
+                f"the training state of layer {self.number} {missing} tensor {name}: it belongs to another training"
+            )
         for name, tensor in tensors.items():
             if tensor.shape != own[name].shape:
                 shapes = f"{tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-                raise CheckpointError(f"the state of unit {self.number} has {name} of shape {shapes}")
+                raise CheckpointError(
+                    f"the training state of layer {self.number} has {name} "
+                    f"of shape {shapes}: it belongs to another training"
+                )
             if tensor.dtype != own[name].dtype:
                 raise CheckpointError(
-                    f"the state of unit {self.number} has {name} in {tensor.dtype}, not {own[name].dtype}"
+                    f"the training state of layer {self.number} has {name} in "
+                    f"{tensor.dtype}, not {own[name].dtype}: it belongs to another training"
                 )
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

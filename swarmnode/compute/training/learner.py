@@ -125,7 +125,7 @@ class Learner:
         if not 0 <= index < self.run.microbatches:
             raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
         if not self.segment.start <= start < end <= self.segment.end:
-            raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
+            raise ValueError(f"layers [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
         saved = self._begin(index, start, end, labels)
         outputs = self._fly(saved, values)
         is_sound = is_finite(outputs)
@@ -153,7 +153,7 @@ class Learner:
         if any(
             len({self._has(unit, saved.index) for unit in range(piece.start, piece.end)}) > 1 for piece in saved.pieces
         ):
-            raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the units")
+            raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the layers")
         if saved.end == self.segment.units:
             grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
         check_shapes(grads, saved.shapes, saved.end)
@@ -249,12 +249,19 @@ class Learner:
     def _blame(self, saved: SavedActivations, values: Values) -> None:
         """Run the pass again unit by unit, and raise NotFinite for the first unit at fault."""
         if not is_finite(values):
-            raise NotFinite(f"NaN or infinity came in at the boundary before unit {saved.start}", unit=saved.start)
+            raise NotFinite(
+                "NaN or infinity came in at the boundary before "
+                f"layer {saved.start}; lower --lr or --clip, or check the data",
+                unit=saved.start,
+            )
         for unit in range(saved.start, saved.end):
             values, _ = self._passes.compute(saved, unit, unit + 1, values)
             if not is_finite(values) or unit == saved.end - 1:
                 what = "the loss is" if unit == self.segment.units - 1 else "its output is"
-                raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
+                raise NotFinite(
+                    f"layer {unit}, step {self.step}: {what} NaN or infinite; lower --lr or --clip, or check the data",
+                    unit=unit,
+                )
 
     # -- what others may check
 
@@ -366,7 +373,10 @@ class Learner:
             NotFinite: The norm is NaN or infinite.
         """
         if not math.isfinite(norm):
-            raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
+            raise NotFinite(
+                f"step {self.step}: the norm of the gradient is {norm}; lower --lr or --clip, or check the data",
+                unit=self.segment.start,
+            )
         agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
         factor = clip_factor(self.run.clip, norm)
         for number, block in self._blocks.items():

@@ -140,22 +140,24 @@ class SpanSegment(Segment):
     def _check(self, values: Values, start: int) -> None:
         """Raise ProtocolError if the values are not those of the boundary."""
         if len(values) != 1:
-            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model")
+            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one")
         if start == 0:
             self._check_ids(values[0])
         elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != self.span.hidden_size:
-            raise ProtocolError(f"hidden states of dtype {values[0].dtype} and shape {tuple(values[0].shape)}")
+            raise ProtocolError(
+                f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}"
+            )
         self._check_positions(values[0].shape[1])
 
     def _check_labels(self, labels: Values, shape: torch.Size) -> None:
         if len(labels) != 1 or labels[0].shape != shape:
             shapes = ", ".join(str(tuple(label.shape)) for label in labels)
-            raise ProtocolError(f"labels of shape {shapes or None} for a microbatch of {tuple(shape)}")
+            raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
         self._check_ids(labels[0])
 
     def _check_ids(self, ids_BT: Tensor) -> None:
         if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
-            raise ProtocolError(f"token ids of dtype {ids_BT.dtype} and shape {tuple(ids_BT.shape)}")
+            raise ProtocolError(f"token ids have the wrong dtype or shape: {ids_BT.dtype} {tuple(ids_BT.shape)}")
         low, high = int(ids_BT.min()), int(ids_BT.max())
         if low < 0 or high >= self.span.vocab_size:
             raise ProtocolError(
@@ -165,7 +167,7 @@ class SpanSegment(Segment):
 
     def _check_positions(self, count: int) -> None:
         if self.positions is not None and count > self.positions:
-            raise ProtocolError(f"{count} positions, but the model has {self.positions}")
+            raise ProtocolError(f"the microbatch has {count} positions, but the model only {self.positions}")
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:

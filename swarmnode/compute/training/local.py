@@ -40,9 +40,9 @@ def train_locally(
     """
     check_run(run)
     if run.data != batches.fingerprint:
-        raise UsageError("the training's settings are for other data")
+        raise UsageError("the training's settings are for other data; use the data that they belong to")
     if (segment.start, segment.end) != (0, segment.units):
-        raise UsageError(f"a training in one process needs the whole model, not units [{segment.start}:{segment.end})")
+        raise UsageError(f"a training in one process needs the whole model, not layers [{segment.start}:{segment.end})")
     learner = Learner(segment, run)
     for step in range(run.steps):
         began_s = clock()

@@ -70,7 +70,7 @@ class Segment(ABC):
 
         They have the right shapes, and take as long to compute with as real ones. Raises CheckpointError if only the data has them.
         """
-        raise CheckpointError("no made-up values fit these units: only their data has them")
+        raise CheckpointError("these layers cannot be measured with made-up values; use real data")
 
 
 def refound(segment: Segment, founding: Segment) -> None:

@@ -194,7 +194,7 @@ class Engine(Network):
                 await self._stop_daemon()
                 failed += 1
                 if failed == MOST_FAILED_STARTS:
-                    raise LocalError(f"p2pd ended and does not come up again: {error}") from error
+                    raise LocalError(f"p2pd ended and does not come up again: {error}; start the node again") from error
                 continue
             failed = 0
             if self._known:

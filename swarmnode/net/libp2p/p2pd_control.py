@@ -223,7 +223,7 @@ class P2pdControl:
         handler = p2pd_pb2.StreamHandlerRequest(addr=place, proto=[protocol], balanced=False)
         answer = await self._ask(Request(type=Request.STREAM_HANDLER, streamHandler=handler))
         if answer.type != p2pd_pb2.Response.OK:
-            raise LocalError(f"p2pd refused the protocol {protocol}: {_reason(answer)}")
+            raise LocalError(f"p2pd refused the protocol {protocol}: {_reason(answer)}; start the node again")
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> SocketStream:
         """Open a stream to a peer. Raises PeerLost if it is not reached within `timeout_s` seconds or does not serve the

@@ -45,7 +45,7 @@ def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
         text = f"peer {peer} speaks version {spoken} of the protocol, this node {our_newest}; upgrade the older one"
         raise ProtocolError(text, code=ErrorCode.VERSION, peer=peer)
     if theirs.swarm != ours.swarm:
-        raise ProtocolError(f"peer {peer} belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)
+        raise ProtocolError("it belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)
 
 
 class Link:

@@ -316,10 +316,12 @@ def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     held = holders_U[span.start : span.end]
     alone = int((holders_U == 0).sum())
     return (
-        f"units are held or claimed by {counted(len(others), 'other peer')}; {alone} of {view.units} have nobody else",
-        f"of the units {span} {int((held == 0).sum())} have nobody else and {int((held == 1).sum())} one other peer",
+        f"layers are held or claimed by {counted(len(others), 'other peer')}; "
+        f"{alone} of {view.units} have no other holder",
+        f"of the layers {span} {int((held == 0).sum())} have no "
+        f"other holder and {int((held == 1).sum())} one other peer",
         f"there is room for {counted(min(joiner.capacity_units, view.units), 'unit')} in the memory that is lent",
-        f"{joiner.decode_units_per_s:.4g} units/s were measured here"
+        f"{joiner.decode_units_per_s:.4g} layers/s were measured here"
         if joiner.decode_units_per_s
         else "this node's speed was not measured yet",
     )

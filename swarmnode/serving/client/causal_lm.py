@@ -123,10 +123,11 @@ class RemoteCache(Cache):
         """Raise UsageError if the input's `rows` differ from the session's, or `count` more positions do not fit."""
         spec, length = self.session.spec, self.length
         if rows != spec.rows:
-            raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}")
+            raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}; make a new cache")
         if length + count > spec.max_length:
             raise UsageError(
-                f"the cache has room for {spec.max_length} positions: {length} are taken, {count} more do not fit"
+                f"the cache has room for {spec.max_length} positions: {length} "
+                f"are taken, {count} more do not fit; make a larger cache"
             )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -251,7 +252,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             raise UsageError(f"the attention mask must be (rows, T), with as many rows as there are sequences: {rows}")
         padding_B = (attention_mask_BT == 0).sum(dim=1)
         if int(padding_B.max()) == attention_mask_BT.shape[1]:
-            raise UsageError("the attention mask leaves a sequence without any token")
+            raise UsageError("the attention mask leaves a sequence without any token; leave that sequence out")
         columns_T = torch.arange(attention_mask_BT.shape[1])
         if not torch.equal(attention_mask_BT != 0, columns_T[None, :] >= padding_B[:, None]):
             raise UsageError("the attention mask must be left padding: zeros first, then ones (padding_side='left')")

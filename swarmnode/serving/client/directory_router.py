@@ -92,9 +92,10 @@ class DirectoryRouter(Router):
         for hop in hops:
             peer, rtt_s = peers[hop.peer], view.rtt_s.get((own, hop.peer))
             distance = "its distance is not known" if rtt_s is None else f"{rtt_s * 1e3:.1f} ms away"
-            speed = f"counts as {peer.assumed_units_per_s:.4g} units/s"
+            speed = f"counts as {peer.assumed_units_per_s:.4g} layers/s"
             facts.append(
-                f"{hop.peer[-8:]} for units {Span(hop.start, hop.end)} {speed}, {counted(peer.sessions, 'session')}, {distance}"
+                f"{hop.peer[-8:]} for layers {Span(hop.start, hop.end)} "
+                f"{speed}, {counted(peer.sessions, 'session')}, {distance}"
             )
         self._host.decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 

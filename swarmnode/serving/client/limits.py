@@ -34,7 +34,7 @@ class ModelLimits:
         not have."""
         ids = [_whole(token) for token in prompt]
         if not ids:
-            raise UsageError("the prompt has no tokens")
+            raise UsageError("the prompt has no tokens; give at least one")
         self.check_ids(min(ids), max(ids))
         return ids
 
@@ -43,9 +43,11 @@ class ModelLimits:
         if lowest < 0:
             raise UsageError(f"token id {lowest} is negative: token ids count from 0")
         if self.vocabulary is not None and highest >= self.vocabulary:
-            raise UsageError(f"token id {highest} is not in the model's vocabulary of {self.vocabulary}")
+            raise UsageError(
+                f"token id {highest} is not in the model's vocabulary of {self.vocabulary}; use the model's tokenizer"
+            )
         if highest > MAX_TOKEN_ID:
-            raise UsageError(f"token id {highest} is not in any model's vocabulary")
+            raise UsageError(f"token id {highest} is not in any model's vocabulary; use the model's tokenizer")
 
     def check_text(self, chars: int) -> None:
         """Raise ContextTooLong if a prompt of `chars` characters is too long in any tokenization, without tokenizing it
@@ -90,7 +92,10 @@ class ModelLimits:
         """Raise UsageError if the swarm has no adapter `name`, or the user wants to `hold_ends` with one. "" is the
         model alone."""
         if name and hold_ends:
-            raise UsageError("hold_ends does not work with an adapter: its changes to embedding and head are not here")
+            raise UsageError(
+                "hold_ends does not work with an adapter: its changes to "
+                "embedding and head are not here; leave out one of the two"
+            )
         if name and name not in self.adapters:
             known = f"it has {', '.join(self.adapters)}" if self.adapters else "it has none"
             raise UsageError(f"the swarm has no adapter {name[:MAX_ADAPTER_CHARS]!r}: {known}")

@@ -165,7 +165,7 @@ def _machines(result: SimulationResult) -> Machines:
         tuple(network.regions[place] for place in places),
         *world.links.between([peer.index for peer in peers]),
         tuple(held.index(peer.span) if peer.span.units else IDLE for peer in peers),
-        tuple(f"units {span.start} to {span.end - 1}" for span in held),
+        tuple(f"layers {span.start} to {span.end - 1}" for span in held),
         {
             (numbers[here], numbers[there]): size_bytes
             for (here, there), size_bytes in world.links.bytes_sent.items()

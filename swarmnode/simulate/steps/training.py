@@ -40,7 +40,7 @@ class Training:
 
     def __init__(self, world: World, settings: TrainSettings, pipelines: Sequence[Sequence[int]] = ()) -> None:
         if len(world.peers) > MAX_PEERS:
-            raise UsageError(f"training is simulated with at most {MAX_PEERS} peers, not {len(world.peers)}")
+            raise UsageError(f"training is simulated with at most {MAX_PEERS} peers, not {len(world.peers)}; use fewer")
         self.world = world
         self.clock = world.clock
         self.settings = settings

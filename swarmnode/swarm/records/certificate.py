@@ -134,7 +134,7 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     key.
     """
     if len(raw) > MAX_CERTIFICATE_BYTES:
-        raise ProtocolError(f"a certificate of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
+        raise ProtocolError(f"the certificate has {len(raw)} bytes, more than allowed", code=ErrorCode.TOO_LARGE)
     try:
         certificate = _decoder.decode(raw)
     except DECODE_ERRORS as error:
@@ -142,9 +142,9 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     grant = open_grant(certificate.grant, swarm, owner)
     peer, admitted_at = certificate.peer, certificate.admitted_at
     if grant.peer not in ("", peer):
-        raise ProtocolError("the invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("its invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
     if not is_signed(grant.key, _admission(swarm, peer, admitted_at), certificate.signature):
-        raise ProtocolError("the invite's key did not sign this admission", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("its admission is not signed by the key of the invite", code=ErrorCode.REFUSED, peer=peer)
     return Member(peer, grant.allows, grant.invite_id, admitted_at, grant.expires_at, grant.uses, grant.group, raw)
 
 

@@ -115,10 +115,10 @@ class Membership:
         except ProtocolError as error:
             raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
         if member.peer != peer:
-            raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("its certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
         self._check(peer, member, now)
         if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
-            raise ProtocolError("this peer knows too many members already", code=ErrorCode.BUSY, peer=peer)
+            raise ProtocolError("this node knows too many members already", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
 
     def _make_room(self, invite: bytes) -> bool:
@@ -229,6 +229,6 @@ class Membership:
         self.admit(peer, certificate, now)
         role = self.role(peer)
         if role < Role.BOOTSTRAP:
-            raise ProtocolError("a client must not announce itself", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("it is a client, and must not announce itself", code=ErrorCode.REFUSED, peer=peer)
         if role < Role.VOLUNTEER and announcement.span[0] < announcement.span[1]:
-            raise ProtocolError("a bootstrap peer must not claim layers", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("it is a bootstrap peer, and must not claim layers", code=ErrorCode.REFUSED, peer=peer)

@@ -50,7 +50,7 @@ def open_voucher(raw: bytes, swarm: bytes, verify: Verify, now: float) -> Vouche
     voucher = _VOUCHER_KIND.open(raw, swarm, verify)
     if not 0 <= voucher.until - now <= MAX_VOUCHER_S:
         raise ProtocolError(
-            "the voucher has expired, or is valid for too long", code=ErrorCode.REFUSED, peer=voucher.client
+            "its voucher has expired, or is valid for too long", code=ErrorCode.REFUSED, peer=voucher.client
         )
     return voucher
 

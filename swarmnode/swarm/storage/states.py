@@ -105,7 +105,9 @@ class StateStore:
         """Return the file of a block. Raises CheckpointError if it is missing or, with `verify`, has a wrong hash."""
         file = self.files(step).get(block)
         if file is None:
-            raise CheckpointError(f"{self.folder} has no state of unit {block} at step {step}")
+            raise CheckpointError(
+                f"{self.folder} has no training state of layer {block} at step {step}; other peers may have it"
+            )
         path = self._step_folder(step) / file.name
         try:
             if not verify or verify_file(path, file):
@@ -114,7 +116,7 @@ class StateStore:
         except OSError as error:
             fault = str(error.strerror or error)
         self.set_aside(step, block)
-        raise CheckpointError(f"{path} cannot be used: {fault}")
+        raise CheckpointError(f"{path} cannot be used: {fault}; it counts as missing here")
 
     def set_aside(self, step: int, block: int) -> None:
         """Treat the file of a block as missing from now on, because it is damaged."""

@@ -184,9 +184,9 @@ class Partner:
         await self.progress.until(lambda: bool(chunks), "it has not sent a part")
         chunk = chunks.popleft()
         if msgspec.structs.replace(chunk.head, values=()) != head:
-            raise ProtocolError(f"{chunk.head} arrived instead of {head}", peer=self.peer)
+            raise ProtocolError(f"it sent {chunk.head} instead of {head}", peer=self.peer)
         if len(chunk.head.values) != 1:
-            raise ProtocolError(f"a part of {len(chunk.head.values)} vectors", peer=self.peer)
+            raise ProtocolError(f"it sent a part of {len(chunk.head.values)} vectors instead of one", peer=self.peer)
         return chunk
 
     def taken(self, *, agreed: bool) -> None:

@@ -179,7 +179,7 @@ class AveragingGroups:
         if clusters > 1 and units:
             self._decisions.note(
                 Topic.TRAINING,
-                f"lets the replicas of units {units[0]}-{units[-1]} average over {clusters} clusters",
+                f"lets the replicas of layers {units[0]}-{units[-1]} average over {clusters} clusters",
                 (f"{chosen.seconds:.2f} s expected, in a single cluster {chosen.flat_s:.2f} s",),
                 units=(units[0], units[-1] + 1),
             )

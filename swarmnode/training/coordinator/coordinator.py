@@ -166,7 +166,7 @@ class Coordinator:
         command = member.answered(status.answers or FrameKind.COMMIT)
         if status.answers == FrameKind.RELEASE:
             if command is None:
-                raise ProtocolError("the stage answered a RELEASE that was not sent", peer=member.peer)
+                raise ProtocolError("it answered a RELEASE that was not sent", peer=member.peer)
         elif member.status is None and status.answers != FrameKind.LEAD:
             return  # sent before it heard our LEAD: it may have counted more since
         else:

@@ -228,7 +228,7 @@ class StepLoop:
         unit = self.dispatcher.hopeless_unit()
         if unit is not None and self._stopped is None:
             code = self.dispatcher.failed_attempts.code
-            facts = (f"every stage that holds unit {unit} has failed {ATTEMPTS} times, at last with code {code}",)
+            facts = (f"every stage that holds layer {unit} has failed {ATTEMPTS} times, at last with code {code}",)
             self.office.decisions.note(Topic.TRAINING, f"stops the run at step {self.step}", facts)
             self._stopped = Stopped(self.step, self.run.id, code, unit)
 

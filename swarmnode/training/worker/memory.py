@@ -54,7 +54,7 @@ def give_back_large_tensors() -> bool:
 
 def no_estimates(_run: Run) -> Sequence[UnitEstimate]:
     """Raise CheckpointError: the default for segments whose work cannot be estimated."""
-    raise CheckpointError("the work of these units cannot be estimated")
+    raise CheckpointError("the work of these layers cannot be estimated; use another model")
 
 
 class TrainingMemory:

@@ -315,7 +315,10 @@ class MicrobatchInFlight:
         flowing = [gradient for gradient in inputs if gradient is not None]
         if not is_finite(flowing):
             unit = self._passed[0][1].start
-            raise NotFinite(f"the gradient that leaves unit {unit} is NaN or infinite", unit=unit)
+            raise NotFinite(
+                f"the gradient that leaves layer {unit} is NaN or infinite; lower --lr or --clip, or check the data",
+                unit=unit,
+            )
         self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
         if self.kept is not None:
             self.kept.returned = self._returned

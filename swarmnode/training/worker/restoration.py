@@ -82,11 +82,11 @@ class Restoration:
         try:
             step = await self._checkpoint_manager.restore(self._others, self._blocks, self._units)
         except (PeerError, NetworkDown) as error:
-            log.info("your node cannot fetch the state of units %s: %s", list(self._blocks), error)
+            log.info("your node cannot fetch the state of layers %s: %s", list(self._blocks), error)
             return
         except SwarmnodeError as error:
             log.warning("%s", error)
             return
         if step is not None:
-            log.warning("your node has restored step %d of units %s from stored states", step, list(self._blocks))
+            log.warning("your node has restored step %d of layers %s from stored states", step, list(self._blocks))
             self._stage.tell_status()

@@ -158,7 +158,7 @@ class StageState:
     def learner(self) -> DeviceLearners:
         """The learner of the run. Raises LocalError before a run has begun."""
         if self._learner is None:
-            raise LocalError("no training has begun here")
+            raise LocalError("no training has begun here; begin one with `swarmnode train`")
         return self._learner
 
     @property
@@ -321,13 +321,13 @@ class StageState:
         """Write the current step to the disk for a peer and return it. Waits at most MEET_S for the step `at_least`, so that all
         replicas write the same one. Raises LocalError if the stage is not ready or has learnt nothing."""
         if self.condition != Condition.READY:
-            raise LocalError("this stage is still catching up")
+            raise LocalError("this node is still catching up with the training; try again soon")
         if self.step < at_least:
             meeting = self._meetings.setdefault(at_least, asyncio.get_running_loop().create_future())
             await asyncio.wait([meeting], timeout=MEET_S)
             self._meetings.pop(at_least, None)
         if self.is_as_founded:
-            raise LocalError("this stage has learnt nothing yet")
+            raise LocalError("this node has not finished a step of training yet; try again soon")
         return await self._checkpoint_manager.save(self.learner, self._executor)
 
     def _call(self, kind: str, function: Callable[[], T]) -> asyncio.Future[T]:

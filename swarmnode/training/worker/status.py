@@ -26,6 +26,6 @@ def masks_of(counted: Iterable[Counted], everything: int) -> dict[int, int]:
     for entry in counted:
         mask = int.from_bytes(entry.mask, "little")
         if mask & ~everything:
-            raise ProtocolError("the stage reports microbatches that the step does not have")
+            raise ProtocolError("it reports microbatches that the step does not have")
         masks.update(dict.fromkeys(range(entry.start, entry.end), mask))
     return masks

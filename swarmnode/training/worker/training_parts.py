@@ -64,7 +64,7 @@ class TrainingPart:
     def learner(self) -> Learner:
         """The learner of the run. Raises LocalError before a run has begun."""
         if self._learner is None:
-            raise LocalError("no training has begun here")
+            raise LocalError("no training has begun here; begin one with `swarmnode train`")
         return self._learner
 
     async def begin(self, run: Run, step: int, *, follows: Collection[int], alone: bool) -> Learner:
@@ -88,7 +88,7 @@ class TrainingPart:
         """Load one unit after another: there may be no room for a second copy of all. Raises LocalError if the part has no
         loader."""
         if self.load is None:
-            raise LocalError("this part cannot load the founder's weights")
+            raise LocalError("this device has no way to load the weights that the swarm began with")
         held = self.segment.parameters()
         for unit in range(self.segment.start, self.segment.end):
             tensors = (tensor for block in (unit, SHARED) for tensor in held.get(block, {}).values())

@@ -254,7 +254,7 @@ class TrainingWorker(Stage):
         await self.training.close()
         left = await self._backups.hand_over()
         if left:
-            log.warning("the newest state of units %s is on this disk only: no other peer took it", list(left))
+            log.warning("the newest state of layers %s is on this disk only: no other peer took it", list(left))
         await self._backups.close()
         await self.checkpoint_manager.close()
         if self.serving is not None:

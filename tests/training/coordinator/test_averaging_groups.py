@@ -86,7 +86,7 @@ def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_ga
     assert clusters(groups) == {name: int(name in "efgh") for name in NAMES}
     (decision, *_) = decisions.about("0")
     assert (
-        decision.what == "lets the replicas of units 0-1 average over 2 clusters"
+        decision.what == "lets the replicas of layers 0-1 average over 2 clusters"
         and "in a single cluster" in decision.facts[0]
     )
 

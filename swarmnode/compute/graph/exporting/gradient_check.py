@@ -134,7 +134,9 @@ class _Check:
                 own = _gradients(loss, scale, self.parameters)
             except RuntimeError as error:
                 told = " ".join(str(error).split())
-                raise UsageError(f"{self.name} cannot be trained, as its own backward pass fails: {told}") from error
+                raise UsageError(
+                    f"{self.name} cannot be trained, as its own backward pass fails: {told}; correct the module"
+                ) from error
         with _same_buffers(self.module):
             traced = self._traced_loss()
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
@@ -144,7 +146,8 @@ class _Check:
         if abs(traced.item() - loss.item()) > LOSS * max(1.0, abs(loss.item())):
             raise UsageError(
                 f"the graph of {self.name} gives the loss {traced.item():.6g} for the example batch, and the module itself "
-                f"{loss.item():.6g}: something in it differs from pass to pass, or is not computed by torch"
+                f"{loss.item():.6g}: something in it differs from pass to pass, or is "
+                "not computed by torch; use torch alone, and keep no state between passes"
             )
         largest = max((float(gradient.norm()) for gradient in own.values()), default=0.0)
         for name, parameter in self.parameters.items():
@@ -184,7 +187,8 @@ class _Check:
             (loss,) = self.segment.forward(self.inputs, 0, self.graph.units, 0)
         except (RuntimeError, SwarmnodeError) as error:
             raise UsageError(
-                f"the graph of {self.name} fails on the example batch: {' '.join(str(error).split())}"
+                f"the graph of {self.name} fails on the example batch: "
+                f"{' '.join(str(error).split())}; correct the module or the batch"
             ) from error
         return loss
 

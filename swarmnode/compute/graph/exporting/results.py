@@ -46,7 +46,9 @@ class Outputs(nn.Module):
         output = self.module(*args, **kwargs)
         named = dict(_named(output, "", type(self.module).__name__))
         if not named:
-            raise UsageError(f"{type(self.module).__name__} returned no tensor for the example batch")
+            raise UsageError(
+                f"{type(self.module).__name__} returned no tensor for the example batch; return at least one"
+            )
         return named
 
 

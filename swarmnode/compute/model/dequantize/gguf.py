@@ -70,7 +70,9 @@ class GgufCheckpoint:
                 self._parsed: dict[str, Any] = read(str(file))
                 self._header = GgufHeader(self._reader)
         except (*FOREIGN_ERRORS, OSError) as error:
-            raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
+            raise CheckpointError(
+                f"{file}: not a GGUF file that transformers reads, or cut short: {error}; fetch it again"
+            ) from error
 
     @property
     def plain_bytes(self) -> int:
@@ -85,7 +87,7 @@ class GgufCheckpoint:
         try:
             write_plain(self._all_tensors(family), out, self.plain_bytes, progress)
         except FOREIGN_ERRORS as error:
-            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
+            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}; fetch the file again") from error
 
     def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
@@ -93,16 +95,24 @@ class GgufCheckpoint:
         lacking = _shapes(family, model)
         for name, tensor in self._tensors(model):
             if lacking.pop(name, None) != tensor.shape:
-                raise CheckpointError(f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says")
+                raise CheckpointError(
+                    f"{self.file}: {name} is of shape {tuple(tensor.shape)}, "
+                    "not as its config says; fetch the file again"
+                )
             yield name, tensor
         if lacking:
-            raise CheckpointError(f"{self.file}: lacks {len(lacking)} tensors of the model, as {next(iter(lacking))}")
+            raise CheckpointError(
+                f"{self.file}: lacks {len(lacking)} tensors of the "
+                f"model, as {next(iter(lacking))}; fetch the file again"
+            )
 
     def _write_config(self, out: Path) -> Family:
         try:
             completed = complete_config(self._header, self._parsed["config"])
         except (*FOREIGN_ERRORS, CheckpointError) as error:
-            raise CheckpointError(f"{self.file}: its config cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.file}: its config cannot be read: {error}; use the model's safetensors checkpoint"
+            ) from error
         values = {**completed, "dtype": "bfloat16"}
         (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=float) + "\n")
         return family_of(load_config(out / CONFIG_FILE))
@@ -156,7 +166,10 @@ class GgufCheckpoint:
             if read.name in names:
                 yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(DTYPE)
             elif read.name is not None:
-                raise CheckpointError(f"{self.file}: {read.name} has no place in a {model.config.model_type} model")
+                raise CheckpointError(
+                    f"{self.file}: {read.name} has no place in a {model.config.model_type} "
+                    "model; use the model's safetensors checkpoint"
+                )
         for name, weights in together.items():
             yield name, weights.to(DTYPE)
 

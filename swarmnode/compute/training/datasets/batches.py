@@ -150,7 +150,7 @@ class ArrayBatches(Batches):
         """Take the arrays. Raises UsageError if there are none, one is empty, or their lengths differ."""
         lengths = {name: len(array) for name, array in arrays.items()}
         if not lengths or not all(lengths.values()):
-            raise UsageError("the data is empty: there is no sample in it")
+            raise UsageError("the data is empty: there is no sample in it; give data with samples")
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise UsageError(f"the arrays of the data differ in length: {told}; each row must be one sample")
