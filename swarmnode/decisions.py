@@ -18,7 +18,7 @@ MAX_CHARS = 240  # of a sentence: parts of it come from other peers
 
 
 def names_unit(subject: str) -> bool:
-    """Return whether `subject` is the number of a unit; ids of peers and sessions are longer."""
+    """Return whether `subject` is the number of a layer; ids of peers and sessions are longer."""
     return subject.isdecimal() and len(subject) <= MAX_UNIT_DIGITS
 
 
@@ -51,7 +51,7 @@ class Decision:
     times: int = 1
 
     def concerns(self, subject: str) -> bool:
-        """Return whether the decision is about `subject`: the number of a unit, or the beginning or end of the id of a peer or
+        """Return whether the decision is about `subject`: the number of a layer, or the beginning or end of the id of a peer or
         session. Always true if `subject` is empty."""
         if names_unit(subject):
             return self.units[0] <= int(subject) < self.units[1]

@@ -137,7 +137,7 @@ def compare(
     unless `adapted`.
 
     Args:
-        codec_at: Gives the coarsest codec through which states have passed when they enter a unit.
+        codec_at: Gives the coarsest codec through which states have passed when they enter a layer.
         adapted: Whether the text was computed with a LoRA adapter, whose noise is larger.
     """
     judgements: list[Judgement] = []

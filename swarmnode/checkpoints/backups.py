@@ -2,7 +2,7 @@
 "Backups").
 
 A writer offers a state that too few peers hold. The disk's node fetches it from the writer chunk by chunk, verifies each
-chunk, and answers once the state is on the disk. It refuses a writer whose announcement does not include the unit.
+chunk, and answers once the state is on the disk. It refuses a writer whose announcement does not include the layer.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class BackupServer:
             raise disk_error(self._host.config.home, error) from error
 
     def _check(self, writer: PeerId, state: StateEntry) -> None:
-        """Raise PeerRefused unless the directory knows the writer as a holder of the state's unit."""
+        """Raise PeerRefused unless the directory knows the writer as a holder of the state's layer."""
         manifest, directory = self._host.swarm.manifest, self._host.directory
         assert manifest is not None
         # A leaving node is under suspicion of the peers that worked with it, yet hands over its states.
@@ -250,7 +250,7 @@ class BackupServer:
 class BackupSender:
     """Sender of a stage's states to other peers' disks, in the background.
 
-    `store()` returns the stage's states, or None. Each unit should have `wanted` holders or disks; below 2 nothing is sent.
+    `store()` returns the stage's states, or None. Each layer should have `wanted` holders or disks; below 2 nothing is sent.
     """
 
     def __init__(self, host: Host, store: Callable[[], StateStore | None], wanted: int) -> None:

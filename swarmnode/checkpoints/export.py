@@ -122,7 +122,7 @@ async def export(
         out: the new folder.
         progress: is called with the fetched and the total bytes.
         force: replaces a folder that holds nothing but a checkpoint.
-        patience_s: how long to wait for peers that have all units together.
+        patience_s: how long to wait for peers that have all layers together.
         on_unconfirmed: is called with the names of the parts whose state only one holder had.
 
     Returns:
@@ -130,7 +130,7 @@ async def export(
 
     Raises:
         UsageError: if `out` is taken.
-        PeerRefused: if the peers do not have all units together in time.
+        PeerRefused: if the peers do not have all layers together in time.
         LocalError: if the disk is full.
     """
     check_free(out, force=force)

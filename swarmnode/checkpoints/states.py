@@ -238,7 +238,7 @@ async def fetch_states(
 
 @dataclass(repr=False)
 class _Fetch:
-    """The state of a `fetch_states` over its rounds."""
+    """Arguments and progress of one call of `fetch_states`."""
 
     board: Switchboard
     peers: Callable[[], Iterable[PeerId]]

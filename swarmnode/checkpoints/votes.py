@@ -5,7 +5,7 @@ it (both, if there are two), and so does a version. A version with too few votes
 versions hold nearly the same values, since devices round differently (`SecondVoice`). A backup of a step makes its keeper a
 holder for this step only: whether it has backups of other steps says nothing.
 
-If peers that announce a unit as ready list its state, only they vote, and on a step only those that were ready before it.
+If peers that announce a layer as ready list its state, only they vote, and on a step only those that were ready before it.
 Each owner has one vote, however many peers it has. The state of a single voter is used, and called unconfirmed.
 """
 
@@ -125,7 +125,7 @@ class Electorate:
         return peer if known is None else owner_of(Claimant(wide_group(known.addresses), peer))
 
     def is_ready(self, peer: PeerId, block: int) -> bool:
-        """Return whether a peer announces that it is ready with a block. It is ready with the shared block if it holds any unit."""
+        """Return whether a peer announces that it is ready with a block; with the shared block if it holds any layer."""
         known = self.announced.get(peer)
         if known is None or known.life is not State.READY:
             return False

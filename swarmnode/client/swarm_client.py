@@ -161,10 +161,10 @@ class SwarmClient(SwarmObserver):
         return {**super().status(), "max_model_len": self.known_positions}
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """Return facts and decisions about a peer, a unit or a session.
+        """Return facts and decisions about a peer, a layer or a session.
 
         Args:
-            about: A peer's name, its id or the id's end; a unit's number; or the beginning of a session's trace id. If empty, a
+            about: A peer's name, its id or the id's end; a layer's number; or the beginning of a session's trace id. If empty, a
                 route is chosen as for a new session, and the result is about this client.
 
         Returns:

@@ -64,7 +64,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HopSpec(Body, frozen=True):
-    """Hop of a route: the peer and the units [start, end) that it computes."""
+    """Hop of a route: the peer and the layers [start, end) that it computes."""
 
     peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
     start: Unit

@@ -49,7 +49,7 @@ class Crossing(Body, frozen=True):
 
 
 class MicrobatchRecord(Body, frozen=True):
-    """A stage's work on one microbatch in units [start, end).
+    """A stage's work on one microbatch in layers [start, end).
 
     `labels` are given at the model's end only. `present` says for each sent value whether a gradient came back. `parameters` is the
     SHA-256 of the sketch of the microbatch's part of the parameters' gradients.

@@ -58,7 +58,7 @@ from swarmnode.codec.training_fields import (
 
 
 class Forward(Body, frozen=True):
-    """Microbatch at the boundary before the receiver's units. The payload is the values' payloads, one after another."""
+    """Microbatch at the boundary before the receiver's layers. The payload is the values' payloads, one after another."""
 
     term: Term
     lease: LeaseNumber
@@ -136,7 +136,7 @@ class Lead(Body, frozen=True):
 
 
 class Condition(IntEnum):
-    """Condition of a stage's units."""
+    """Condition of a stage's layers."""
 
     BLANK = 0  # as the swarm was created: no run has begun
     READY = 1  # at `step`, able to work
@@ -144,7 +144,7 @@ class Condition(IntEnum):
 
 
 class Counted(Body, frozen=True):
-    """Microbatches that units [start, end) have counted: the bits set in `mask` (little-endian)."""
+    """Microbatches that layers [start, end) have counted: the bits set in `mask` (little-endian)."""
 
     start: Unit
     end: Unit
@@ -319,7 +319,7 @@ class ProgressReport(Body, frozen=True):
 
 
 class Stopped(Body, frozen=True):
-    """Report that the run is over: `code` 0 if all steps are done, else the reason and the unit (-1: unknown)."""
+    """Report that the run is over: `code` 0 if all steps are done, else the reason and the layer (-1: unknown)."""
 
     step: Step
     run: RunId

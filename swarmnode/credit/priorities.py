@@ -55,7 +55,7 @@ def folder_credits(folder: Path) -> list[WorkerCredit]:
 
 
 def summary(one: WorkerCredit) -> dict[str, Any]:
-    """Return the credit as JSON values for scripts, in units times tokens: `signed` is all that clients signed for,
+    """Return the credit as JSON values for scripts, in layers times tokens: `signed` is all that clients signed for,
     `credit` the part that counts."""
     credit = one.credit
     return {

@@ -146,7 +146,7 @@ class ReceiptIssuer:
         return f"<ReceiptIssuer for {len(self._batches)} peers, {waiting} ids wait>"
 
     def note(self, peer: PeerId, work: bytes, *, served: int = 0, trained: int = 0) -> None:
-        """Record that `peer` did work under the id `work`, in units times tokens, and issue a receipt for it in the
+        """Record that `peer` did work under the id `work`, in layers times tokens, and issue a receipt for it in the
         background.
 
         Ignores work of this node itself, work after `close`, and work beyond MAX_WAITING_IDS ids that wait for a receipt.

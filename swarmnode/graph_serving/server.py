@@ -1,4 +1,4 @@
-"""Inference server: computes other peers' passes through this peer's units.
+"""Inference server: computes other peers' passes through this peer's layers.
 
 A pass leaves no state behind: a client that loses a pass asks another peer.
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class InferenceServer:
-    """Server of one span of a graph's units. `start` opens it, `close` ends it."""
+    """Server of one span of a graph's layers. `start` opens it, `close` ends it."""
 
     def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
         """Create a server that computes on `executor`, the thread of the device `lent`, which holds `segment`."""

@@ -83,7 +83,7 @@ def family(metric: Metric) -> Family:
 
 
 def add(family: Family, reading: Reading, swarm: str) -> None:
-    """Add a reading to its family."""
+    """Add a reading to its metric family, with the swarm's name and the reading's labels."""
     labels, value = (swarm, *reading.labels), reading.value
     if isinstance(family, HistogramMetricFamily):
         assert isinstance(value, Histogram)
@@ -193,7 +193,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Free the connection's place."""
+        """Close a connection and let another one take its place."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)

@@ -1,7 +1,7 @@
 """Node: a volunteer's machine in a swarm, from joining to leaving.
 
 join -> choose a span -> get the weights -> load -> serve -> drain -> leave
-             ^-------------- move, when units lack a holder -----'
+             ^-------------- move, when layers lack a holder -----'
                                                  pause <-'  '-> go on
 
 The owner's commands and rules can pause or finish the node, see `lending`.
@@ -171,7 +171,7 @@ class Node:
         return described(self._swarm, self.config, self._host, self._span, self.readings())
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """Return facts and decisions about `about`: a peer, a unit or a session; this node itself if it is empty.
+        """Return facts and decisions about `about`: a peer, a layer or a session; this node itself if it is empty.
 
         Before the node has joined there are no facts, and only decisions about lending.
         """
@@ -244,7 +244,7 @@ class Node:
                 await executor.look(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
-        """Join, load and serve, move and pause, until cancelled."""
+        """Join the swarm, load layers, and serve or train, with moves and pauses, until cancelled."""
         yielding = asyncio.ensure_future(self._yield_at_once())
         try:
             loader, place = await self._prepare(host, heavy, services)

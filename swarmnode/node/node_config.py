@@ -19,7 +19,7 @@ RATES = ("max_upload_bps", "max_download_bps")  # a running node can change a ra
 class NodeConfig:
     """Settings of a volunteer's node: lent resources, placement and rules.
 
-    `span` fixes the units to hold. If it is None, `plan` chooses the first units, which then stay while the plan's peers stay.
+    `span` fixes the layers to hold. If it is None, `plan` chooses the first layers, which then stay while the plan's peers stay.
     Without a plan the placement rule chooses.
     """
 

@@ -9,7 +9,7 @@ MAX_IDS = 8192  # sessions and leases remembered; the oldest are dropped, and th
 
 
 class CompletedWork:
-    """Work of this peer in units times tokens (samples if the model has no tokens), by the id of the session or the seal of the
+    """Work of this peer in layers times tokens (samples if the model has no tokens), by the id of the session or the seal of the
     lease."""
 
     def __init__(self) -> None:

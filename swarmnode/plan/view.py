@@ -61,12 +61,12 @@ class PeerView:
 
     @property
     def assumed_units_per_s(self) -> float:
-        """Decode speed in units/s; a default if it is unmeasured."""
+        """Decode speed in layers/s; a default if it is unmeasured."""
         return self.decode_units_per_s or UNMEASURED_UNITS_PER_S
 
     @property
     def assumed_prefill_units_per_s(self) -> float:
-        """Prefill speed in units/s; derived from the decode speed if it is unmeasured."""
+        """Prefill speed in layers/s; derived from the decode speed if it is unmeasured."""
         return self.prefill_units_per_s or PREFILL_GAIN * self.assumed_units_per_s
 
     def has_room(self, tokens: int) -> bool:

@@ -19,11 +19,11 @@ class Compiler(Protocol):
 
     @property
     def loaded(self) -> bool:
-        """Whether its tokenizer is in memory."""
+        """Whether the compiler's tokenizer is in memory."""
 
     @property
     def tokenizer_bytes(self) -> int:
-        """Memory that its tokenizer takes."""
+        """Bytes of memory that the compiler's tokenizer takes."""
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher for the text of one session. Raises ProtocolError (INVALID_REQUEST) if the grammar is

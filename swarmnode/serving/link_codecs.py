@@ -58,7 +58,7 @@ class LinkCodecs:
 
     @property
     def _unit(self) -> int:
-        """Unit that the states enter."""
+        """Layer that the states enter."""
         return self._opened.route[self._opened.index].end
 
     def rebound(self, opened: Open, accepted: int) -> None:

@@ -159,7 +159,7 @@ class Pipeline:
         return self.watch.stalled(self.clock(), longest)
 
     def readings(self) -> Readings:
-        """Yield the metrics of its devices."""
+        """Yield the metrics of the pipeline's devices."""
         for worker in self.workers:
             span, budget = worker.meter.label, worker.runner.pool.budget
             yield from worker.meter.readings()
@@ -200,7 +200,7 @@ class Pipeline:
 
 
 def _part(worker: Worker, opened: Open) -> Span:
-    """Return the units of a session that a worker has; the span has no positive length if it has none."""
+    """Return the layers of a session that a worker has; the span has no positive length if it has none."""
     (start, end), span = units_of(opened), worker.runner.span
     return Span(max(start, span.start), min(end, span.end))
 
@@ -320,7 +320,7 @@ def _free_oldest(sessions: Sequence[StageSession]) -> bool:
 
 
 def _take(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
-    """Promise memory to a session and return whether there was room."""
+    """Reserve the memory that the session `key` needs in `pipeline`. Returns False if there is no room."""
     cache_bytes, journal = _sizes(pipeline, body)
     return pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
 

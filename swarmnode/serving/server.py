@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StageServer:
-    """Server of one span of units for the sessions of other peers. `pipelines` are the span's replicas.
+    """Server of one span of layers for the sessions of other peers. `pipelines` are the span's replicas.
 
     Shared state changes without an await in between, so every frame meets a consistent state.
     """
@@ -121,7 +121,7 @@ class StageServer:
             session.free()
 
     def take_on(self) -> None:
-        """Take new sessions again."""
+        """Accept new sessions again after draining."""
         self.draining = False
 
     async def close(self) -> None:

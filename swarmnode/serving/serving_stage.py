@@ -1,4 +1,4 @@
-"""Serving stage: one span of a model, from loading it until the node leaves its units."""
+"""Serving stage: one span of a model, from loading it until the node leaves its layers."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class ServingStage(Stage):
         await self.server.finish()
 
     def take_on(self) -> None:
-        """Take new sessions again."""
+        """Accept new sessions again after draining."""
         self.server.take_on()
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
@@ -180,7 +180,7 @@ class ServingStage(Stage):
 async def _load_part(
     checkpoint: Checkpoint, hardware: Hardware, part: DevicePart, undo: contextlib.AsyncExitStack
 ) -> LoadedSpan:
-    """Load a part of a span onto its device. Raises CheckpointError."""
+    """Load the layers of `part` onto their device, and count their memory until `undo` closes. Raises CheckpointError."""
     lent, (start, end) = hardware.lent[part.device], part.span
     weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(start, end, 0))
     undo.callback(weights.release)

@@ -1,4 +1,4 @@
-"""Parts of a served span: the units on one device, loaded, tried and measured; and a whole span in host memory during a
+"""Parts of a served span: the layers on one device, loaded, tried and measured; and a whole span in host memory during a
 pause."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def try_span(runner: StageRunner) -> None:
 
 
 def _inputs(span: ModelSpan, count: int) -> Tensor:
-    """Return ids_BT or hidden_BTH, the same every time."""
+    """Return trial inputs of `count` positions, the same at every call: token ids for the embedding, else hidden states."""
     generator = torch.Generator().manual_seed(count)
     if span.has_embedding:
         return torch.randint(0, span.vocab_size, (len(PADDING), count), generator=generator)
@@ -57,7 +57,7 @@ def _inputs(span: ModelSpan, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadedSpan:
-    """Units on one device, given by its number. `weights` is their reservation in its ledger, if the stage has its own."""
+    """Layers on one device, given by its number. `weights` is their reservation in its ledger, if the stage has its own."""
 
     device: int
     span: ModelSpan
@@ -66,7 +66,7 @@ class LoadedSpan:
 
 @dataclass(eq=False)
 class SpanPart:
-    """Units of a served span on one device. Made by `start`, ended by `close`."""
+    """Layers of a served span on one device. Made by `start`, ended by `close`."""
 
     loaded: LoadedSpan
     runner: StageRunner
@@ -189,7 +189,7 @@ class KeptSpan:
 
     @property
     def units(self) -> Span:
-        """Units of the span."""
+        """Layers [start, end) whose weights are kept in host memory."""
         return Span(self.replicas[0][0].span.start, self.replicas[0][-1].span.end)
 
     def release(self) -> None:

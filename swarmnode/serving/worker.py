@@ -259,7 +259,7 @@ class Worker:
         self._drawing.shutdown(wait=False, cancel_futures=True)
 
     def _draw(self, job: Job, finish: Callable[[], JobResult], run: Pass) -> None:
-        """On the loop: let another thread draw."""
+        """Let another thread draw the tokens by `finish`, and deliver the result on the event loop."""
 
         def drawn(result: asyncio.Future[JobResult]) -> None:
             failed = result.cancelled() or result.exception() is not None
@@ -270,7 +270,7 @@ class Worker:
     # -- below: the compute thread
 
     def put(self, item: Job) -> None:
-        """Add a job to the waiting ones."""
+        """Add a job of a session to those that wait for a pass."""
         self._waiting.setdefault(item.session, deque()).append(item)
         self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 

@@ -47,7 +47,7 @@ class Simulation:
     `peers` is the number of peers, 0 for one per device; if the scenario has fewer devices they are repeated in turn. `trace`
     replaces the random churn. `spans` is a plan, one span per peer, that replaces the choices of the peers. `pipelines` fixes
     the routes of microbatches; without them coordinators wire each. Raises UsageError if a device has no known speed or
-    no device holds one unit.
+    no device holds one layer.
     """
 
     scenario: Scenario
@@ -85,7 +85,7 @@ class Simulation:
 
     @property
     def left_out(self) -> list[int]:
-        """Indexes of the peers that the plan gives no units; empty without a plan."""
+        """Indexes of the peers that the plan gives no layers; empty without a plan."""
         return [index for index, span in enumerate(self.spans or ()) if not span.units]
 
     def run(

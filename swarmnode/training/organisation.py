@@ -34,7 +34,7 @@ BELIEVED = 4.0  # times the usual speed, at most: no peer can make all others st
 
 
 def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) -> Placement:
-    """Create the placement of one node, which aims at the shortest step and a second holder of every unit."""
+    """Create the placement of one node, which aims at the shortest step and a second holder of every layer."""
     assert host.swarm.manifest is not None
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
     rule = training_rule(host.directory, hardware, positions, host.clock.monotonic)

@@ -60,7 +60,7 @@ class Trainer:
     """A trainer of one run.
 
     `coordinators` returns the peers that may lead, the likeliest first. `on_step` is called with each step's report.
-    `on_waiting` is called, once a second while training stands still, with a sentence that says why, and the units without
+    `on_waiting` is called, once a second while training stands still, with a sentence that says why, and the layers without
     a holder. `on_done` is called with the lease of each completed microbatch.
     """
 

@@ -231,7 +231,7 @@ class Weights:
         await directory.changed(directory.revision)
 
     def seeders(self, units: Sequence[Span]) -> list[Source]:
-        """Return the peers that announce any of `units` (if it is empty: any unit), those with the most of them first, then
+        """Return the peers that announce any of `units` (if it is empty: any layer), those with the most of them first, then
         the least busy.
 
         Equal peers are in a different order on each asking node, so that not all ask the same peer. If no peer announces
@@ -245,7 +245,7 @@ class Weights:
         return [PeerSource(self._board, name) for name in names]
 
     def _sources(self) -> list[Source]:
-        """Return the peers for the units being fetched, then the hub if the manifest names one."""
+        """Return the peers for the layers being fetched, then the hub if the manifest names one."""
         sources = self.seeders(self._units)
         if self._manifest.model.hub_id is not None:
             sources.append(HubSource(self._manifest.model))
@@ -258,7 +258,7 @@ class Weights:
 
 
 def _covered(peer: Announcement, units: Sequence[Span]) -> int:
-    """Return how many of `units` the peer seeds. If `units` is empty (config and headers), returns 1 if it seeds any unit,
+    """Return how many of `units` the peer seeds. If `units` is empty (config and headers), returns 1 if it seeds any layer,
     else 0."""
     start, end = peer.seeds
     if not units:

@@ -32,7 +32,7 @@ class Listener(Protocol):
 
         Args:
             why: A sentence that gives the reason.
-            missing: The units without a holder; may be empty.
+            missing: The layers without a holder; may be empty.
         """
 
 

@@ -211,7 +211,7 @@ def _argument(argument: Json, values: dict[str, Any]) -> Any:
 
 
 def _store(outputs: list[Json], results: Any, values: dict[str, Any]) -> None:
-    """Store results under their names."""
+    """Store the results of an operator in `values`, by the names in `outputs`."""
     if len(outputs) == 1 and "as_tensors" in outputs[0]:
         outputs = [{"as_tensor": item} for item in outputs[0]["as_tensors"]]
     elif len(outputs) == 1 and not isinstance(results, list | tuple):

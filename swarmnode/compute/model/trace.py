@@ -195,7 +195,7 @@ class _Recorder(Cache):
         self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Record (heads, dim) of keys and values."""
+        """Record the number of heads and the head size of the keys and values of a layer."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
         return key_states, value_states
 

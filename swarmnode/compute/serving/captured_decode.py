@@ -104,7 +104,7 @@ def first_kept(cohort: Cohort) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Parameters that a captured step cannot change: units [start, end), number of positions with logits, and the adapter."""
+    """Parameters that a captured step cannot change: layers [start, end), number of positions with logits, and the adapter."""
 
     start: int
     end: int

@@ -42,14 +42,14 @@ def load_span(
     quantize: str = "none",
     check: bool = True,
 ) -> ModelSpan:
-    """Load units [start, end) of a checkpoint onto a device, ready to run.
+    """Load layers [start, end) of a checkpoint onto a device, ready to run.
 
     Reads only the tensors of the span, each once, from mapped files. Nothing is copied on the CPU if the dtype stays.
 
     Args:
         checkpoint: The model's files.
-        start: First unit.
-        end: End of the units.
+        start: First layer.
+        end: End of the layers.
         device: Device for the weights.
         dtype: Dtype to compute in; "auto" is the checkpoint's own.
         quantize: Method for the layers' matrices: "none", "int8" or "nf4".
@@ -60,7 +60,7 @@ def load_span(
 
     Raises:
         CheckpointError: The checkpoint does not make the model, or the family cannot be split.
-        LocalError: The model lacks these units, or cannot be quantised so.
+        LocalError: The model lacks these layers, or cannot be quantised so.
     """
     family = checkpoint.family
     if check:

@@ -89,7 +89,7 @@ class _Opened:
 
 
 class StageRunner:
-    """Sessions of one span and their passes through it."""
+    """Runner of inference sessions through the layers that one device holds; it keeps their KV caches."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class StageRunner:
         end: int | None = None,
         adapter: str = "",
     ) -> None:
-        """Open a session over units [start, end) of the span (default: all), with the loaded adapter of this name ("": none).
+        """Open a session over layers [start, end) of the span (default: all), with the loaded adapter of this name ("": none).
 
         Raises OutOfCache if the budget has no room, ProtocolError if the arguments are invalid or the session is open already.
         """
@@ -152,9 +152,9 @@ class StageRunner:
         self.pool.extend(session_id, max_length)
 
     def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
-        """Let a newly opened session begin with the first `length` positions of another one over the same units.
+        """Let a newly opened session begin with the first `length` positions of another one over the same layers.
 
-        Raises ProtocolError if the other session does not hold them or differs in units or rows, OutOfCache.
+        Raises ProtocolError if the other session does not hold them or differs in layers or rows, OutOfCache.
         """
         source, opened = self._opened(source_id), self._opened(session_id)
         if (source.start, source.end, source.cached.padding) != (opened.start, opened.end, opened.cached.padding):
@@ -175,7 +175,7 @@ class StageRunner:
             self.span.close()
 
     def reservation_bytes(self, rows: int, max_length: int, start: int, end: int) -> int:
-        """Return the bytes that a session over units [start, end) takes of `pool.budget`."""
+        """Return the bytes that a session over layers [start, end) takes of `pool.budget`."""
         return self.pool.bytes_of(self.span.layers_of(start, end), rows, max_length)
 
     def length(self, session_id: Hashable) -> int:
@@ -183,7 +183,7 @@ class StageRunner:
         return self._opened(session_id).cached.length
 
     def units(self, session_id: Hashable) -> int:
-        """Return the number of units in a session's range. Raises ProtocolError if it is unknown."""
+        """Return the number of layers in a session's range. Raises ProtocolError if it is unknown."""
         opened = self._opened(session_id)
         return opened.end - opened.start
 
@@ -234,7 +234,7 @@ class StageRunner:
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Group works that go through the model together.
 
-        A group has the same units and adapter, and only short steps or only chunks.
+        A group has the same layers and adapter, and only short steps or only chunks.
         """
         alike: dict[tuple[int, int, str, bool, bool], list[StepInput]] = {}
         for work in works:
@@ -268,7 +268,7 @@ class StageRunner:
         return max(0, self._switch - (cached.length - min(cached.padding)))
 
     def _run_together(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput | Exception]:
-        """Run new positions of several sessions over the same units, or any number of positions of one session alone."""
+        """Run new positions of several sessions over the same layers, or any number of positions of one session alone."""
         opened, longest = self._sessions[works[0].session_id], max(work.count for work in works)
         outcomes: dict[Hashable, StepOutput | Exception] = {}
         try:
@@ -338,7 +338,7 @@ class StageRunner:
     def _forward(
         self, opened: _Opened, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], *, keep_last: int
     ) -> Tensor:
-        """Run one pass of a cohort and advance it."""
+        """Run one pass over new positions of all sessions of a cohort (sessions computed together), and count them as cached."""
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
         shape = StepShape(opened.start, opened.end, keep_last, opened.adapter)

@@ -1,4 +1,4 @@
-"""Block: the trained part of one unit - parameters, running statistics, the step's sums of both, and the optimiser's memory.
+"""Block: the trained part of one layer - parameters, running statistics, the step's sums of both, and the optimiser's memory.
 
 Running statistics (buffers of batch norms) are changed in place by every forward pass in training mode. Here each pass starts from
 the step's values, and only its change is kept, under its microbatch. When the step ends, the statistics move by the mean of
@@ -53,7 +53,7 @@ class OuterOptimizer:
 
 
 class Block:
-    """Parameters and statistics of one unit, or the parameters that the first and the last unit share.
+    """Parameters and statistics of one layer, or the parameters that the first and the last layer share.
 
     `sums_N` (float32) strings together the gradients of the parameters, names in order, then the changes of the
     statistics, names in order; `shapes` are theirs. It is one permanent piece of memory: gradients that come and go among
@@ -161,7 +161,7 @@ class Block:
     # -- copies on several devices of one node
 
     def hand_over(self, leader: Block) -> None:
-        """Move the sums to the block that this one follows."""
+        """Add the step's sums to those of `leader`, the same block on another device, and clear them here."""
         leader.sums_N += self.sums_N.to(leader.sums_N.device)
         self.sums_N.zero_()
 

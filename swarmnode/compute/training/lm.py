@@ -1,4 +1,4 @@
-"""Units of a causal language model, ready to be trained: a span whose weights are its own memory.
+"""Layers of a causal language model, ready to be trained: a span whose weights are its own memory.
 
 Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (ids_BT,).
 """
@@ -47,7 +47,7 @@ class NothingKept(AttentionCache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (positions, the first of them)."""
+        """Return the length of the attention mask, and the first position that it covers."""
         return query_length, 0
 
     @property
@@ -57,7 +57,7 @@ class NothingKept(AttentionCache):
 
 
 class SpanSegment(Segment):
-    """Units of a causal language model. Takes over the span's model: training mode, gradients, seeded dropout."""
+    """Layers of a causal language model. Takes over the span's model: training mode, gradients, seeded dropout."""
 
     def __init__(self, span: ModelSpan) -> None:
         self.span = span
@@ -92,7 +92,7 @@ class SpanSegment(Segment):
         return blocks
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return the persistent buffers by unit, see `Segment`. Most families have none."""
+        """Return the persistent buffers by layer, see `Segment`. Most families have none."""
         persistent = self.span.model.state_dict().keys()
         units: dict[int, dict[str, Tensor]] = {}
         for name, buffer in self.span.model.named_buffers():
@@ -126,7 +126,7 @@ class SpanSegment(Segment):
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
     def _reseeding(self, unit: int) -> Any:
-        """Return a hook that reseeds before a unit's own code: earlier code may have drawn, and another split runs less of it."""
+        """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
 
         def hook(*_: Any) -> None:
             self._begin(unit)
@@ -180,7 +180,7 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:
-    """Load units [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
+    """Load layers [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
     check_family(checkpoint.family)
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)

@@ -84,7 +84,8 @@ def quantize(moment_N: Tensor, codes_N: Tensor, absmax_G: Tensor, *, signed: boo
 
 
 def dequantize(codes_N: Tensor, absmax_G: Tensor, *, signed: bool) -> Tensor:
-    """Return moment_N in float32, in memory of its own."""
+    """Return the optimiser's moment_N in float32 from 8-bit `codes_N` and the largest magnitude `absmax_G` of each block.
+    `signed`: the codes include negative values."""
     moment_N = _levels(codes_N.device, signed).index_select(0, codes_N.int())
     return rows_of(moment_N, BLOCK).mul_(absmax_G.unsqueeze(1)).view(-1)[: len(codes_N)]
 

@@ -18,7 +18,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class SavedPiece:
-    """Units [start, end) of one pass. `outputs` have their graph; if None, they are recomputed when gradients come."""
+    """Layers [start, end) of one pass. `outputs` have their graph; if None, they are recomputed when gradients come."""
 
     start: int
     end: int
@@ -28,7 +28,7 @@ class SavedPiece:
 
 @dataclass
 class SavedActivations:
-    """Pass of microbatch `index` through neighbouring pieces of units [start, end). `shapes` are its outputs'."""
+    """Pass of microbatch `index` through neighbouring pieces of layers [start, end). `shapes` are its outputs'."""
 
     index: int
     start: int

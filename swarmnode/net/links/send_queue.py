@@ -41,7 +41,7 @@ class SendQueue:
 
     @property
     def full(self) -> bool:
-        """Whether no more may be put."""
+        """Whether the queue holds so many unsent bytes that nothing more should be put."""
         return self.unsent_bytes > MAX_UNSENT_BYTES
 
     def put(self, buffers: Sequence[Buffer], size_bytes: int) -> bool:

@@ -78,7 +78,7 @@ class Medium:
         self._hanging.setdefault(peer, asyncio.Event())
 
     def wake(self, peer: PeerId) -> None:
-        """End a `hang`: all held data arrives."""
+        """End the hang of `peer`: its data that was held back arrives."""
         awake = self._hanging.pop(peer, None)
         if awake is not None:
             awake.set()

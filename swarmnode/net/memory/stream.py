@@ -156,7 +156,7 @@ class FakeStream(CountedStream):
         self._incoming.end()
 
     def break_off(self) -> None:
-        """Break both directions at once."""
+        """Break both directions of the stream at once, as if the connection died."""
         self._incoming.break_off()
         self._outgoing.break_off()
 

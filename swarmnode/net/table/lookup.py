@@ -43,7 +43,7 @@ EnoughThere = Callable[[int, Records], bool]
 
 @dataclass
 class _Search:
-    """Search for one key."""
+    """State of a search for one key in the hash table: known, asked and answering peers, and the records found."""
 
     known: dict[PeerId, set[str]]  # with the address groups of the peers that named them
     records: dict[bytes, Record]

@@ -107,7 +107,7 @@ class Calibration:
     of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
 
     def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
-        """Record the `deviations` of a segment of `peer` that was judged right, `units` units into the model."""
+        """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model."""
         ratio = _ratio(number_format, codec, deviations, units)
         if ratio is not None:
             self.of[peer] = ratio
@@ -125,7 +125,7 @@ class Calibration:
     def tolerance(
         self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = (), adapted: bool = False
     ) -> Tolerance:
-        """Return the tolerance for the output after `units` units of the model. It widens with the measured `deviations`, up to a
+        """Return the tolerance for the output after `units` layers of the model. It widens with the measured `deviations`, up to a
         limit, and if the output is `adapted` (computed through an adapter)."""
         noise = noise_of(number_format, codec)
         most, far = self.most, FAR

@@ -47,7 +47,7 @@ def second_route(
 
 
 def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announcement]) -> bool:
-    """Return whether `peer` is ready, holds the hop's units and announces the same number format as the hop's peer.
+    """Return whether `peer` is ready, holds the hop's layers and announces the same number format as the hop's peer.
 
     Returns False if `peers` does not hold the hop's peer."""
     original = peers.get(hop.peer)
@@ -62,7 +62,7 @@ def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announc
 
 @dataclass(frozen=True)
 class SessionCost:
-    """Cost of serving a session and of auditing it, in seconds of one unit."""
+    """Cost of serving a session and of auditing it, in seconds of one layer."""
 
     served_s: float
     audit_s: float

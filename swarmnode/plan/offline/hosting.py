@@ -124,7 +124,7 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Devices that hold the same span."""
+    """Stage of a plan: the devices that hold the same layers, with estimated seconds."""
 
     span: Span
     devices: tuple[int, ...]

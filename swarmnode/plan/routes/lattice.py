@@ -1,9 +1,9 @@
 """Lattice: least-cost routes over spans.
 
 The model is cut into segments at the starts and ends of all spans. Changing peers anywhere else gains nothing as long
-as a detour is no shorter than the direct link, since the time of a unit depends on the peer alone: the place of a
+as a detour is no shorter than the direct link, since the time of a layer depends on the peer alone: the place of a
 change can slide either way until it meets the end of a span. (A ring's entry counts less than its links, so a first hop of one
-unit on a peer near the client may gain a per cent: not looked for.) A dynamic programme runs over the segments from the last
+layer on a peer near the client may gain a per cent: not looked for.) A dynamic programme runs over the segments from the last
 to the first:
 
     cost[k, p] = time of segment k on p + min(cost[k + 1, p],  min over q of link(p, q) + hop + cost[k + 1, q])
@@ -56,7 +56,7 @@ class SessionSize:
 
 @dataclass(frozen=True)
 class Route:
-    """Hops whose spans cover the units in order, and the estimated seconds of one token (and of replays) along them."""
+    """Hops whose spans cover the layers in order, and the estimated seconds of one token (and of replays) along them."""
 
     hops: tuple[HopSpec, ...]
     cost_s: float
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request for a route: the units, the client, and whether the ring closes from the last hop to the first."""
+    """Request for a route: the layers, the client, and whether the ring closes from the last hop to the first."""
 
     span: Span
     client: PeerId | None

@@ -47,7 +47,7 @@ def shortlist(
 
 
 def _cover(peers: tuple[PeerView, ...], span: Span) -> bool:
-    """Return whether each unit of the span has at least two ready holders."""
+    """Return whether each layer of the span has at least two ready holders."""
     held = [0] * span.end
     for peer in peers:
         if peer.state is State.READY:
@@ -131,14 +131,14 @@ def _candidates(
 
 
 def _unit_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Return the seconds per unit of one new token, with its share of the prompt."""
+    """Return the seconds per layer of one new token, with its share of the prompt."""
     prompt_share = size.prompt_tokens / max(1, size.new_tokens)
     unit_s = 1 / peer.assumed_units_per_s + prompt_share / peer.assumed_prefill_units_per_s
     return (1 + config.load_weight * peer.sessions) * unit_s
 
 
 def _full_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Return the penalty per unit of a full peer, else 0. Full peers stay in: their announcement may be some seconds old."""
+    """Return the penalty per layer of a full peer, else 0. Full peers stay in: their announcement may be some seconds old."""
     return 0.0 if peer.has_room(size.tokens) else config.full_s
 
 

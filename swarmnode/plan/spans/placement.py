@@ -1,8 +1,8 @@
-"""Placement: the units that a peer should hold, so that the swarm's throughput gains most.
+"""Placement: the layers that a peer should hold, so that the swarm's throughput gains most.
 
 Every peer decides for itself from the same view, one peer at a time (best response). The rule, in order: leave the fewest
-units without a holder; leave gaps that the fewest further peers can fill; the same for units with a single holder; then
-the throughput of the whole swarm as a maximum flow (`flow`), units that hang on one peer counting less; then short
+layers without a holder; leave gaps that the fewest further peers can fill; the same for layers with a single holder; then
+the throughput of the whole swarm as a maximum flow (`flow`), layers that hang on one peer counting less; then short
 routes and aligned spans, so that replicas can stand in for one another; then a draw by peer id, so that peers that decide
 together differ.
 
@@ -40,7 +40,7 @@ REAL_CHANGE = 1.25  # a speed that differs by less than this factor from the hel
 
 
 class Hysteresis:
-    """Held speeds of all peers, in units/s, for one observer. An unmeasured peer has no held speed."""
+    """Held speeds of all peers, in layers/s, for one observer. An unmeasured peer has no held speed."""
 
     def __init__(self) -> None:
         self._held: dict[PeerId, float] = {}
@@ -62,7 +62,7 @@ class Hysteresis:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """The peer that decides: how many units fit into its memory, and how fast it computes them."""
+    """The peer that decides: how many layers fit into its memory, and how fast it computes them."""
 
     peer: PeerId
     capacity_units: int
@@ -70,7 +70,7 @@ class Joiner:
     started_at: float
 
     def seen_in(self, view: View) -> PeerView:
-        """Return this peer's entry in `view`; without an entry, a joining peer without units at its own measured speed."""
+        """Return this peer's entry in `view`; without an entry, a joining peer without layers at its own measured speed."""
         known = next((peer for peer in view.peers if peer.peer == self.peer), None)
         return known or PeerView(
             self.peer, Span(0, 0), State.JOINING, self.decode_units_per_s, started_at=self.started_at
@@ -99,7 +99,7 @@ class Move:
 
     @property
     def fills(self) -> bool:
-        """Whether the move gives a holder to units without any."""
+        """Whether the move gives a holder to layers without any."""
         return self.gain == float("inf")
 
     def is_same_wish(self, other: Move) -> bool:
@@ -108,7 +108,7 @@ class Move:
 
 
 def choose_span(view: View, joiner: Joiner) -> Span:
-    """The span that `joiner` should take. It has as many units as fit, at most the whole model.
+    """The span that `joiner` should take. It has as many layers as fit, at most the whole model.
 
     Peers that drain are leaving and do not count; claims (JOINING) count where they were there before ours.
     """
@@ -125,7 +125,7 @@ def choose_span(view: View, joiner: Joiner) -> Span:
 
 
 def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy()) -> Move | None:
-    """Return a better place for a peer that holds a span; None if it should stay, holds no units or is leaving."""
+    """Return a better place for a peer that holds a span; None if it should stay, holds no layers or is leaving."""
     own = joiner.seen_in(view)
     if own.state not in HOLDING or own.span.units <= 0:
         return None
@@ -154,7 +154,7 @@ BY_THROUGHPUT = PlacementRule(choose_span, reconsider)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
-    """Return the units that none of `peers` holds."""
+    """Return the layers that none of `peers` holds."""
     return CapacityIndex(units, peers).missing()
 
 
@@ -183,7 +183,7 @@ def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list
     """Return the windows that leave the fewest gaps if a peer leaves `span` for them, and the number of gaps filled; ([], 0) if
     no window fills any.
 
-    While a unit is missing no client is served, so the peer may leave a smaller gap behind for another peer to fill.
+    While a layer is missing no client is served, so the peer may leave a smaller gap behind for another peer to fill.
     """
     starts = np.arange(capacity_index.units - size + 1)
     alone_U = capacity_index.holders_U == 1
@@ -239,7 +239,7 @@ def _windows(units: int, size: int) -> list[Span]:
 
 
 def _best_span(capacity_index: CapacityIndex, peer: PeerView, capacity: int) -> Span:
-    """The best window of min(capacity, units) units by the rule above."""
+    """The best window of min(capacity, layers) layers by the rule above."""
     return _best_window(capacity_index, _windows(capacity_index.units, _size(capacity_index.units, capacity)), peer)
 
 
@@ -268,7 +268,7 @@ def _least(windows: Sequence[Span], cost: Callable[[Span], Any]) -> list[Span]:
 
 
 def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
-    """Units still not held once `window` is taken, and how many more peers of this size they need."""
+    """Layers still not held once `window` is taken, and how many more peers of this size they need."""
     missing = peers = run = 0
     for unit, is_held in enumerate([*held, True]):
         if is_held or window.start <= unit < window.end:
@@ -283,7 +283,7 @@ def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
 def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s: float) -> Floats:
     """Return `value_W`: the swarm's worth in tokens/s with one more peer of `units_per_s` on each of the windows.
 
-    Units without a holder are left aside: the rule counts them before.
+    Layers without a holder are left aside: the rule counts them before.
     """
     starts, ends = np.array(windows).T
     rows = np.arange(len(windows))
@@ -298,7 +298,7 @@ def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s:
 
 
 def _hops(reach: Sequence[int], window: Span) -> int:
-    """Hops of the shortest route over all spans and `window`; more than there are units where they leave a gap."""
+    """Hops of the shortest route over all spans and `window`; more than there are layers where they leave a gap."""
     units = len(reach)
     reached = hops = 0
     while reached < units:

@@ -103,7 +103,7 @@ class Coordination:
 
     @property
     def in_office(self) -> bool:
-        """Whether this stage is the coordinator."""
+        """Whether this stage is the coordinator of the training."""
         return self.phase in IN_OFFICE
 
     def due(self, has_come: Callable[[Event], bool]) -> Event | None:

@@ -1,11 +1,11 @@
 """The ledger of one training step: the lease of each microbatch, and the replicas that have counted it.
 
-A microbatch is counted for a unit once its gradient is in the accumulator of a live replica of that unit. A replica that
+A microbatch is counted for a layer once its gradient is in the accumulator of a live replica of that layer. A replica that
 dies takes its counts with it; they are then missing, and the microbatch is leased again: through the replicas that have
-counted it for their units, which add nothing, and through any others for the rest.
+counted it for their layers, which add nothing, and through any others for the rest.
 
 A lease is granted, then done, or called back and released by every live stage of its route. Until then its microbatch is not
-leased again, for only then the counts tell all that came of it: so each microbatch counts exactly once for every unit.
+leased again, for only then the counts tell all that came of it: so each microbatch counts exactly once for every layer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from swarmnode.plan.view import Span
 
 @dataclass
 class Holding:
-    """Counts of one live replica: per unit of its span, a bit for each counted microbatch."""
+    """Counts of one live replica: per layer of its span, a bit for each counted microbatch."""
 
     span: Span
     masks: dict[int, int] = field(default_factory=dict)
 
     def mask(self, unit: int) -> int:
-        """Return the bits of a unit; 0 if the replica does not hold it."""
+        """Return the bits of a layer; 0 if the replica does not hold it."""
         return self.masks.get(unit, 0)
 
 
@@ -61,7 +61,7 @@ class OutstandingLease:
 
 
 class StepLedger:
-    """Leases and counts of one step of `microbatches` microbatches over a model of `units` units."""
+    """Leases and counts of one step of `microbatches` microbatches over a model of `units` layers."""
 
     def __init__(self, step: int, units: int, microbatches: int) -> None:
         self.step = step
@@ -85,7 +85,7 @@ class StepLedger:
 
     @property
     def out(self) -> list[OutstandingLease]:
-        """Leases that are not called back."""
+        """Leases that are still valid: given out and not called back."""
         return [lease for lease in self._leases.values() if not lease.called_back]
 
     def held_by(self, trainer: PeerId) -> list[OutstandingLease]:
@@ -102,12 +102,12 @@ class StepLedger:
         return self._leases.get(number)
 
     def free(self) -> list[int]:
-        """Return the microbatches that can be leased: some unit has not counted them, and they have no lease."""
+        """Return the microbatches that can be leased: some layer has not counted them, and they have no lease."""
         leased = {lease.number for lease in self._leases.values()}
         return [number for number in self.missing() if number not in leased]
 
     def grant(self, lease: OutstandingLease) -> None:
-        """Add a lease to those of the step."""
+        """Record a lease that was given out."""
         self._leases[lease.lease] = lease
 
     def done(self, lease: OutstandingLease, loss: float) -> None:
@@ -134,7 +134,7 @@ class StepLedger:
         return None if found.releasing else self._leases.pop(lease)
 
     def void(self) -> None:
-        """Forget all leases."""
+        """Forget all leases of the step."""
         self._leases.clear()
 
     def around_the_gap(self, lease: OutstandingLease) -> frozenset[PeerId]:
@@ -165,8 +165,8 @@ class StepLedger:
         *,
         adds: bool = False,
     ) -> None:
-        """Note the microbatches that a replica says it has counted, by unit. They replace the known ones, or (`adds`) join them, if
-        these may be newer. `losses`: those of the microbatches counted for the last unit, in order."""
+        """Note the microbatches that a replica says it has counted, by layer. They replace the known ones, or (`adds`) join them
+        if these may be newer. `losses`: those of the microbatches counted for the last layer, in order."""
         self._losses.update(zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False))
         known = self.holdings.get(peer) if adds else None
         told = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
@@ -176,7 +176,7 @@ class StepLedger:
         self.holdings[peer] = told
 
     def count(self, peer: PeerId, span: Span, number: int) -> None:
-        """Note that a microbatch went through these units of a replica, and back. A replica that is lost counts nothing."""
+        """Note that a microbatch went through these layers of a replica, and back. A replica that is lost counts nothing."""
         holding = self.holdings.get(peer)
         if holding is not None:
             for unit in range(max(span.start, holding.span.start), min(span.end, holding.span.end)):
@@ -187,19 +187,19 @@ class StepLedger:
         self.holdings.pop(peer, None)
 
     def missing(self) -> list[int]:
-        """Return the microbatches that some unit has not counted."""
+        """Return the microbatches that some layer has not counted."""
         counted = reduce(and_, map(self._union, range(self.units)), self.everything)
         return [number for number in range(self.microbatches) if not counted >> number & 1]
 
     def complete(self) -> bool:
-        """Return whether every unit has counted every microbatch."""
+        """Return whether every layer has counted every microbatch."""
         return all(self._union(unit) == self.everything for unit in range(self.units))
 
     def _union(self, unit: int) -> int:
         return reduce(or_, (holding.mask(unit) for holding in self.holdings.values()), 0)
 
     def counters(self, number: int) -> list[PeerId | None]:
-        """Return for each unit the replica that has counted this microbatch, or None."""
+        """Return for each layer the replica that has counted this microbatch, or None."""
         found: list[PeerId | None] = [None] * self.units
         for peer, holding in self.holdings.items():
             for unit, mask in holding.masks.items():
@@ -226,7 +226,7 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self.holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """Return the number of microbatches that a replica has counted for one of these units, at most; 0 for a listener. A
+        """Return the number of microbatches that a replica has counted for one of these layers, at most; 0 for a listener. A
         replica of both ends of the model adds to what these share even if all microbatches came in elsewhere."""
         holding = self.holdings.get(peer)
         if holding is None:

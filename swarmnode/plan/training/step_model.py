@@ -31,7 +31,7 @@ REMEMBERED = 5  # past steps that correct the next forecast
 
 
 def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> float:
-    """Return the seconds until `microbatches` have gone through the stages and back, as if nothing were booked. Infinite if a unit
+    """Return the seconds until `microbatches` have gone through the stages and back, as if nothing were booked. Infinite if a layer
     has no holder, or holders cannot do all of them."""
     played = min(microbatches, FULL_PLAY)
     ends_s = _Play(units, workers, transfers, played).run()
@@ -102,7 +102,7 @@ class Passage(ABC):
 
     @abstractmethod
     def takes_s(self, way: Way, hop: int) -> float:
-        """Return the seconds of a pass at a hop."""
+        """Return the seconds that a microbatch takes at a hop, in the direction `way`."""
 
     @abstractmethod
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
@@ -178,7 +178,7 @@ class _PlayedMicrobatch(Passage):
         return share * span.units * self._play.workers[peer].assumed_unit_s
 
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
-        """Send it over the play's lines."""
+        """Send the microbatch from hop `sender` to hop `receiver` over the simulated links, in the direction `way`."""
         here, there = self._route[sender][0], self._route[receiver][0]
         self._play.lines.send(here, there, partial(self.arrived, way, receiver))
 

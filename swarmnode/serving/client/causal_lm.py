@@ -34,7 +34,7 @@ ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Ends:
-    """Embedding and head on the client, each a span of one unit. They keep no cache, only positions."""
+    """Embedding and head on the client, each a span of one layer. They keep no cache, only positions."""
 
     def __init__(self, embedding: StageRunner, head: StageRunner) -> None:
         self._embedding = embedding
@@ -46,7 +46,7 @@ class Ends:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Ends:
-        """Load unit 0 and the last unit. Raises CheckpointError if the checkpoint cannot be read."""
+        """Load layer 0 and the last layer. Raises CheckpointError if the checkpoint cannot be read."""
         units = checkpoint.units
         nothing = RunnerConfig(cache_bytes=0)
         head = load_span(checkpoint, units - 1, units)
@@ -70,7 +70,7 @@ class Ends:
             runner.truncate(session, length)
 
     def embed(self, session: Hashable, ids_BT: Tensor, reorder: tuple[int, ...]) -> Tensor:
-        """Return hidden_BTH of the next token ids."""
+        """Return the embeddings hidden_BTH of a session's next token ids."""
         return self._embedding.run([StepInput(session, ids_BT, want=WANT_NOTHING, reorder=reorder)])[0].output
 
     def logits(self, session: Hashable, hidden_BTH: Tensor) -> Tensor:

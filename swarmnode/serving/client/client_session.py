@@ -72,7 +72,7 @@ TOLD = (*FINAL, ErrorCode.NOT_FOUND)
 
 
 class ToldCodecs:
-    """Codecs that the hops of one session chose and reported, by the unit that the states enter."""
+    """Codecs that the hops of one session chose and reported, by the layer that the states enter."""
 
     def __init__(self, first: Codec, told: Iterable[LinkCodec] = ()) -> None:
         self._first = first

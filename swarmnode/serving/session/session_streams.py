@@ -105,7 +105,7 @@ class InputCursor:
 
 
 class OutputStream:
-    """Outputs by position, kept for later subscribers."""
+    """Outputs of one session by position; late subscribers get the earlier ones, too."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}

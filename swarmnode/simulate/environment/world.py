@@ -1,4 +1,4 @@
-"""Simulated world: peers that join, choose units, load them, serve, move and vanish, as nodes do.
+"""Simulated world: peers that join, choose layers, load them, serve, move and vanish, as nodes do.
 
 A peer's life is that of `node/node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave. Every choice on
 the way is made by the functions that nodes call, on the picture of the simulated directory.
@@ -126,7 +126,7 @@ class World:
         self._look()
 
     def _announce_place(self, peer: Peer) -> None:
-        """Announce the peer's span to all peers at once; a peer without units stands by."""
+        """Announce the peer's span to all peers at once; a peer without layers stands by."""
         peer.state = State.READY if peer.span.units else State.JOINING
         self.directory.announce(peer.view())
         self.directory.know_now()
@@ -232,7 +232,7 @@ class World:
     # -- looking
 
     def _stand_by(self) -> None:
-        """Let the peers without units choose again if the directory has changed, until the first takes units; repeat every
+        """Let the peers without layers choose again if the directory has changed, until the first takes layers; repeat every
         `look_s`."""
         if self._stood_by_at != self.directory.revision:
             self._stood_by_at = self.directory.revision

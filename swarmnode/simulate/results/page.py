@@ -56,7 +56,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -> str:
-    """Draw the units that each peer holds, a line for each of `rows`: (label, start, end, share of the time that it computed)."""
+    """Draw the layers that each peer holds, a line for each of `rows`: (label, start, end, share of the time that it computed)."""
     row_height = 11 if len(rows) > 20 else 16
     width = WIDTH - 200 - RIGHT
     parts = []
@@ -153,7 +153,7 @@ def _clock(seconds: float) -> str:
 
 
 def page(title: str, sections: Sequence[str]) -> str:
-    """Build the whole page; `sections` are HTML."""
+    """Return the whole HTML page with this `title`; `sections` are HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>"

@@ -192,9 +192,9 @@ class Directory:
         return self._peer_table.live
 
     def ready_after(self) -> Mapping[PeerId, int]:
-        """Return, for each peer that is ready with units, the training step of their earlier holders when the peer came.
+        """Return, for each peer that is ready with layers, the training step of their earlier holders when the peer came.
 
-        The step is -1 if the units had no holder, or if the peer came before this machine watched the swarm.
+        The step is -1 if the layers had no holder, or if the peer came before this machine watched the swarm.
         """
         return self._peer_table.ready_after()
 
@@ -268,7 +268,7 @@ class Directory:
         await self._look_at(self._sampling.next_look((0, 0) if self._own is None else self._own.span))
 
     async def look_for(self, unit: int) -> None:
-        """Read the announcements of all holders of a unit, even in a large swarm with many of them."""
+        """Read the announcements of all holders of a layer, even in a large swarm with many of them."""
         for place in (shards.WIDE, *shards.places_of((unit, unit + 1))):
             await self._look_at(self._sampling.whole(place))
 

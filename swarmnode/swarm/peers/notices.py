@@ -35,7 +35,7 @@ def notice_keys(swarm: bytes) -> tuple[bytes, bytes]:
 
 
 def own_notices(membership: Membership) -> Iterator[Notice]:
-    """Yield all notices that this peer knows."""
+    """Yield the notices that this peer knows: the revocation list and the used invites."""
     revocations_key, uses_key = notice_keys(membership.swarm)
     if membership.revocations_bytes:
         yield Notice(revocations_key, REVOCATIONS, membership.revocations_bytes)

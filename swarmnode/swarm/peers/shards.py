@@ -5,8 +5,8 @@ Every place is split into 2^L shards by the first bits of the peers' digests; th
 at the place.
 
 A small swarm has one place, ALL, where every peer reads everything. In a large swarm that is too much: a place is then
-a range of 8 units, and a peer is stored at every range that its span touches. A span over more than 4 ranges, and a
-peer without units, are stored at WIDE. So a reader finds all holders of a unit at two places, however large the swarm
+a range of 8 layers, and a peer is stored at every range that its span touches. A span over more than 4 ranges, and a
+peer without layers, are stored at WIDE. So a reader finds all holders of a layer at two places, however large the swarm
 is.
 
 The SAMPLE, which is ALL at level 0, is one key that always has about 64 peers: those with the smallest digests, in a
@@ -48,7 +48,7 @@ Place = str
 
 
 class Shard(NamedTuple):
-    """DHT key of one part of a place."""
+    """One of the keys in the DHT under which announcements are stored: a number at a level of a place (a range of layers)."""
 
     place: Place
     level: int
@@ -83,7 +83,7 @@ def level_for(peers: float) -> int:
 
 
 def places(units: int) -> list[Place]:
-    """Return all places of a large swarm whose model has `units` units."""
+    """Return all places of a large swarm whose model has `units` layers."""
     return [WIDE, *(str(number) for number in range(-(-units // RANGE_UNITS)))]
 
 
@@ -139,7 +139,7 @@ EnoughAt = Callable[[Shard, Mapping[bytes, Record]], bool]
 
 
 class ShardSampling:
-    """Estimates of a swarm's size and of its places. `units` is the number of units of the model, as far as seen."""
+    """Estimates of a swarm's size and of its places. `units` is the number of layers of the model, as far as seen."""
 
     def __init__(self, peer: PeerId, units: int = 0) -> None:
         self.units = units
@@ -208,7 +208,7 @@ class ShardSampling:
         return self._some_of(self._next_of(others if others and self._reads % 2 else own))
 
     def whole(self, place: Place) -> list[Shard]:
-        """Return all shards of a place, for a caller that must know all holders of a unit. There may be many."""
+        """Return all shards of a place, for a caller that must know all holders of a layer. There may be many."""
         if not self.large:
             return self.next_look((0, 0))
         size = self.size(place)

@@ -56,7 +56,7 @@ def open_voucher(raw: bytes, swarm: bytes, verify: Verify, now: float) -> Vouche
 
 
 class Receipt(Signable, frozen=True):
-    """Work from `since` to `until` (unix time, seconds), in units times tokens (samples, if a model has no tokens)."""
+    """Work from `since` to `until` (unix time, seconds), in layers times tokens (samples, if a model has no tokens)."""
 
     swarm: bytes
     client: Peer

@@ -79,7 +79,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of one step."""
+        """Number of microbatches of one step."""
         return self.batch // self.microbatch
 
     @property

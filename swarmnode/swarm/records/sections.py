@@ -51,7 +51,7 @@ class Introduction(Section, frozen=True, kw_only=True):
 
 
 class Place(Section, frozen=True, kw_only=True):
-    """State and units of the peer. Filled by the node and its placement."""
+    """State and layers of the peer. Filled by the node and its placement."""
 
     state: int | UnsetType = UNSET
     span: tuple[int, int] | UnsetType = UNSET
@@ -76,7 +76,7 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
 
 
 class ServingLoad(Section, frozen=True, kw_only=True):
-    """Sessions held, and room for more. Filled by the serving stage."""
+    """Section of an announcement: the number of sessions, and the cache positions that are free. Filled by the serving stage."""
 
     sessions: int | UnsetType = UNSET
     cache_tokens_free: int | UnsetType = UNSET

@@ -63,7 +63,7 @@ def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
 
 
 class JoinedSwarms:
-    """Joined swarms under one home folder."""
+    """Invites of the swarms that this machine has joined, by name, in files under one home folder."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER

@@ -1,7 +1,7 @@
 """States of a training on this disk: one folder per step, one file per block. A step is present entirely or not at all.
 
     <root>/<run>/run.msgpack                         the run
-    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for weights that first and last unit share
+    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for weights that first and last layer share
     <root>/<run>/step-00000042/files.msgpack         sizes and roots of the blocks
     <root>/<run>/.incoming-00000043/                 chunks of a step that is being fetched
 
@@ -47,7 +47,7 @@ WriteBlock = Callable[[int, Path], None]
 
 
 class StateStore:
-    """Steps of one run. Nodes that share a home have a folder each, because each knows only its own units.
+    """Steps of one run. Nodes that share a home have a folder each, because each knows only its own layers.
 
     The store keeps the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one),
     because all peers have them. It also keeps the newest two of every fourth and of every sixteenth checkpoint, the

@@ -218,7 +218,8 @@ class AllReducer:
         circle: Circle,
         agreed: Agreed,
     ) -> None:
-        """Run a compressor's rounds, and sum each with the circle."""
+        """Average one group of blocks: run the compressor's rounds, and sum the values of each round with the members in
+        `circle`."""
         gradient_compressor = self._gradient_compressor(blocks, how)
         clipping = None
         if circle.robust:
@@ -278,7 +279,7 @@ class AllReducer:
 
 
 def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
-    """Return the gradient. Raises NotFinite: NaN of our own is reported by us, with its unit."""
+    """Return the gradient. Raises NotFinite: NaN of our own is reported by us, with its layer."""
     learner.squared_norm(blocks)
     return learner.gradient(blocks)
 

@@ -70,7 +70,7 @@ class _Work:
     gathered: Mapping[PeerId, Parts]
 
     def head(self, part: int, *, agreed: bool = False) -> Part:
-        """Return the header of a part."""
+        """Return the header of the message for a part; `agreed` marks the final sum."""
         return msgspec.structs.replace(self.of, part=part, agreed=agreed)
 
 
@@ -100,7 +100,7 @@ class OutgoingSums:
         return part in self._place
 
     async def put(self, part: int, settled: Encoded) -> None:
-        """Pass on a part's sum, after waiting for room."""
+        """Pass on the sum `settled` of a part, after waiting until there is room for it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._place[part] < self._first + self._ahead)
             self._sums[part] = settled
@@ -113,7 +113,7 @@ class OutgoingSums:
             return self._sums[part]
 
     async def taken(self, part: int) -> None:
-        """Note that one receiver has taken a part."""
+        """Record that one more receiver has taken a part."""
         async with self._changed:
             self._missing[part] -= 1
             self._advance()

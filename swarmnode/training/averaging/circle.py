@@ -44,7 +44,7 @@ class Circle:
         )
 
     def cluster_of(self, peer: PeerId) -> int:
-        """Return the cluster of a member."""
+        """Return the number of the cluster that a member belongs to; 0 if it is not listed."""
         return self.clusters.get(peer, 0)
 
     def weight_near(self, peer: PeerId) -> float:

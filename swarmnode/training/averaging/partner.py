@@ -49,7 +49,7 @@ def attempt_of(body: Pull) -> AttemptId:
 
 @dataclass(frozen=True)
 class PartChunk:
-    """A received part of a vector."""
+    """Message of an all-reduce with a part of a vector: the header, and the encoded values."""
 
     head: Part
     payload: Buffer
@@ -190,7 +190,7 @@ class Partner:
         return chunk
 
     def taken(self, *, agreed: bool) -> None:
-        """Grant another chunk after one was used."""
+        """Grant the partner one more message, after one was used. `agreed`: a message with a sum instead of a contribution."""
         if self._incoming is not None and self._incoming.open:
             self._granted[agreed] += 1
             self._incoming.send(Pull(*self._attempt, int(not agreed), int(agreed)))

@@ -140,7 +140,7 @@ class AllReduceAttempt:
 
     def norm(self) -> float:
         """Return the norm of the gradient over the whole model. The squares that one peer alone reports are capped at LARGEST_RATIO
-        times all others together: an absurd norm would clip the update of every unit to nothing."""
+        times all others together: an absurd norm would clip the update of every layer to nothing."""
         squares = {group.number: self._square(group) for group in self.groups}
         alone = {number: next(iter(told)) for number, told in self._squares.items() if len(told) == 1}
         for peer in set(alone.values()):

@@ -101,7 +101,7 @@ class Coordinator:
             trainer.channel.close()
 
     def enlist(self, peers: Iterable[PeerId]) -> None:
-        """Connect to those of these stages that are new."""
+        """Connect to those of the stages `peers` that are not connected yet."""
         self._worker_group.enlist(peers)
 
     # -- clock
@@ -188,7 +188,7 @@ class Coordinator:
             self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")
 
     def _lose(self, peer: PeerId, reason: str) -> None:
-        """Go on without a lost stage and its counts."""
+        """Continue without a lost stage: forget the microbatches that it had counted."""
         step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
         failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
         self._office.decisions.note(
@@ -319,7 +319,7 @@ class Coordinator:
     def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
         """Return the run in force and the plan that brings every stage to its next step; None if the rendezvous must go on.
 
-        It needs the answers of all stages, or, after a short wait, those of enough stages to hold all units. The run is the current
+        It needs the answers of all stages, or after a short wait those of enough stages to hold all layers. The run is the current
         one, else the furthest that a stage has begun, else one that a trainer offers.
         """
         if not (self._worker_group.all_answered or self._rendezvous.waited):

@@ -93,8 +93,8 @@ class Dispatcher:
                 return  # else only this microbatch waits for a certain peer
 
     def passing_s(self, step: int, microbatches: int) -> float:
-        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a unit has
-        no holder. A stage without measurements counts as fast as the median."""
+        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a layer
+        has no holder. A stage without measurements counts as fast as the median."""
         members = (member for member in self.members.values() if member.state is WorkerState.USABLE)
         workers = {member.peer: member.worker for member in members}
         measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
@@ -127,7 +127,7 @@ class Dispatcher:
         return min(able, key=lambda line: load[line], default=None)
 
     def hopeless_unit(self) -> int | None:
-        """Return the first unit whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
+        """Return the first layer whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
         or at the all-reduce; None if there is none. For failures at microbatches each connected trainer that has fed
         something must have reported some."""
         usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]

@@ -141,7 +141,7 @@ class CoordinatorElection:
         return self.stage.gate.may_lead(peer, ready_peers(self.directory))
 
     def _is_stalled(self) -> bool:
-        """Return whether the coordinator gives out no work, although every unit has a ready holder: no progress for STALLED_S."""
+        """Return whether the coordinator gives out no work, although every layer has a ready holder: no progress for STALLED_S."""
         held = {
             unit for peer in self.directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
@@ -239,6 +239,6 @@ def term_after(term: int, peer: PeerId) -> int:
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Return the ready peers that hold units, the eldest first; bootstrap peers hold none."""
+    """Return the ready peers that hold layers, the eldest first; bootstrap peers hold none."""
     ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

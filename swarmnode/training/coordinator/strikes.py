@@ -36,7 +36,7 @@ class FailedAttempts:
 
     @property
     def peers(self) -> set[PeerId]:
-        """Stages with failures."""
+        """Peers whose stages have failed attempts at work."""
         return {peer for by_stage in self._by_stage.values() for peer in by_stage}
 
     def note(self, number: int, peer: PeerId, code: int, trainer: PeerId | None = None) -> None:
@@ -58,8 +58,8 @@ class FailedAttempts:
             self._by_stage[ANY].pop(peer, None)
 
     def hopeless_unit(self, holders: Sequence[Collection[PeerId]], trainers: Collection[PeerId]) -> int | None:
-        """Return the first unit whose `holders` have all failed ATTEMPTS times at the same work; None if there is none. The word of
-        one trainer is not enough: each of `trainers` must have reported such failures. Failures of the all-reduce need none."""
+        """Return the first layer whose `holders` have all failed ATTEMPTS times at the same work; None if there is none. The word
+        of one trainer is not enough: each of `trainers` must have reported such failures. Failures of the all-reduce need none."""
         for number, by_stage in self._by_stage.items():
             if number != ALL_REDUCE and not self._told_by[number].issuperset(trainers):
                 continue

@@ -53,7 +53,7 @@ class Loopback:
         return here, there
 
     def send(self, body: Body) -> None:
-        """Send a message to the other end."""
+        """Deliver a message to the other end, on the event loop's next turn."""
         asyncio.get_running_loop().call_soon(self._other._hear, body)
 
     def close(self, last: Body | None = None) -> None:
@@ -121,7 +121,7 @@ class WorkerHandle:
 
     @property
     def span(self) -> Span:
-        """The units that the stage reports."""
+        """Layers [start, end) that the stage reports to hold."""
         return self.worker.span
 
     @property
@@ -244,7 +244,7 @@ class WorkerGroup:
             member.line.close()
 
     def enlist(self, peers: Iterable[PeerId]) -> None:
-        """Call those of these stages that are new and not in a pause."""
+        """Connect to those of the stages `peers` that are not connected, being dialled, banned or backing off."""
         for peer in peers:
             if peer not in self.members and peer not in self._dialing and not self.strikes.rests(peer):
                 self._dialing.add(peer)
@@ -301,12 +301,12 @@ class WorkerGroup:
         return [member for member in self if member.status is not None]
 
     def can_spare(self, peer: PeerId) -> bool:
-        """Return whether other usable stages hold all units of `peer`; False if `peer` is not a member."""
+        """Return whether other usable stages hold all layers of `peer`; False if `peer` is not a member."""
         held = {unit for member in self.usable() if member.peer != peer for unit in range(*member.span)}
         return peer in self.members and held.issuperset(range(*self.members[peer].span))
 
     def uncovered(self, units: int) -> tuple[int, ...]:
-        """Return the units that no stage holds that takes part, or soon will."""
+        """Return the layers that no stage holds that takes part, or soon will."""
         able = [member for member in self if member.state in WITHIN_MOMENTS]
         held = {unit for member in able for unit in range(*member.span)}
         return tuple(unit for unit in range(units) if unit not in held)

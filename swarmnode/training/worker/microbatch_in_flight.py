@@ -1,6 +1,6 @@
 """Microbatch in flight: the life of one microbatch at one hop, and the meter of a training stage.
 
-Values come in, pass the units, and go to the next hop; gradients come back and go to the sender. One conversation with the
+Values come in, pass the layers, and go to the next hop; gradients come back and go to the sender. One conversation with the
 sender and one with the next hop carry them. If either ends, in whatever way, the microbatch ends.
 """
 
@@ -97,7 +97,7 @@ class MicrobatchStage(Protocol):
         """Handle a broken backward pass: all that its device had counted is lost."""
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report that a unit met NaN in a microbatch, or that a peer sent it."""
+        """Report that a layer met NaN in a microbatch, or that a peer sent it."""
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """Free the resources of a microbatch that has ended, in whatever way."""
@@ -142,7 +142,7 @@ class MicrobatchInFlight:
 
     @property
     def parts(self) -> list[TrainingPart]:
-        """The parts that the microbatch passes."""
+        """Devices' parts of this node's layers that the microbatch passes."""
         return [part for part, _ in self._passed]
 
     @property
@@ -267,7 +267,7 @@ class MicrobatchInFlight:
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
         """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
-        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a unit produced it."""
+        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a layer produced it."""
         body, device = self.body, part.segment.device
         if values is None:
             if body.hop:  # the trainer's link is not measured

@@ -1,4 +1,4 @@
-"""Training stage: the units that a node trains. It computes microbatches for other peers, and follows the coordinator.
+"""Training stage: the layers that a node trains. It computes microbatches for other peers, and follows the coordinator.
 
 Shared state changes on the event loop without an await in between; tensors live on the bench's thread. The next FORWARD
 must be of `state.step`; a FORWARD of the step after it waits for the COMMIT, which may still be on its way.
@@ -199,7 +199,7 @@ class TrainingStage:
         self._tasks.spawn(_settle(discarding), "discard")
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report the unit that met NaN in a microbatch, or the peer that sent it, to the coordinator."""
+        """Report the layer that met NaN in a microbatch, or the peer that sent it, to the coordinator."""
         self.meter.not_finite += 1
         line = self.following.line
         if line is not None and line.open:

@@ -163,7 +163,7 @@ class StageState:
 
     @property
     def masks(self) -> dict[int, int]:
-        """Masks of the counted microbatches, by unit. Must run on the executor."""
+        """Masks of the counted microbatches, by layer. Must run on the executor."""
         return {} if self._learner is None else dict(self._learner.counted)
 
     def status(self, term: int, kind: int, slowest_link_s: float) -> Status:

@@ -1,4 +1,4 @@
-"""Training parts: the parts of a node's units on its devices, one behind another, or all units on each of several devices.
+"""Training parts: the parts of a node's layers on its devices, one behind another, or all layers on each of several devices.
 
 A microbatch passes the parts of one replica, whose devices work on other microbatches meanwhile (GPipe, arXiv 1811.06965).
 The replica is chosen once for each index of a step: two replicas that both count it would count it twice.
@@ -32,7 +32,7 @@ LoadUnits = Callable[[int, int], Segment]
 
 @dataclass(eq=False)
 class TrainingPart:
-    """The part of a node's units on one device: its thread, its memory, and the learner of the current run. Used on the
+    """The part of a node's layers on one device: its thread, its memory, and the learner of the current run. Used on the
     event loop, except for the learner."""
 
     segment: Segment
@@ -52,12 +52,12 @@ class TrainingPart:
 
     @property
     def span(self) -> Span:
-        """The units of the part."""
+        """Layers [start, end) on this device."""
         return Span(self.segment.start, self.segment.end)
 
     @property
     def blocks(self) -> set[int]:
-        """Numbers of the blocks of the part."""
+        """Numbers of the blocks of parameters on this device."""
         return {*self.segment.parameters(), *range(self.segment.start, self.segment.end)}
 
     @property
@@ -85,7 +85,7 @@ class TrainingPart:
         return self.call("load what the swarm was founded with", self._refound)
 
     def _refound(self) -> None:
-        """Load one unit after another: there may be no room for a second copy of all. Raises LocalError if the part has no
+        """Load one layer after another: there may be no room for a second copy of all. Raises LocalError if the part has no
         loader."""
         if self.load is None:
             raise LocalError("this device has no way to load the weights that the swarm began with")
@@ -134,7 +134,7 @@ class TrainingParts:
 
     @property
     def span(self) -> Span:
-        """All units of the node."""
+        """All layers of the node."""
         return Span(self.segment.start, self.segment.end)
 
     @property
@@ -149,7 +149,7 @@ class TrainingParts:
 
     @property
     def unit_s(self) -> float:
-        """Seconds for a microbatch through one unit, forward and backward, while microbatches follow one another. The
+        """Seconds for a microbatch through one layer, forward and backward, while microbatches follow one another. The
         slowest device of a replica decides, and replicas work side by side. 0 if unknown."""
         slowest_s = [max(part.span.units * part.unit_time.unit_s for part in replica) for replica in self.replicas]
         timed = [pass_s for pass_s in slowest_s if pass_s]
@@ -193,7 +193,7 @@ class TrainingParts:
         return True
 
     def passed(self, body: Forward, place: int) -> list[tuple[TrainingPart, Span]]:
-        """Return the parts that an admitted microbatch passes, in order, and the units in each."""
+        """Return the parts that an admitted microbatch passes, in order, and the layers in each."""
         hop = body.route[body.hop]
         parts = self.replicas[self._in_flight[place]]
         spans = [Span(max(hop.start, part.span.start), min(hop.end, part.span.end)) for part in parts]

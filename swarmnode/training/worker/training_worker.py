@@ -1,4 +1,4 @@
-"""Training worker: a volunteer's stage in a training swarm. It trains its units, leads if it is its turn, and serves the
+"""Training worker: a volunteer's stage in a training swarm. It trains its layers, leads if it is its turn, and serves the
 learnt model."""
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TrainingWorker(Stage):
         states: SharedStates,
         awaits_others: Callable[[], bool],
     ) -> TrainingWorker:
-        """Load units whose weights are on this machine, and start to train them. Raises CheckpointError, LocalError."""
+        """Load layers whose weights are on this machine, and start to train them. Raises CheckpointError, LocalError."""
         host, hardware = place.host, place.hardware
         layout = hardware.lay_out(units, place.speed_cache, host.swarm.id)
         loaded = [[await load_units(checkpoint, part, hardware) for part in replica] for replica in layout]
@@ -141,9 +141,9 @@ class TrainingWorker(Stage):
 
     @property
     def bound(self) -> bool:
-        """Whether the stage has learnt a unit that no other node has. False while a unit of the model has no holder.
+        """Whether the stage has learnt a layer that no other node has. False while a layer of the model has no holder.
 
-        In that case this node may take the uncovered units beside its own, whose last saved state is on its disk
+        In that case this node may take the uncovered layers beside its own, whose last saved state is on its disk
         (`plan/training/placement.py`).
         """
         return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap

@@ -96,7 +96,7 @@ def unit_weight_bytes(graph: Graph) -> tuple[int, ...]:
 
 
 def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
-    """Estimate every node, by name."""
+    """Estimate the work of every operator of a graph on a batch of `batch` samples, by the operator's name."""
     return _Estimator(graph, batch).run()
 
 

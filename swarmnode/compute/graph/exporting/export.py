@@ -196,7 +196,7 @@ class _Attempt:
 def _trace(
     module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: Any, answers: Sequence[bool | None]
 ) -> Any:
-    """Return an ExportedProgram of functional operators."""
+    """Trace `module` with torch.export and return the ExportedProgram with functional operators only."""
     # copies: torch marks sizes on the tensors, and treats one tensor under two names as one input
     example = (tuple(map(torch.clone, args)), {name: value.clone() for name, value in kwargs.items()})
     assumed = AssumedAnswers(answers)

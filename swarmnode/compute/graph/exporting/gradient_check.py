@@ -91,7 +91,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore buffers after a pass, so that the next one begins alike."""
+    """Restore the module's buffers after the `with` block, so that the next pass begins with the same values."""
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield

@@ -167,7 +167,7 @@ class LoraEntry:
 
     @property
     def elements(self) -> int:
-        """Number of elements of both matrices."""
+        """Number of elements of the entry's two matrices, A and B."""
         return self.rank * (self.inputs + self.outputs)
 
 

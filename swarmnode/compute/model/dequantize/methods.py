@@ -196,7 +196,7 @@ class Method:
     dequantize: Callable[[PackedMatrix], Tensor]
 
     def packs(self, name: str, entry: TensorEntry) -> bool:
-        """Return whether this tensor is a packed one."""
+        """Return whether the tensor `name` holds packed weights of this method, by its name's end and its dtype."""
         return name.endswith(self.end) and entry.dtype in self.dtypes
 
     def stem(self, name: str) -> str:

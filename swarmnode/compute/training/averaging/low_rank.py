@@ -111,7 +111,7 @@ class Wanted:
         return f"Wanted({len(self._shapes)} tensors)"
 
     def vector(self, place: int) -> Tensor:
-        """Return a small tensor, in memory of its own."""
+        """Return a copy of a small tensor, the one at `place`, with the carried-over values of earlier steps added."""
         return sum((source[place] for source in self._sources[1:]), self._sources[0][place].clone())
 
     def times(self, place: int, factor_XR: Tensor, *, transposed: bool = False) -> Tensor:
@@ -141,7 +141,7 @@ class SmallRound:
         return f"SmallRound({self.round!r})"
 
     def transmitted(self) -> list[Tensor]:
-        """Return the values that this member did send."""
+        """Return the values that this member sent, without what is left over for later steps."""
         return [tensor - left for tensor, left in zip(self._tensors, self.left_over, strict=True)]
 
 

@@ -197,7 +197,7 @@ class History:
         return f"History({self.steps} steps, {found})"
 
     def followed_by(self, deviation: Deviation) -> History:
-        """Return the history with one more step."""
+        """Return the history of a member after one more step, whose contribution had this `deviation`."""
         change = 0.0 if self.agreement is None else deviation.agreement - self.agreement
         below = min(LARGEST_STEP, -deviation.agreement / self._spread)
         return History(

@@ -57,7 +57,7 @@ class Permutation:
 
 
 class Microbatch(NamedTuple):
-    """Samples of a microbatch: the values at the model's first boundary, and the inputs that the model's last unit takes."""
+    """Samples of a microbatch: the values at the model's first boundary, and the inputs that the model's last layer takes."""
 
     inputs: Values
     labels: Values
@@ -74,10 +74,10 @@ class Batches(ABC):
 
     @abstractmethod
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        """Return these samples, stacked."""
+        """Return the samples with these `numbers` as one microbatch."""
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """Return one microbatch of a step."""
+        """Return microbatch `number` of step `step`."""
         return self.rows(self._numbers(step, number, run), run)
 
     def _numbers(self, step: int, number: int, run: Run) -> list[int]:
@@ -130,7 +130,8 @@ class TokenBatches(Batches):
         return count
 
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        """Return these windows, see `Batches.rows`."""
+        """Return the samples with these `numbers`, windows of `run.sequence` tokens, as one microbatch. The tokens are also the
+        labels."""
         length = run.sequence
         ids_BT = np.stack([self._tokens_N[number * length : (number + 1) * length] for number in numbers])
         values = (torch.from_numpy(ids_BT.astype(np.int64)),)
@@ -138,8 +139,8 @@ class TokenBatches(Batches):
 
 
 class ArrayBatches(Batches):
-    """Rows of named arrays of equal length. `labels`: names of the arrays that the model's last unit takes; `inputs`: names of
-    those that other units take, all arrays if empty. Both are in the order of the model's inputs."""
+    """Rows of named arrays of equal length. `labels`: names of the arrays that the model's last layer takes; `inputs`: names of
+    those that other layers take, all arrays if empty. Both are in the order of the model's inputs."""
 
     def __init__(
         self,
