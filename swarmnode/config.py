@@ -18,7 +18,7 @@ LEAST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of the serving role."""
+    """Settings of a node that serves sessions of other peers; times are in seconds."""
 
     orphan_grace_s: float = 10.0  # how long a session without upstream keeps its cache
     idle_s: float = 5.0  # silence after which a session makes room for peers that have less
@@ -38,7 +38,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of a client's sessions."""
+    """Settings of a client's sessions; times are in seconds."""
 
     prompt_chunk_tokens: int = 128  # prompts travel in chunks, so that hops work on them at once
     patience_s: float = 60.0  # how long to look for a route before giving up

@@ -23,7 +23,7 @@ def names_unit(subject: str) -> bool:
 
 
 class Topic(str, Enum):
-    """Subject area of a decision."""
+    """Subject area of a recorded decision, as `swarmnode why` shows it."""
 
     PLACEMENT = "placement"
     ROUTING = "routing"
@@ -82,7 +82,8 @@ class DecisionLog:
         about: tuple[str, ...] = (),
         units: tuple[int, int] = (0, 0),
     ) -> None:
-        """Record a decision just taken. The oldest of its topic goes if there are more than KEPT."""
+        """Record a decision just taken, with the `facts` behind it. Each topic keeps at most KEPT decisions; the oldest goes
+        first."""
         ring, key = self._rings[topic], (what, *about[:1])
         decision = Decision(
             topic, self._now(), what[:MAX_CHARS], tuple(fact[:MAX_CHARS] for fact in facts), about, units

@@ -16,7 +16,7 @@ from swarmnode.errors import LocalError
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """Return `folder` or, if it does not exist, its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 

@@ -166,7 +166,7 @@ class Referee:
         self.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     async def idle(self) -> None:
-        """Wait until no audit is under way."""
+        """Wait until no audit is in progress."""
         await self._tasks.idle()
 
     async def close(self) -> None:

@@ -71,7 +71,7 @@ class Reports:
     # -- telling
 
     async def told(self) -> None:
-        """Wait until all findings are published."""
+        """Wait until all reports about false work are published."""
         await self._telling.idle()
 
     def tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:

@@ -354,7 +354,7 @@ class BackupSender:
     async def _send(
         self, store: StateStore, step: int, block: int, file: FileContent, *, count: int, rate_bps: float
     ) -> bool:
-        """Have `count` disks keep a block. Returns whether they do."""
+        """Ask peers with free disk space to keep the state of `block` at `step`, until `count` have it. Returns whether they do."""
         now_s = asyncio.get_running_loop().time()
         announced, own = self._announced(), self._host.peer_id
         alive = backups.disks(announced, own, block, self._units, 0)

@@ -94,12 +94,12 @@ class Listing:
 
     @property
     def run_id(self) -> bytes:
-        """Id of the run, 32 bytes."""
+        """Id of the training run, 32 bytes."""
         return hashlib.sha256(self.run).digest()
 
     @property
     def roots(self) -> frozenset[bytes]:
-        """The roots of all listed states."""
+        """Hashes that identify the listed states."""
         return frozenset(entry.root for entry in self.entries)
 
 
@@ -332,7 +332,7 @@ class _Fetch:
 
 
 def listing_of(backups: BackupFolder, run: Run) -> Listing:
-    """Return the states of a run that this machine keeps for others."""
+    """Return the list of a run's training states that this machine keeps for other peers."""
     entries = [entry for store in backups.of_run(run.id) for entry in listed_of(store, backup=True)]
     return Listing(encode_run(run), entries)
 

@@ -137,7 +137,8 @@ class Electorate:
 
 
 class Votes:
-    """The versions that peers list, one for each peer, step and block."""
+    """Versions of training states that peers list, one for each peer, step and block of parameters; the versions compete by
+    majority."""
 
     def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]], electorate: Electorate = Electorate()) -> None:
         self._electorate = electorate
@@ -194,14 +195,17 @@ class Votes:
         return ChosenStep(step, versions, lacking, tuple(unconfirmed))
 
     def _listed(self, step: int, block: int) -> dict[str, Version]:
-        """Return the version of a block that each owner votes for."""
+        """Return, for each owner of peers, the version of a block's state at `step` that it votes for."""
         listed = self._versions[step].get(block, {})
         voters = self._having_a_say(step, block, listed)
         return {self._electorate.owner(peer): listed[peer] for peer in sorted(voters, reverse=True)}
 
     def _having_a_say(self, step: int, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
-        """Return the voters among `peers`: those that were ready with the block before `step`; those that are ready now if there
-        are none; all of `peers` if no ready peer lists an own state of the block at any step."""
+        """Return the peers among `peers` that may vote on the state of a block at `step`.
+
+        These are the peers that were ready with the block before `step`; if there are none, those that are ready now. If no ready
+        peer lists a state of its own for the block, all of `peers` may vote.
+        """
         ready = [peer for peer in self._newest.get(block, {}) if self._electorate.is_ready(peer, block)]
         voters = [peer for peer in ready if self._electorate.was_ready(peer, step)] or ready
         return [peer for peer in peers if peer in voters] if voters else peers

@@ -35,7 +35,7 @@ class Conversation:
         return f"<Conversation of {len(self.turns)} turns>"
 
     def forget(self) -> None:
-        """Start again, with only the system text."""
+        """Forget all messages of the conversation but the system text."""
         self.turns = list(self._begin)
 
     async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:

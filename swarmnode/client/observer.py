@@ -80,7 +80,7 @@ class SwarmObserver:
         return self._host.directory.revision
 
     async def changed(self) -> None:
-        """Wait until the picture of the swarm changes."""
+        """Wait until the known peers of the swarm change."""
         directory = self._host.directory
         await self._host.supervisor.watch(directory.changed(directory.revision))
 

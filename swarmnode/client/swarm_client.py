@@ -150,7 +150,7 @@ class SwarmClient(SwarmObserver):
         return {cause_of(code): count for code, count in self._meter.reroutes.items()}
 
     def readings(self) -> Readings:
-        """Return the metrics of this client, for Prometheus."""
+        """Return the metrics of this client, its audits and its connections, for Prometheus."""
         yield from self._meter.readings()
         yield from self.auditor.readings()
         yield from self._host.readings()

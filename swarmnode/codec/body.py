@@ -57,7 +57,7 @@ Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all bodies."""
+    """Base class of the bodies of all kinds of frames (messages between peers)."""
 
     def check(self) -> None:
         """Raise ProtocolError if the fields, each valid alone, contradict one another."""

@@ -124,7 +124,7 @@ class Revocations(Body, frozen=True):
 
 
 class Mode(IntEnum):
-    """Party that chooses the next token."""
+    """Party that chooses the next token of a session: the last peer of the route, or the client."""
 
     RING = 0  # the last hop samples, and feeds the first hop at once
     DRIVEN = 1  # the client drives every step

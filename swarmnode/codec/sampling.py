@@ -52,7 +52,7 @@ def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogpr
 
 
 class GrammarKind(IntEnum):
-    """Notation of a grammar."""
+    """Notation of a grammar that constrains the drawn text."""
 
     JSON_SCHEMA = 0
     LARK = 1
@@ -60,7 +60,7 @@ class GrammarKind(IntEnum):
 
 
 class Grammar(Body, frozen=True):
-    """Grammar that the whole generated text must follow."""
+    """Grammar that the whole generated text must follow: its notation and its text."""
 
     kind: Code
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
@@ -91,12 +91,12 @@ class Sampling(Body, frozen=True):
 
     @property
     def counts_prompt(self) -> bool:
-        """Whether the last hop needs the prompt's token ids."""
+        """Whether the last hop needs the token ids of the prompt, as a repetition penalty does."""
         return self.repetition_penalty != 1
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the last hop needs the tokens drawn before."""
+        """Whether drawing a token depends on the tokens drawn before: by a penalty or a grammar."""
         penalises = self.counts_prompt or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalises or self.grammar is not None
 

@@ -69,7 +69,7 @@ class MicrobatchRecord(Body, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the record, as in a commitment."""
+        """SHA-256 of the record; a stage's signed commitment covers it."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 

@@ -102,7 +102,7 @@ class Labels(Body, frozen=True):
 
     @property
     def hop(self) -> int:
-        """Place of the receiver in the route."""
+        """Index of the receiver in the route: the last hop."""
         return len(self.route) - 1
 
     @property
@@ -136,7 +136,7 @@ class Lead(Body, frozen=True):
 
 
 class Condition(IntEnum):
-    """Condition of a stage's layers."""
+    """Readiness of a stage, a peer that trains some layers, as it reports to the coordinator."""
 
     BLANK = 0  # as the swarm was created: no run has begun
     READY = 1  # at `step`, able to work

@@ -33,7 +33,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """Device in torch's form."""
+        """The device as a torch.device."""
         return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device(self.kind)
 
     @property

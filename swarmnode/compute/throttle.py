@@ -59,7 +59,7 @@ class Throttle:
 
     @property
     def slows(self) -> bool:
-        """Whether passes take longer than on the real device."""
+        """Whether the node computes more slowly than its device could, by a share or a speed limit."""
         return self.share < 1 or self.units_per_s < math.inf
 
     def pass_over(self, units: int, positions: int) -> AbstractContextManager[None]:

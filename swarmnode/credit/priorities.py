@@ -36,7 +36,7 @@ MAX_WORKERS = 1024  # workers whose credit is remembered; beyond that the smalle
 
 
 class WorkerCredit(NamedTuple):
-    """The credit of one node in one swarm."""
+    """Credit that one node has earned in one swarm."""
 
     swarm: bytes
     worker: PeerId
@@ -107,11 +107,11 @@ class Priorities:
         )
 
     async def start(self) -> None:
-        """Start accepting claims."""
+        """Start answering clients that show vouchers to claim priority."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Stop accepting claims."""
+        """Stop answering clients that claim priority."""
         await self._server.close()
 
     async def _answer(self, _asker: Claimant, claim: CreditClaim) -> Answer:

@@ -58,7 +58,7 @@ class ReceiptKeeper:
 
     @property
     def credit(self) -> Credit:
-        """The credit that the kept receipts add up to."""
+        """Credit that the kept receipts add up to."""
         return credit_of(self._folder.receipts)
 
     async def start(self) -> None:
@@ -197,7 +197,7 @@ class ReceiptIssuer:
             self._issuing.discard(peer)
 
     async def _gather(self) -> None:
-        """Wait GATHER_S, or until the node leaves."""
+        """Wait GATHER_S seconds for more work on the same receipts, or until the node leaves."""
         try:
             await asyncio.wait_for(self._leaving.wait(), GATHER_S)
         except asyncio.TimeoutError:

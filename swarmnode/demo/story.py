@@ -90,10 +90,10 @@ class Spectators:
     """The audience of the demo. This base class shows nothing; the command line's subclass draws."""
 
     def scene(self, text: str) -> None:
-        """Announce a new scene."""
+        """Announce the next scene of the demonstration with `text`."""
 
     def swarm(self, status: dict[str, Any]) -> None:
-        """Show the swarm's current status."""
+        """Show the swarm's present `status`."""
 
     def step(self, report: StepSummary, steps: int) -> None:
         """Show a finished training step, out of `steps`."""

@@ -61,15 +61,15 @@ class InferenceServer:
 
     @property
     def load(self) -> int:
-        """Number of passes that run or wait."""
+        """Number of passes for other peers that run or wait."""
         return len(self._tasks)
 
     def readings(self) -> Readings:
-        """Yield the metrics of running and refused passes."""
+        """Return the metrics of the passes that run and of those that were refused."""
         return self._refusals.readings(self.load)
 
     async def start(self) -> None:
-        """Take passes from now on."""
+        """Start to accept other peers' passes."""
         await self._board.start()
 
     async def finish(self) -> None:
@@ -78,7 +78,7 @@ class InferenceServer:
         await self._tasks.idle()
 
     async def close(self) -> None:
-        """End all passes and links."""
+        """End all passes, and close the links to other peers."""
         self.draining = True
         await self._tasks.close()
         await self._board.close()
@@ -108,7 +108,7 @@ class InferenceServer:
         channel.on_frame = gone  # a valid peer sends nothing but END
 
     async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
-        """Compute a pass and send its result, or the error."""
+        """Compute the pass of layers that a peer asks for, and send its results or an error code."""
         try:
             infos, payloads = await self._infer(channel, asked, payload)
             channel.send(Inferred(infos), payload=payloads)

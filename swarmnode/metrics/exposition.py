@@ -181,7 +181,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for the connection, once there is a place."""
+        """Serve the connection in a thread. If there are too many, close the oldest one of the address with most connections."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 most = Counter(self._open.values()).most_common(1)[0][0]

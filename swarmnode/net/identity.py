@@ -61,14 +61,14 @@ class IdentitySlot:
         return f"<IdentitySlot {self.path.name}>"
 
     def release(self) -> None:
-        """Let another process use the identity."""
+        """Release the lock, so that another process can use the identity."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
 
 class SigningKey:
-    """An Ed25519 private key and its public key."""
+    """Ed25519 key that signs records: the private and the public key."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
@@ -80,7 +80,7 @@ class SigningKey:
 
     @classmethod
     def generate(cls: type[Key]) -> Key:
-        """Generate a new key."""
+        """Generate a key from random bytes."""
         return cls(secrets.token_bytes(SEED_BYTES))
 
     def sign(self, data: bytes) -> bytes:

@@ -81,7 +81,7 @@ class Stream(ABC):
     @property
     @abstractmethod
     def unsent_bytes(self) -> int:
-        """Bytes written that this process still holds."""
+        """Bytes that were written to the stream and that this process has not sent yet."""
 
     @property
     def receive_bytes(self) -> int:

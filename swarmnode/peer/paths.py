@@ -101,7 +101,7 @@ class Paths:
             self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
 
     def _is_at_home(self, peer: PeerId) -> bool:
-        """Return whether both peers announce the same public address."""
+        """Return whether `peer` and this node announce the same public address, so that both are behind one line."""
         own, other = self._known(self._peer), self._known(peer)
         home = "" if own is None else home_of(own.addresses)
         return bool(home) and other is not None and home_of(other.addresses) == home

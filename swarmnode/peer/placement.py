@@ -92,7 +92,7 @@ async def at_once() -> None:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Wish to move, and when it arose on the monotonic clock."""
+    """Wish of a node to move to other layers, with the monotonic time at which it arose."""
 
     move: Move
     since_s: float
@@ -235,7 +235,7 @@ class Placement:
         return not rests and self._clock() - self._wish.since_s >= move.delay_s
 
     def _note_stay(self, view: View, *, fixed: bool) -> None:
-        """Note the decision to stay, and why."""
+        """Record the decision to keep the present layers, with its reason, for `swarmnode why`."""
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
         reason = (

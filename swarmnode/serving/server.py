@@ -197,7 +197,7 @@ class StageServer:
 
     @contextlib.contextmanager
     def _refusing(self, channel: Channel, body: Open) -> Iterator[None]:
-        """Answer an OPEN with the ProtocolError or Busy that is raised inside, if any."""
+        """Answer the OPEN of a session with an error code if the `with` block raises ProtocolError or Busy."""
         try:
             yield
         except (ProtocolError, Busy) as error:

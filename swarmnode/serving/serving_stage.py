@@ -199,7 +199,7 @@ async def _load_part(
 
 
 async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
-    """Move a part that was kept in host memory back to its device."""
+    """Move layers that were kept in host memory during a pause back to their device, and count their memory until `undo` closes."""
     lent, span = hardware.lent[kept.device], kept.span
     weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
     undo.callback(weights.release)

@@ -148,7 +148,7 @@ class SpanPart:
             self.capability.note("prefill_units_per_s", seconds / (units * positions))
 
     def stop_packing(self) -> None:
-        """Stop rearranging weights after the present layer."""
+        """Stop rearranging weights for faster kernels, after the layer in progress."""
         self._closed = True
 
     async def close(self, *, keep_span: bool = False) -> None:
@@ -193,7 +193,7 @@ class KeptSpan:
         return Span(self.replicas[0][0].span.start, self.replicas[0][-1].span.end)
 
     def release(self) -> None:
-        """Free the weights."""
+        """Free the weights in host memory, and their reservation."""
         for replica in self.replicas:
             for part in replica:
                 part.span.close()

@@ -37,11 +37,11 @@ class Stage(Protocol):
         return math.inf
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the sections that announce this stage, as of now."""
+        """Return the sections of the node's announcement that describe this stage now."""
         raise NotImplementedError
 
     def readings(self) -> Readings:
-        """Yield the stage's metrics."""
+        """Yield the metrics of these layers."""
         raise NotImplementedError
 
     async def finish(self) -> None:
@@ -52,7 +52,7 @@ class Stage(Protocol):
         return
 
     def take_on(self) -> None:
-        """Take new work again after a `finish`."""
+        """Accept new work again after `finish` has stopped it; does nothing by default."""
         return
 
     async def drain(self, timeout_s: float) -> None:

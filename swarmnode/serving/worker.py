@@ -95,7 +95,7 @@ class ComputeWatch:
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Sessions with waiting positions."""
+        """Sessions whose positions wait to be computed."""
         return frozenset(self._waiting)
 
     def submitted(self, session: int, end: int, count: int, now_s: float) -> None:
@@ -113,7 +113,7 @@ class ComputeWatch:
             self._waiting.pop(session, None)
 
     def forget(self, session: int) -> None:
-        """Forget the waiting positions of a session."""
+        """Forget the waiting positions of a session that has ended."""
         self._waiting.pop(session, None)
 
     def stalled(self, now_s: float, running: Running | None) -> bool:

@@ -138,7 +138,7 @@ class Trainer:
             self.on_step(news)
 
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
-        """Log each newly left-out peer once."""
+        """Log a warning once for each peer that is newly left out of the training."""
         for peer in set(peers) - self.left_out:
             log.warning("peer %s is left out of the training: its contribution is not its gradient", peer)
         self.left_out.update(peers)
@@ -222,7 +222,7 @@ class _FeedingSession:
         self._end(None)
 
     def _crashed(self, error: BaseException) -> None:
-        """Report a bug in the feeding to the user."""
+        """End the session with `error`, a bug in the code that sends samples."""
         if not self._over.done():
             self._over.set_exception(error)
 

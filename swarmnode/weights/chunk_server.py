@@ -64,7 +64,7 @@ class ChunkServer:
         ]
 
     async def serve(self) -> None:
-        """Start answering requests."""
+        """Start answering other peers' requests for chunks of weights."""
         for board in self._boards:
             await board.start()
 

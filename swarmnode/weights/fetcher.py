@@ -76,7 +76,7 @@ class Download:
         return not self._left
 
     def has_work_for(self, source: str, now_s: float) -> bool:
-        """Return whether `take` would give `source` a run."""
+        """Return whether `take` would give chunks to fetch to `source` now."""
         return self._choose(source, now_s) is not None
 
     def take(self, source: str, now_s: float) -> ChunkRange | None:
@@ -124,7 +124,7 @@ class Download:
         return chunk_ranges(run.file, [number for number in run.numbers if (run.file, number) in self._left])
 
     def came(self, file: FileContent, number: int) -> bool:
-        """Count a stored chunk. Returns False if it was not missing."""
+        """Count chunk `number` of `file` as stored. Returns False if it was not missing."""
         if (file, number) not in self._left:
             return False
         self._left.discard((file, number))

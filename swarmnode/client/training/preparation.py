@@ -61,7 +61,7 @@ def _check_data(data: Path) -> None:
 
 
 def check_trains(manifest: Manifest) -> None:
-    """Raise UsageError if the swarm does not train."""
+    """Raise UsageError if the swarm only serves its model and does not train it."""
     if manifest.mode != TRAIN:
         raise UsageError(
             f"the swarm {manifest.name} serves its model; to train, create a swarm with `create --mode train`"

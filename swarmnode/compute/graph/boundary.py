@@ -292,7 +292,7 @@ def wire_dtype(kind: TensorType) -> torch.dtype:
 
 
 def to_wire(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the values in their transit dtypes."""
+    """Return the values as they are sent: booleans as uint8, others unchanged."""
     return [value.to(torch.uint8) if value.dtype is torch.bool else value for value in values]
 
 

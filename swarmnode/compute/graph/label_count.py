@@ -71,7 +71,7 @@ class LabelMean:
 
     @property
     def leaves_nothing_out(self) -> bool:
-        """Whether each label counts as 1 unless it is ignored."""
+        """Whether every label counts as 1 unless it has the ignored value."""
         return self.weight is None and self.ignored is not None
 
     @property
@@ -126,7 +126,7 @@ class LabelMean:
             count, labels = self.count(batch)
             counted, there = counted + count, there + labels
         if not counted:
-            raise UsageError("no label of the data counts for the loss; check the labels")
+            raise UsageError("no sample of the data has a label that counts; check the labels")
         return not self.leaves_nothing_out or counted < there
 
 

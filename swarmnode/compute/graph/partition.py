@@ -32,7 +32,7 @@ _FAR = 0.5  # of the time: users of a weight further apart than this let it be s
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut graph, and remarks on it for the founder."""
+    """Graph cut into pieces that peers can hold, and remarks about the cuts for the person who creates the swarm."""
 
     graph: Graph
     remarks: tuple[str, ...]

@@ -33,7 +33,7 @@ from swarmnode.errors import CheckpointError, ProtocolError
 
 @dataclass(frozen=True)
 class _Slot:
-    """Place of a value while a unit computes."""
+    """Number of the place where a value is stored while a piece of a graph computes."""
 
     number: int
 

@@ -106,7 +106,7 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """Return embedding_H of input_ids_T."""
+        """Return the embedding vector embedding_H of one text's token ids input_ids_T."""
         hidden_BTH = self.model(input_ids=input_ids[None], use_cache=False).last_hidden_state
         return {EMBEDDING: self.pooling(hidden_BTH[0])}
 

@@ -31,7 +31,7 @@ def switching_position(config: Any) -> int | None:
 
 
 def is_dynamic(config: Any) -> bool:
-    """Return whether rotary frequencies change with every position."""
+    """Return whether the model's rotary frequencies change with every position."""
     return any("dynamic" in str(rope.get("rope_type")) for rope in ropes(config))
 
 
@@ -54,7 +54,7 @@ def settings_of(config: Any) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class Family(ModelTrace):
-    """Anatomy of one model (class and config), and its cut into units."""
+    """Structure of one model (its class and config), and its division into units: the embedding, each layer, and the head."""
 
     model_class: type[Any]
     config: Any
@@ -127,7 +127,7 @@ def _asks_for_routers(config: Any) -> bool:
 
 
 def _other_layers(config: Any) -> list[str]:
-    """Return the kinds of layers that are not attention."""
+    """Return the kinds of layers in `config` that are not attention layers."""
     return sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
 
 

@@ -38,7 +38,7 @@ _WAYS = ((True, False), (False, False), (False, True))
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Anatomy of a model, found by one pass. Names are those of modules in its class."""
+    """Structure of a transformers model, found by one trial pass. Names are those of its modules."""
 
     stack_name: str  # the list of layers, as in "model.layers"
     input_embedding: str  # the module that looks token ids up

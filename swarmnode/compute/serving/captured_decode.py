@@ -79,7 +79,7 @@ class StaticColumns(AttentionCache):
         return self.column
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (columns in the buffers, the first of them)."""
+        """Return the number of columns in a layer's buffers, and the first column that they hold."""
         return self._columns[layer_idx], self._first_kept.get(layer_idx, 0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -240,7 +240,7 @@ class _CapturedStep:
             self._output = self._forward()
 
     def replay(self, cohort: Cohort, x: Tensor) -> Tensor:
-        """Return the step's output, which the next replay overwrites."""
+        """Run the captured step on `x`. Returns its output, which the next replay overwrites."""
         self._prepare(cohort, x)
         self._graph.replay()
         assert self._output is not None

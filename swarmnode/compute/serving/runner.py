@@ -254,15 +254,15 @@ class StageRunner:
         return [together, *alone] if together else alone
 
     def _room(self, work: StepInput) -> int:
-        """Return the length that a step may be filled up to.
+        """Return the most positions that a session's step may have after padding in a shared pass.
 
-        Positions beyond the session's last one may also be beyond the model's.
+        Positions beyond the session's reserved length may also be beyond the model's.
         """
         cached = self._sessions[work.session_id].cached
         return min(cached.max_length - cached.length, self._before_switch(cached) or cached.max_length)
 
     def _before_switch(self, cached: CachedSession) -> int:
-        """Return how many more positions come before longrope's switch of frequencies; 0 if the switch has passed."""
+        """Return the number of positions before longrope switches its frequencies; 0 if they have been switched."""
         if self._switch is None:
             return cached.max_length
         return max(0, self._switch - (cached.length - min(cached.padding)))

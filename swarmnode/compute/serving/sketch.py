@@ -66,7 +66,7 @@ def _rows(value: Tensor, seed: bytes) -> Tensor:
 
 
 def sketch_bytes(sketch_N: Tensor) -> bytes:
-    """Encode a sketch of any shape: float32, little-endian."""
+    """Encode a sketch of any shape as bytes: float32, little-endian."""
     return sketch_N.contiguous().numpy().astype("<f4").tobytes()
 
 

@@ -117,7 +117,7 @@ class Block:
     # -- statistics
 
     def save(self) -> Changes:
-        """Return copies of the statistics, before a pass."""
+        """Return copies of the running statistics, to restore them after a pass."""
         return {name: buffer.clone() for name, buffer in self.statistics.items()}
 
     def take_back(self, saved: Changes) -> Changes:
@@ -167,7 +167,7 @@ class Block:
 
     @torch.no_grad()
     def follow(self, leader: Block) -> None:
-        """Copy the values of the block that this one follows."""
+        """Copy parameters and statistics from `leader`, the same block on another device."""
         values = leader.state()
         for name, tensor in self.state().items():
             tensor.data.copy_(values[name])  # data: a served model may share it

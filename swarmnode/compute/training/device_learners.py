@@ -76,11 +76,11 @@ class DeviceLearners:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all blocks."""
+        """Bytes of the training state (parameters and the optimiser's memory) of all blocks here."""
         return sum(tensor.nbytes for number in self._holders for tensor in self.state(number).values())
 
     def discard(self) -> None:
-        """Forget everything of this step: sums, masks, passes in flight."""
+        """Forget everything of this step: sums of gradients, counted microbatches, and passes that wait for gradients."""
         with self._alone():
             for learner in self._learners:
                 learner.discard()
@@ -98,7 +98,7 @@ class DeviceLearners:
         return dict(sorted(by_number.items()))
 
     def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
-        """Compute layers, all on one device, without counting; see `Learner.compute`."""
+        """Return the outputs of layers [start, end), all on one device, without counting the microbatch; see `Learner.compute`."""
         learner, _ = next(self._among(start, end))
         with learner.lock:
             device = learner.segment.device
@@ -147,7 +147,7 @@ class DeviceLearners:
         return {block: (self._size(block), len(self._block(block).gradient_N)) for block in blocks}
 
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
-        """Return the squared norm of gradients, see `Learner.squared_norm`."""
+        """Return the squared norm of the gradients of these blocks on all devices; see `Learner.squared_norm`."""
         with self._alone():
             self._gather()
             parts = {} if flat is None else by_block({tuple(blocks): flat}, self._size)
@@ -174,7 +174,7 @@ class DeviceLearners:
         apart: Collection[int] = (),
         pseudo_gradients: Vectors = MappingProxyType({}),
     ) -> None:
-        """Update parameters and go on to the next step, see `Learner.commit`."""
+        """Update the parameters on all devices and go on to the next step; see `Learner.commit`."""
         agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
         updated = self._holders.keys() if summed is None else summed
         with self._alone():

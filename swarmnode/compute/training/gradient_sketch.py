@@ -56,7 +56,7 @@ def gradient_sketch(gradient_N: Tensor, seed: bytes) -> Tensor:
 
 
 class BlockSketches(dict[int, Tensor]):
-    """Gradient sketches by block. Sketches of one block add up."""
+    """Sketches of gradients by block of parameters. Sketches of the same block add up."""
 
     def add(self, block: int, sketch_S: Tensor) -> None:
         """Add `sketch_S` to the sketch of the block `block`."""
@@ -115,7 +115,7 @@ class ContributionSketch:
 
     @property
     def blocks(self) -> list[int]:
-        """Numbers of the blocks whose sums this node makes and to which the member has contributed, in order."""
+        """Numbers of the blocks that the member has contributed to, among the parts that this node sums, in order."""
         return sorted(self._tiles)
 
     def deviations(self, due: Mapping[int, Tensor], *, longer_than: float) -> list[float]:

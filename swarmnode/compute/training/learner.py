@@ -94,7 +94,7 @@ class Learner:
         return tuple(self._blocks)
 
     def block(self, number: int) -> Block:
-        """Return a block. Raises KeyError if it is not held."""
+        """Return the block of parameters with this number. Raises KeyError if it is not trained here."""
         return self._blocks[number]
 
     @property
@@ -104,12 +104,12 @@ class Learner:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the sums of all blocks."""
+        """Bytes of the step's sums of gradients of all blocks."""
         return sum(block.sums_N.nbytes for block in self._blocks.values())
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimisers' memory of all blocks."""
+        """Bytes that the optimiser's memory takes for all blocks."""
         return sum(block.optimizer_bytes for block in self._blocks.values())
 
     # -- passes
@@ -174,7 +174,7 @@ class Learner:
         self._saved.pop(lease, None)
 
     def discard(self) -> None:
-        """Forget everything of this step: accumulators, masks, passes in flight."""
+        """Forget everything of this step: sums of gradients, counted microbatches, and passes that wait for gradients."""
         self._saved.clear()
         self.counted = dict.fromkeys(self.counted, 0)
         for block in self._blocks.values():
@@ -294,7 +294,7 @@ class Learner:
         return {number: list(self._blocks[number].parameters.values()) for number in self._of(start, end)}
 
     def accumulators(self, start: int, end: int) -> dict[int, Tensor]:
-        """Return the gradient sums of these parameters by block: references."""
+        """Return the step's sums of gradients for layers [start, end) by block; they are the sums themselves, not copies."""
         return {number: self._blocks[number].gradient_N for number in self._of(start, end)}
 
     def _of(self, start: int, end: int) -> list[int]:

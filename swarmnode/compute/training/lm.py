@@ -39,7 +39,7 @@ class NothingKept(AttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values unchanged. Called by attention."""
+        """Return the keys and values unchanged, since training caches nothing. Called by attention."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

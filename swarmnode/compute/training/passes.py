@@ -178,7 +178,7 @@ class Passes:
             return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else [None] * len(wanted))
 
     def _outputs(self, about: SavedActivations, piece: SavedPiece) -> Values:
-        """Return a piece's outputs with their graph."""
+        """Return the outputs of a saved piece with their graph; compute them again if they were not kept."""
         if piece.outputs is not None:
             return piece.outputs
         with torch.enable_grad():

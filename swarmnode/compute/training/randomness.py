@@ -109,7 +109,8 @@ class CounterDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attend as torch's function does. With dropout it uses separate operators, because fused kernels draw for themselves."""
+        """Compute attention as torch's function does, with this mode's dropout. Fused kernels draw for themselves, so dropout
+        uses separate operators."""
         if dropout_p == 0:
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

@@ -20,7 +20,7 @@ Whole numbers may stay on the host, which checks them first; a unit moves those 
 
 
 def moved(values: Values, device: torch.device) -> Values:
-    """Return the values with floats moved to this device."""
+    """Return `values` with floating-point tensors moved to `device`, and other tensors unchanged."""
     return tuple(value.to(device) if value.is_floating_point() else value for value in values)
 
 
@@ -70,7 +70,7 @@ class Segment(ABC):
 
         They have the right shapes, and take as long to compute with as real ones. Raises CheckpointError if only the data has them.
         """
-        raise CheckpointError("these layers cannot be measured with made-up values; use real data")
+        raise CheckpointError("no made-up values fit these layers: only their data has them")
 
 
 def refound(segment: Segment, founding: Segment) -> None:

@@ -41,7 +41,7 @@ class Evidence:
 
     @property
     def direct(self) -> list[str]:
-        """Public addresses without a relay."""
+        """Public addresses of this peer that need no relay."""
         return [address for address in self.addresses if not is_relayed(address) and is_public(address)]
 
     @property
@@ -51,7 +51,7 @@ class Evidence:
 
     @property
     def relayed(self) -> list[str]:
-        """Addresses over a relay."""
+        """Addresses of this peer that lead over a relay."""
         return [address for address in self.addresses if is_relayed(address)]
 
     @property
@@ -60,7 +60,7 @@ class Evidence:
         return [address for address in self.visitors if is_public(address) and not is_relayed(address)]
 
     def told(self) -> tuple[str, ...]:
-        """Return the evidence in sentences."""
+        """Return the evidence as sentences for a user."""
         return (
             f"libp2p gives {len(self.addresses)} addresses: {len(self.direct)} of the internet, {len(self.relayed)} over a relay",
             f"{len(self.own)} of those of the internet are this machine's own, the others its router's",
@@ -70,7 +70,7 @@ class Evidence:
 
 
 def conclude(evidence: Evidence) -> Reachability:
-    """Return the reachability that the evidence implies."""
+    """Return how this peer can be reached, as the evidence implies: directly, by a mapped port, through a relay, or unknown."""
     if evidence.own:
         return Reachability.PUBLIC
     if any(is_public(address) for address in evidence.promised):
@@ -108,7 +108,7 @@ def _hosts(listening: Sequence[str], interfaces: Collection[str]) -> Iterator[st
 
 
 def own_interfaces() -> set[str]:
-    """Return the IP addresses of this machine."""
+    """Return the IP addresses of this machine's network interfaces."""
     entries = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
     families = (socket.AF_INET, socket.AF_INET6)
     return {entry.address.partition("%")[0] for entry in entries if entry.family in families}

@@ -57,7 +57,7 @@ class Agreement:
 
 
 class KeyPair:
-    """Ephemeral key pair of one side, for one agreement."""
+    """X25519 key pair of one side, made for one connection."""
 
     def __init__(self, private: bytes | None = None) -> None:
         self._private = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
@@ -92,7 +92,7 @@ class KeyPair:
 
 
 class DirectionKey:
-    """Key of one direction, and the number of its next record."""
+    """Key for the records of one direction, and the number of its next record."""
 
     def __init__(self, key: bytes, *, renew_after: int = RENEW_AFTER) -> None:
         self._key = key

@@ -70,7 +70,7 @@ class EngineDht(Dht):
         self._stopped = asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
-        """End the calls: p2pd is gone."""
+        """End all calls of the DHT, as p2pd has ended."""
         calls, self._calls = self._calls, None
         if calls is not None:
             self._stopped.set_result(None)

@@ -45,7 +45,7 @@ SETTLE_S = 4.0
 
 
 class Connections(Protocol):
-    """The part of p2pd's control for its connections (`p2pd_control.py`)."""
+    """Interface to the connections of p2pd (`p2pd_control.py`)."""
 
     async def connected(self) -> dict[PeerId, list[str]]: ...
     async def disconnect(self, peer: PeerId) -> None: ...

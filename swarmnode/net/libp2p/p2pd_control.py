@@ -164,7 +164,7 @@ def read_varint(data: bytes) -> tuple[int, int]:
 
 
 def write_varint(value: int) -> bytes:
-    """Return the unsigned LEB128 form of a number."""
+    """Return `value` in unsigned LEB128 encoding."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

@@ -22,7 +22,7 @@ class GuardedLink(Protocol):
     closed: bool  # true if nothing more can be sent
 
     def send(self, body: Body) -> None:
-        """Queue a frame. Raises PeerLost on a closed link."""
+        """Queue a message to the peer. Raises PeerLost if the link is closed."""
 
     async def drain(self) -> None:
         """Wait until the send queue is short. Raises PeerLost if the link died meanwhile."""
@@ -48,7 +48,7 @@ class Gate:
         ProtocolError if it is refused."""
 
     def opened(self, link: GuardedLink) -> None:
-        """Note a link that was admitted."""
+        """Called with each link that was admitted."""
 
     def closed(self, link: GuardedLink) -> None:
         """Note the end of a link. Also called for a link that was never admitted, and more than once."""

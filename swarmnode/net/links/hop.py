@@ -222,7 +222,7 @@ class Hop:
         return channel
 
     def _leave(self, attempt: int) -> None:
-        """Unbind, unless a newer epoch has bound the hop meanwhile."""
+        """Unbind the hop, unless a newer attempt has bound it meanwhile."""
         if attempt == self._attempt:
             self.unbind()
 

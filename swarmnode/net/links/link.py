@@ -410,7 +410,7 @@ class Link:
         await self._stream.close()
 
     def abort(self) -> None:
-        """Drop the link at once."""
+        """Drop the link at once; unsent frames are lost."""
         self._end()
         self._stream.abort()
         self._reader.give_up()

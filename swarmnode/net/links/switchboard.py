@@ -159,7 +159,7 @@ class Switchboard:
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Ledger of the memory of its conversations."""
+        """Account of the memory that messages of these links take."""
         return self._config.ledger
 
     async def start(self) -> None:

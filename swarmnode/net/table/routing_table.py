@@ -22,12 +22,12 @@ ID_BITS = 160
 
 @lru_cache(maxsize=16_384)
 def node_id(peer: PeerId) -> int:
-    """Return the place of a peer in the table."""
+    """Return the id of a peer in the DHT's id space; its distance to a key's id decides which peers keep the key."""
     return int.from_bytes(hashlib.sha1(b"swarmnode peer " + peer.encode(), usedforsecurity=False).digest(), "big")
 
 
 def key_id(key: bytes) -> int:
-    """Return the place of a key in the table."""
+    """Return the id of a key in the DHT's id space; the peers with the nearest ids keep the key."""
     return int.from_bytes(key_digest(key), "big")
 
 
@@ -63,7 +63,7 @@ class RoutingTable:
         return peer in self._buckets.get(self._bucket_of(peer), {})
 
     def peers(self) -> set[PeerId]:
-        """Return all peers of the table."""
+        """Return all peers in the routing table."""
         return {peer for bucket in self._buckets.values() for peer in bucket}
 
     def heard(self, peer: PeerId, group: str) -> PeerId | None:
@@ -84,7 +84,7 @@ class RoutingTable:
         return None
 
     def lost(self, peer: PeerId) -> None:
-        """Remove a peer that does not answer."""
+        """Remove a peer that does not answer from the routing table."""
         self._buckets.get(self._bucket_of(peer), {}).pop(peer, None)
 
     def nearest(self, place: int, count: int = BUCKET_PEERS) -> list[PeerId]:

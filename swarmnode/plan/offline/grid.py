@@ -36,7 +36,7 @@ class MicrobatchTraffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one training step spent on traffic."""
+    """Seconds that one training step spends on traffic."""
 
     data_parallel_s: float  # the slowest stage averages its gradients
     pipeline_s: float  # activations forward and gradients back, each hop as slow as its slowest link
@@ -84,7 +84,7 @@ class Problem:
         )
 
     def cost(self, grid: Grid) -> Cost:
-        """Return the cost of `grid`."""
+        """Return the seconds of traffic of a step with the devices placed as in `grid`."""
         return Cost(max(map(self.stage_averaging_s, grid)), self.pipeline_s(grid))
 
     def stage_averaging_s(self, members: Members) -> float:

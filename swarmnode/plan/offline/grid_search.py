@@ -174,7 +174,7 @@ class Search:
         return self._ranked(connected(problem, grid, hops) for _, grid in best)
 
     def _ranked(self, grids: Iterable[Grid]) -> list[Grid]:
-        """Return the different `grids`, the cheapest first."""
+        """Return the different `grids`, the cheapest first, and remember the least cost."""
         different = {grid.tobytes(): grid for grid in grids}
         ranked = sorted(different.values(), key=lambda grid: self.problem.cost(grid).total_s)
         self._best_s = self.problem.cost(ranked[0]).total_s

@@ -119,7 +119,7 @@ class Arrangement:
 
     @property
     def cost(self) -> Cost:
-        """Cost of the present grid."""
+        """Seconds of traffic of a step with the present grid."""
         return Cost(float(self._averaging_s.max()), self.problem.pipeline_s(self.grid))
 
     def swap(self, a: int, b: int) -> None:
@@ -149,7 +149,7 @@ class Arrangement:
         return total_s
 
     def _enter(self, stage: int) -> None:
-        """Update the tables from the present devices of `stage`."""
+        """Update the tables of averaging costs from the present devices of `stage`."""
         members = self.grid[stage]
         averaging = self.problem.averaging_s
         self._stage[members] = stage

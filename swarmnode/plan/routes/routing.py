@@ -114,7 +114,8 @@ def _candidates(
     size: SessionSize,
     config: RoutingConfig,
 ) -> list[Candidate]:
-    """Return all possible hops, in an order drawn by the client, so that ties do not send all clients to the same peer."""
+    """Return all possible hops (peers with layers) of a route, in an order drawn by the client, so that ties do not send all
+    clients to the same peer."""
     ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
     kept = [
         Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), exact=True)
@@ -228,13 +229,13 @@ def _without_repeats(
 
 
 def _restricted(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
-    """Return the candidates with `peer` cut to `place`."""
+    """Return the candidates with those of `peer` cut to the layers in `place`."""
     clipped = [candidate if candidate.peer != peer else _clip(candidate, place) for candidate in candidates]
     return [candidate for candidate in clipped if candidate is not None]
 
 
 def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
-    """Return the candidates with only `peer` within `place`."""
+    """Return the candidates such that only `peer` may compute the layers in `place`."""
     rest: list[Candidate] = []
     for candidate in candidates:
         if candidate.peer == peer:

@@ -66,7 +66,7 @@ class CodecSchedule:
         return len(self._changes) >= MAX_CHANGES
 
     def at(self, position: int) -> Codec:
-        """Return the codec of a position."""
+        """Return the codec that is used at `position`."""
         return next((codec for start, codec in reversed(self.changes) if start <= position), self._first)
 
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Codec]]:
@@ -93,5 +93,5 @@ class CodecSchedule:
         self._changes = dict(sorted({**dict(changes), **self._changes}.items())[:MAX_CHANGES])
 
     def truncate(self, to: int) -> None:
-        """Drop the changes at position `to` and after it."""
+        """Drop the changes of codec from position `to` on."""
         self._changes = {at: codec for at, codec in self._changes.items() if at < to}

@@ -43,7 +43,7 @@ class CapacityIndex:
         )
 
     def change(self, peer: PeerView, by: int) -> None:
-        """Count a peer on its span once more, or (`by` -1) once less."""
+        """Add a peer's speed to the counts of the layers that it holds, or remove it if `by` is -1."""
         span = self._clip(peer.span)
         if span.units <= 0:
             return
@@ -66,7 +66,7 @@ class CapacityIndex:
         return frozenset(unit for span in self.spans for unit in span)
 
     def missing(self) -> list[int]:
-        """Return the layers without a holder."""
+        """Return the numbers of the layers without a holder."""
         return [int(unit) for unit in np.flatnonzero(self.holders_U == 0)]
 
     def _clip(self, span: Span) -> Span:

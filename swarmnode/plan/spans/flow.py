@@ -147,7 +147,7 @@ def _cheapest(first_BIJ: Floats, level_B: Floats) -> tuple[Floats, Indexes, Bool
 
 
 def _spend(supply_BSE: Floats, taken_BU: Bools) -> None:
-    """Take away all peers that hold a layer of the sets: their work is given."""
+    """Set to 0 the speed of all peers that hold one of the layers in `taken_BU`, as their work is used up."""
     batch, units = taken_BU.shape
     before_BU = np.zeros((batch, units + 1), np.intp)
     before_BU[:, 1:] = np.cumsum(taken_BU, axis=1)

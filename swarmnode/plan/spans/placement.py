@@ -40,7 +40,8 @@ REAL_CHANGE = 1.25  # a speed that differs by less than this factor from the hel
 
 
 class Hysteresis:
-    """Held speeds of all peers, in layers/s, for one observer. An unmeasured peer has no held speed."""
+    """Speeds of all peers in layers/s, as one observer holds them: they follow only real changes of the measured speeds. An
+    unmeasured peer has no held speed."""
 
     def __init__(self) -> None:
         self._held: dict[PeerId, float] = {}
@@ -49,7 +50,8 @@ class Hysteresis:
         return f"<Hysteresis speeds of {len(self._held)} peers>"
 
     def view(self, view: View) -> View:
-        """The same view with held speeds. Peers that are gone are forgotten."""
+        """Return the view with each peer's held speed, which changes only if the measured one differs by a factor of REAL_CHANGE.
+        Peers that are gone are forgotten."""
         self._held = {peer.peer: self._hold(peer.peer, peer.decode_units_per_s) for peer in view.peers}
         peers = tuple(replace(peer, decode_units_per_s=self._held[peer.peer]) for peer in view.peers)
         return replace(view, peers=peers)
@@ -154,7 +156,7 @@ BY_THROUGHPUT = PlacementRule(choose_span, reconsider)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
-    """Return the layers that none of `peers` holds."""
+    """Return the numbers of the layers that none of `peers` holds."""
     return CapacityIndex(units, peers).missing()
 
 
@@ -195,7 +197,7 @@ def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list
 
 
 def _turn(peer: PeerView, filled: int) -> tuple[int, int, int]:
-    """Sort key for turns at filling gaps; the least goes first."""
+    """Return a sort key for peers that could fill a gap of layers; the peer with the least key goes first."""
     return -filled, peer.sessions, draw(peer.peer)
 
 
@@ -261,7 +263,7 @@ def _aligned(capacity_index: CapacityIndex, windows: Sequence[Span], peer: PeerI
 
 
 def _least(windows: Sequence[Span], cost: Callable[[Span], Any]) -> list[Span]:
-    """All windows of the least cost."""
+    """Return the windows with the least `cost`."""
     costs = [cost(window) for window in windows]
     least = min(costs)
     return [window for window, value in zip(windows, costs, strict=True) if value == least]

@@ -89,7 +89,7 @@ class AveragingNetwork:
         return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs], homes)
 
     def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
-        """Estimate the seconds that contributor `number` needs on its slowest path, without lines and delays."""
+        """Estimate the seconds that contributor `number` needs on its slowest path, without shared lines and delays."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
 

@@ -93,7 +93,7 @@ def transition(phase: Phase, event: Event) -> Outcome:
 
 
 class Coordination:
-    """The state machine of one stage, with its current phase."""
+    """State machine of one stage in the training, with its current phase."""
 
     def __init__(self, phase: Phase = Phase.VACANT) -> None:
         self.phase = phase

@@ -45,7 +45,7 @@ class StageLayout:
 
     @property
     def least_holders(self) -> int:
-        """Number of holders of the stage that has fewest."""
+        """Number of peers that hold the stage with the fewest holders."""
         return min(self.places.count(stage) for stage in self.stages)
 
     @property
@@ -56,7 +56,7 @@ class StageLayout:
 
     @property
     def holding(self) -> int:
-        """Number of peers that have a stage."""
+        """Number of peers that hold layers in this layout; the others stand by."""
         return sum(place.units > 0 for place in self.places)
 
     @property
@@ -131,7 +131,7 @@ def _sketched(forecast: StepForecast, capacity_N: Indexes) -> Sequence[LikelyLay
 
 
 def _sketch(forecast: StepForecast, layouts: Sequence[StageLayout]) -> dict[tuple[Span, ...], LikelyLayout]:
-    """Return the layouts with sketched steps, by their places."""
+    """Return `layouts` by their places, each with the quickly estimated seconds of its step."""
     if not layouts:
         return {}
     held_LNU = np.stack([held_units(layout.places, forecast.load.units) for layout in layouts])

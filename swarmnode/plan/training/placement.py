@@ -52,7 +52,7 @@ class TrainingPeers:
         return bool(held_units(learnt, units).any(axis=0).all())
 
     def lack(self, place: Span, units: int) -> bool:
-        """Return whether some layer of `place` has no holder."""
+        """Return whether some layer of `place` has no holder. `units` is the number of layers of the model."""
         held_NU = held_units(self.spans, units)
         return not held_NU[:, place.start : place.end].any(axis=0).all()
 

@@ -118,7 +118,7 @@ class FirstPlaces:
 
     @property
     def awaited(self) -> bool:
-        """Whether the first step should wait for moves."""
+        """Whether the first step of the training should wait until peers have moved to their layers."""
         return self._awaited and self._clock() < self._still_until_s
 
 

@@ -141,7 +141,7 @@ def _scales(heights: Floats) -> list[Floats]:
 
 
 class StepForecast:
-    """Forecast of the steps of one load on one network."""
+    """Forecast of the seconds of a training step for any arrangement of layers on peers."""
 
     def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
         self.load, self.network = load, network

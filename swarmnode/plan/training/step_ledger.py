@@ -56,7 +56,7 @@ class OutstandingLease:
     claimed: bool = False
 
     def passes(self, peer: PeerId) -> bool:
-        """Return whether a stage is on the route."""
+        """Return whether `peer` is on the route of the leased microbatch."""
         return any(hop == peer for hop, _ in self.route)
 
 
@@ -80,7 +80,7 @@ class StepLedger:
 
     @property
     def leases(self) -> list[OutstandingLease]:
-        """Leases that are neither done nor released."""
+        """Leases of microbatches that are neither finished nor released."""
         return list(self._leases.values())
 
     @property
@@ -98,7 +98,7 @@ class StepLedger:
         return found if found is not None and found.trainer == trainer and not found.called_back else None
 
     def lease(self, number: int) -> OutstandingLease | None:
-        """Return the lease of this number; None if it is over."""
+        """Return the lease with this number; None if it was never given out or is over."""
         return self._leases.get(number)
 
     def free(self) -> list[int]:
@@ -183,7 +183,7 @@ class StepLedger:
                 holding.masks[unit] = holding.mask(unit) | 1 << number
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a replica, with all that it had counted."""
+        """Forget a replica (the peer's stage) with the microbatches that it had counted."""
         self.holdings.pop(peer, None)
 
     def missing(self) -> list[int]:
@@ -236,5 +236,5 @@ class StepLedger:
 
 
 def _bits(mask: int) -> list[int]:
-    """Numbers of the bits that are set."""
+    """Return the numbers of the bits that are set in `mask`, lowest first."""
     return [number for number in range(mask.bit_length()) if mask >> number & 1]

@@ -65,7 +65,7 @@ class Transfers:
         return other
 
     def lines(self, clock: VirtualClock) -> VirtualLines:
-        """Return these links in virtual time, with no transfer under way."""
+        """Return the same links for a simulation in the time of `clock`, with no transfer in progress."""
         return VirtualLines(clock, list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
 
     def busy_s(self, peer: PeerId) -> float:
@@ -74,7 +74,7 @@ class Transfers:
         return float(self._busy_s_N()[self._at(peer)])
 
     def clear(self) -> None:
-        """Delete all bookings."""
+        """Forget all booked transfers."""
         self._booked.clear()
         self._booked_NN[:] = 0.0
 

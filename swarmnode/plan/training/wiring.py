@@ -37,8 +37,12 @@ BELIEVED = 4.0  # times the median speed: the most that counts for the number of
 
 @dataclass
 class Replica:
-    """A peer that may take microbatches: `unit_s` seconds for one through one layer, `booked_units` sent and not back. `at_once`:
-    microbatches that keep it busy; `window`: that it has room for; 0: not known."""
+    """Peer that may take microbatches.
+
+    `unit_s` are seconds for one microbatch through one layer, and `booked_units` the layers of microbatches that are sent and not
+    back. `at_once` is the number of microbatches that keep the peer busy, and `window` the number that it has room for; 0 if
+    unknown.
+    """
 
     span: Span
     unit_s: float = 0.0
@@ -127,7 +131,7 @@ def wire(
 
 @lru_cache(maxsize=1024)
 def _cover(spans: Collection[Span], units: int) -> bool:
-    """Return whether the spans contain all `units`."""
+    """Return whether every one of `units` layers is in at least one of `spans`."""
     return len(set().union(*(range(*span) for span in spans))) >= units
 
 

@@ -31,7 +31,7 @@ LEAVING_S = 30.0  # a leaving peer does not come back soon
 
 
 class Verdict(Enum):
-    """Consequence of a fault."""
+    """Conclusion that a client draws from a fault in a session: whether the peer or the request is to blame."""
 
     PEER = auto()  # the peer failed: suspect it in all sessions
     ELSEWHERE = auto()  # it may be the peer or the request: use another peer in this session

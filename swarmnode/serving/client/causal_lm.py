@@ -65,7 +65,7 @@ class Ends:
             runner.close(session)
 
     def truncate(self, session: Hashable, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Forget the positions of a session from `length` on."""
         for runner in (self._embedding, self._head):
             runner.truncate(session, length)
 

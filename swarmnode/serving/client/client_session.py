@@ -85,7 +85,7 @@ class ToldCodecs:
 
     @property
     def told(self) -> tuple[LinkCodec, ...]:
-        """All reported choices, for OPEN."""
+        """Return all codecs that hops chose, as an OPEN message carries them to a new hop."""
         schedules = self._schedules.items()
         return tuple(LinkCodec(unit, start, codec) for unit, one in schedules for start, codec in one.changes)
 

@@ -36,7 +36,7 @@ class Ring:
         return f"<Ring {'open' if self.channel is None else f'by {self.channel.peer}'}>"
 
     def unbind(self) -> None:
-        """Leave the last hop. Safe to call twice."""
+        """Close the channel on which the last hop sends tokens to the first one. Calling it again changes nothing."""
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
@@ -150,7 +150,7 @@ class OutputStream:
                 channel.send(output, seq=position, payload=payload)
 
     def detach(self, channel: Channel) -> None:
-        """End a subscription. Safe to call twice."""
+        """End the subscription of `channel`. Calling it again changes nothing."""
         if channel in self._subscribers:
             self._subscribers.remove(channel)
 

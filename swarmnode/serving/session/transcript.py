@@ -44,11 +44,11 @@ class Conveyed:
 
     @property
     def codec(self) -> Codec:
-        """Coarsest codec of all entries."""
+        """The codec that loses most among those that carried these values."""
         return coarsest(Codec(entry.body.tensor.codec) for entry in self.entries)
 
     def edge(self) -> Edge:
-        """Return the edge as it appears in a statement."""
+        """Return the summary of these values for a signed statement: a digest and the range of positions."""
         if not self.entries:
             return Edge()
         if self.is_ids:
@@ -90,7 +90,7 @@ class Transcript:
         self._base = position
 
     def take(self, start: int, parts: Sequence[tuple[TensorInfo, Buffer]]) -> None:
-        """Keep an input whose first position is `start`."""
+        """Keep an input from position `start` on, if inputs are kept for audits."""
         if self._keeps:
             for info, payload in parts:
                 self._received.append(Entry(start, info.shape[1], Input(info), (payload,)))
@@ -101,7 +101,7 @@ class Transcript:
 
     @property
     def received(self) -> Conveyed:
-        """Inputs received until now; empty if nothing is kept."""
+        """Inputs of this hop received up to now, for audits; empty if the hop keeps none."""
         return Conveyed(tuple(self._received), self._base)
 
     @property

@@ -41,16 +41,16 @@ class SimulatedWorkload(Protocol):
         """Whether newcomers must download more than the initial weights."""
 
     def begin(self) -> None:
-        """Begin the work; all peers are in place."""
+        """Begin the work, once all initial peers hold their layers."""
 
     def gauges(self) -> dict[str, float]:
         """Return the current values for the curves, by name."""
 
     def ready(self, peer: Peer) -> None:
-        """Take in `peer`, which begins to serve its span."""
+        """Take in `peer`, which has loaded its layers and begins to serve or train them."""
 
     def leaving(self, peer: Peer) -> None:
-        """Move the work of `peer`, which drains, to other peers."""
+        """Move the work of `peer`, which is about to leave, to other peers."""
 
     def lost(self, peer: Peer) -> None:
         """Drop `peer`, which vanished without a goodbye. Other peers notice `detect_s` seconds later."""

@@ -25,7 +25,7 @@ COLOURS = tuple(f"var(--c{number})" for number in range(6))  # variables of STYL
 
 
 def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float]]) -> str:
-    """Draw `lines` by name over `times_s` in one figure with a legend."""
+    """Draw curves as an SVG figure with a legend: `lines` are values by name, at `times_s`."""
     highest = _round_up(max((value for line in lines.values() for value in line), default=0.0))
     latest_s = max(times_s, default=1.0)
     parts = [_frame(highest, latest_s)]

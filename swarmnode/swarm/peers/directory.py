@@ -107,7 +107,7 @@ class DhtMeter:
             raise
 
     def readings(self) -> Readings:
-        """Yield durations and failures of both operations."""
+        """Yield, for DHT reads and for DHT writes, the durations and the number of failures."""
         for operation, seconds in self._seconds.items():
             yield Reading(table.DHT_SECONDS, seconds, (operation,))
             yield Reading(table.DHT_FAILURES, self._failures[operation], (operation,))
@@ -258,7 +258,7 @@ class Directory:
         self._update()
 
     async def changed(self, since: int) -> int:
-        """Wait until `revision` differs from `since`, and return it."""
+        """Wait until the directory's `revision` differs from `since`, and return the new revision."""
         while self.revision == since:
             await self._moved.wait()
         return self.revision

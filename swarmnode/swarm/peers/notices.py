@@ -22,7 +22,7 @@ USE = b"use:"
 
 
 class Notice(NamedTuple):
-    """Place of a notice in the DHT, and its value."""
+    """Notice that every peer should have (revocations, used invites): its key and subkey in the DHT, and its value."""
 
     key: bytes
     subkey: bytes

@@ -112,7 +112,7 @@ class PeerTable:
                 self._suspicions.pop(announcement.peer, None)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop the announcement of a peer."""
+        """Drop the announcement of `peer` from the table."""
         self._newest.pop(peer, None)
 
     def suspect(self, peer: PeerId, reason: str, now: float) -> None:

@@ -48,14 +48,14 @@ Place = str
 
 
 class Shard(NamedTuple):
-    """One of the keys in the DHT under which announcements are stored: a number at a level of a place (a range of layers)."""
+    """Key in the DHT for a part of the announcements: a number at a level of a place (a range of layers)."""
 
     place: Place
     level: int
     number: int
 
     def key(self, swarm_id: bytes) -> bytes:
-        """Return the key in the DHT."""
+        """Return this shard's key in the DHT, for the swarm with this id."""
         if self.place == ALL:
             return b"%b:peers:%d:%d" % (swarm_id, self.level, self.number)
         return b"%b:units:%b:%d:%d" % (swarm_id, self.place.encode(), self.level, self.number)
@@ -197,7 +197,7 @@ class ShardSampling:
     # -- reading
 
     def next_look(self, span: tuple[int, int]) -> list[Shard]:
-        """Return the shards to read now. `span` is this peer's own."""
+        """Return the shards (keys of the DHT with announcements) to read now. `span` is the range of layers of this peer."""
         self._reads += 1
         if not self.large:
             return list(dict.fromkeys([SAMPLE, *all_shards(ALL, self.peers)]))
@@ -243,7 +243,7 @@ class ShardSampling:
         return self.peers * here / max(1, len(self._spans))
 
     def saw(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
-        """Learn from the records that a read brought."""
+        """Update the estimates of the swarm's size from the announcements found in shards."""
         everybody = {peer.peer: peer for records in found.values() for peer in records}
         self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
         self._found.update({shard: frozenset(peer.peer for peer in records) for shard, records in found.items()})

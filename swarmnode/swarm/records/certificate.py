@@ -61,7 +61,7 @@ class Grant(Signable, frozen=True):
 
     @property
     def invite_id(self) -> bytes:
-        """8 bytes that name the invite in lists."""
+        """Id of the invite, 8 bytes, as lists of invites name it."""
         return hashlib.sha256(self.key).digest()[:INVITE_ID_BYTES]
 
     @property

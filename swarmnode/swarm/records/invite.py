@@ -77,7 +77,7 @@ def sign_swarm(swarm_id: bytes, owner: SigningKey) -> bytes:
 
 
 def is_owners(swarm_id: bytes, owner: bytes, signature: bytes) -> bool:
-    """Return whether the owner with this public key signed the swarm."""
+    """Return whether the owner with this public key has signed the swarm's id."""
     return is_signed(owner, SWARM_DOMAIN + swarm_id, signature)
 
 

@@ -87,7 +87,7 @@ def file_names(name: str) -> tuple[str, str]:
 
 
 def is_valid(adapter: AdapterInfo) -> bool:
-    """Return whether name and files are within their bounds."""
+    """Return whether the adapter's name, file names and sizes are within their bounds."""
     config, weights = adapter.files
     return (
         is_adapter_name(adapter.name)

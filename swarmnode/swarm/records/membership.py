@@ -140,7 +140,7 @@ class Membership:
             raise ProtocolError(f"{peer}: {reason}", code=ErrorCode.REFUSED, peer=peer)
 
     def _objection(self, peer: PeerId, member: Member | None, now: float) -> str | None:
-        """Return why this peer is not admitted now; None if it is."""
+        """Return the reason for not admitting this peer now; None if it is admitted."""
         if self.revocations.covers(peer, b"" if member is None else member.invite):
             return "its membership was revoked"
         return None if member is None else self._objection_to_use(member, now)
@@ -168,7 +168,7 @@ class Membership:
         return open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
 
     def own_role(self) -> Role:
-        """Return this peer's own role; TRAINER in a public swarm."""
+        """Return the role of this peer in the swarm; TRAINER in a public swarm."""
         own = self.own()
         return Role.TRAINER if own is None else own.role
 

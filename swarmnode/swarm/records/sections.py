@@ -97,7 +97,7 @@ class DiskOffer(Section, frozen=True, kw_only=True):
 
 
 class PathNews(Section, frozen=True, kw_only=True):
-    """Measurements of links. Filled by the paths."""
+    """Section of an announcement with measured links: bandwidths, round trips, coordinate and reachability. Filled by the paths."""
 
     up_bps: float | UnsetType = UNSET
     down_bps: float | UnsetType = UNSET

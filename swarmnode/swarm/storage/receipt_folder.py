@@ -76,7 +76,7 @@ class ReceiptFolder:
 
     @property
     def receipts(self) -> list[Receipt]:
-        """Receipts that count now."""
+        """Receipts that are recent enough to count now."""
         return [receipt for receipt in self._kept.values() if counts(receipt, self._now())]
 
     def last(self, receipt: Receipt) -> Receipt | None:

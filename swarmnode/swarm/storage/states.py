@@ -98,7 +98,7 @@ class StateStore:
         return {block: file for block, file in self._steps.get(step, {}).items() if (step, block) not in self._damaged}
 
     def newest(self) -> int | None:
-        """Return the newest step; None if there is none."""
+        """Return the newest step with a state on this disk; None if there is none."""
         return max(self.steps(), default=None)
 
     def path(self, step: int, block: int, *, verify: bool = True) -> Path:
@@ -212,7 +212,7 @@ class StateStore:
                 self.give_up(older)
 
     def give_up(self, step: int) -> None:
-        """Remove the fetched chunks of a step."""
+        """Remove the chunks of `step` that were fetched, as its fetch has ended without success."""
         shutil.rmtree(self.folder / f".incoming-{step:08d}", ignore_errors=True)
 
     # -- folders

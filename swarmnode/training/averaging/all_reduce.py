@@ -200,7 +200,8 @@ class AllReducer:
     async def _average(
         self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
     ) -> None:
-        """Average the members' pseudo-gradients in place of our own; a further attempt computes our own again."""
+        """Average the members' pseudo-gradients (changes of parameters since the last averaging) into `agreed`. Without a circle,
+        this node's own one is taken."""
         pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
         if circle is not None:
             await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self.peer, 0.0)))
@@ -234,7 +235,8 @@ class AllReducer:
         agreed.gradient_compressors.append(gradient_compressor)
 
     def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
-        """Return the compressor that keeps the residuals of these blocks."""
+        """Return the compressor for these blocks, which keeps the values left out in earlier steps; it is made at the first
+        call."""
         assert self._learner is not None
         if (blocks, how) not in self._gradient_compressors:
             averaging = self._learner.run.averaging

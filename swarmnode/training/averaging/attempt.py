@@ -96,7 +96,7 @@ class OutgoingSums:
         return f"<OutgoingSums, {self._first} of {len(self._parts)} taken by all, {len(self._sums)} here>"
 
     def hands_on(self, part: int) -> bool:
-        """Return whether a part is passed on."""
+        """Return whether this member passes on the sum of a part."""
         return part in self._place
 
     async def put(self, part: int, settled: Encoded) -> None:
@@ -107,7 +107,7 @@ class OutgoingSums:
             self._advance()
 
     async def get(self, part: int) -> Encoded:
-        """Wait for a part's sum and return it."""
+        """Wait until the sum of `part` is known, and return it encoded."""
         async with self._changed:
             await self._changed.wait_for(lambda: part in self._sums)
             return self._sums[part]
@@ -321,7 +321,7 @@ class Attempt:
         return result
 
     async def _together(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run jobs concurrently; the first error ends them all."""
+        """Run the jobs concurrently. The first error ends all of them and is raised."""
         tasks = Tasks("all-reduce", on_crash=None)
         try:
             await asyncio.gather(*[tasks.spawn(job, "job", awaited=True) for job in jobs])

@@ -65,7 +65,7 @@ class GatheredPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all contributions to the part come from one cluster."""
+        """Whether all contributions to the part come from one cluster of members."""
         return not self.elsewhere
 
 

@@ -43,7 +43,7 @@ class AttemptId(NamedTuple):
 
 
 def attempt_of(body: Pull) -> AttemptId:
-    """Return the attempt of a PULL."""
+    """Return the id of the all-reduce attempt (term, step, attempt and run) that a PULL message belongs to."""
     return AttemptId(body.term, body.step, body.attempt, body.run)
 
 
@@ -56,7 +56,7 @@ class PartChunk:
 
     @property
     def encoded(self) -> Encoded:
-        """The descriptor and payload of its vector."""
+        """The values of the part as sent: the descriptor of their encoding, and the payload."""
         return self.head.values[0], self.payload
 
 
@@ -96,7 +96,7 @@ class Progress:
         self._wake()
 
     def excused(self) -> None:
-        """Note that the peer says it waits for others."""
+        """Record that the partner has said that it waits for other members, so that its silence is no fault."""
         self._excused_at_s = self._clock()
 
     def fail(self, error: PeerError) -> None:

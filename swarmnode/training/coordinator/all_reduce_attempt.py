@@ -63,7 +63,7 @@ class AllReduceAttempt:
         return self.over or (bool(self.failures) and waited_s >= OTHERS_S)
 
     def request(self, peer: PeerId) -> Reduce:
-        """Return the request to `peer`, with its groups."""
+        """Return the REDUCE message to `peer`, with the groups of blocks that it averages."""
         return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)), self.run, self.within_s)
 
     def _groups_of(self, peer: PeerId) -> list[Group]:
@@ -110,7 +110,7 @@ class AllReduceAttempt:
 
     @property
     def contributors(self) -> set[PeerId]:
-        """The peers whose gradients are summed."""
+        """Ids of the peers whose gradients are summed in this attempt."""
         return {member.peer for group in self.groups for member in group.members if member.count}
 
     @property

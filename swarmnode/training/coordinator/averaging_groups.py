@@ -46,7 +46,7 @@ class WarmStarts:
         return f"<WarmStarts of {len(self._had)} groups>"
 
     def clear(self) -> None:
-        """Forget everything: members may not remember their sums any more."""
+        """Forget which members remember their last sums, since they may have lost them."""
         self._had.clear()
 
     def may(self, group: Group, members: Iterable[WorkerHandle]) -> bool:

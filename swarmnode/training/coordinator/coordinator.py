@@ -263,11 +263,11 @@ class Coordinator:
 
     @property
     def _going(self) -> StepLoop | None:
-        """The step loop; None during a rendezvous."""
+        """Loop over the steps of the training; None while the stages meet to agree on a step."""
         return None if self._machine.phase is Phase.RENDEZVOUS else self._step_loop
 
     def _advance(self) -> None:
-        """Handle all events that have come about."""
+        """Handle all events that have occurred, until none is due."""
         if self._advancing:  # a message that arrives meanwhile is looked at afterwards
             return
         self._advancing = True

@@ -256,7 +256,7 @@ class Dispatcher:
             self._proven.pop(peer, None)
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a lost stage and its counts, and call back the leases through it."""
+        """Forget the lost stage of `peer` with its counts, and call back the leases whose route includes it."""
         for record in self.ledger.leases:
             if record.called_back:
                 if record.passes(peer):
@@ -267,12 +267,12 @@ class Dispatcher:
         self.ledger.lose(peer)
 
     def lose_trainer(self, trainer: TrainerLine) -> None:
-        """Call back the leases of a lost trainer."""
+        """Call back the microbatches leased to a trainer that was lost."""
         for record in self.ledger.held_by(trainer.peer):
             self._call_back(record, frozenset())
 
     def clear(self) -> None:
-        """Void all leases and the members' bookings."""
+        """Forget all leases, all booked transfers, and the microbatches booked at the members."""
         self.ledger.void()
         self._transfers.clear()
         for member in self.members.values():

@@ -83,7 +83,7 @@ class CoordinatorElection:
 
     @property
     def phase(self) -> Phase:
-        """The phase of this node's state machine."""
+        """Phase of this stage in the training, as `plan/training/coordination.py` lists them."""
         return self._machine.phase
 
     def start(self) -> None:

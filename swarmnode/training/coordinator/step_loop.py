@@ -240,7 +240,8 @@ class StepLoop:
                 self.averaging_groups.hear(member.peer, body.rates)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
-        """Handle FAILED of a stage: it could not reduce, or met NaN."""
+        """Handle a FAILED message of a stage: its all-reduce failed, or a microbatch gave NaN. Messages of other runs are
+        ignored."""
         if body.run != self.run.id:
             return
         all_reduce = self._all_reduce
@@ -307,7 +308,7 @@ class StepLoop:
         return len(trainers) > 1 if peer in trainers else self.worker_group.can_spare(peer)
 
     def lose(self, peer: PeerId) -> None:
-        """Tell the all-reduce under way that a stage is lost."""
+        """Let the all-reduce in progress go on without the stage of `peer`, which is lost."""
         if self._all_reduce is not None:
             self._all_reduce.lose(peer)
 
@@ -433,7 +434,7 @@ class StepLoop:
         self._expected.begin(forecast_s)
 
     def _stages_here(self) -> tuple[int, tuple[PeerId, ...]]:
-        """Return the step and the stages that take part in it."""
+        """Return the number of the present step, and the ids of the peers that can be given work in it."""
         return self.step, tuple(member.peer for member in self.worker_group.usable())
 
     def _forecast_s(self) -> float:

@@ -51,7 +51,7 @@ class FailedAttempts:
                 self._told_by[key].add(trainer)
 
     def forget(self, number: int, peers: Collection[PeerId]) -> None:
-        """Forget the failures of a microbatch that these stages have now done."""
+        """Forget the failures of microbatch `number`, and those of `peers`, whose stages have now computed it."""
         self._by_stage.pop(number, None)
         self._told_by.pop(number, None)
         for peer in peers:
@@ -89,7 +89,7 @@ class Strikes:
         return self._in_a_row[peer]
 
     def ban(self, peer: PeerId) -> None:
-        """Exclude `peer` from this training for good."""
+        """Exclude `peer` from this training for good: it is asked for nothing any more."""
         self._banned[peer] = None
 
     @property

@@ -179,7 +179,7 @@ class WorkerHandle:
         return first if first is not None and self.clock() > first.began_s + max(first.wait_s, at_least_s) else None
 
     def ask(self, term: int, key: bytes) -> None:
-        """Ask the stage for its holdings, with a LEAD of this term."""
+        """Ask the stage for its layers, step and counts, by a LEAD message of this term."""
         self.status = None
         self.command(Lead(term, key))
 
@@ -280,7 +280,7 @@ class WorkerGroup:
             self.lost(peer, reason)
 
     def dismiss(self, peer: PeerId, reason: str) -> None:
-        """Go on without a stage that does not do its part."""
+        """Drop the stage of `peer`, which does not do its part, as if its link were lost; `reason` is the text."""
         self._lose(peer, PeerLost(reason, peer=peer))
 
     @property
@@ -289,7 +289,7 @@ class WorkerGroup:
         return bool(self.members) and not self._dialing and all(member.status is not None for member in self)
 
     def usable(self) -> list[WorkerHandle]:
-        """Return the stages that can be given work."""
+        """Return the members of the training whose stages can be given work."""
         return [member for member in self if member.state is WorkerState.USABLE]
 
     def hearing(self, step: int) -> list[WorkerHandle]:
@@ -297,7 +297,7 @@ class WorkerGroup:
         return [member for member in self if member.hears(step)]
 
     def answered(self) -> list[WorkerHandle]:
-        """Return the stages that have reported their holdings."""
+        """Return the members whose stages have reported their layers and step."""
         return [member for member in self if member.status is not None]
 
     def can_spare(self, peer: PeerId) -> bool:

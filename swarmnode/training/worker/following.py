@@ -66,7 +66,7 @@ class Following:
         return True
 
     def heard(self) -> None:
-        """Note that the coordinator has sent something."""
+        """Record that the coordinator has sent a message."""
         self._silent_ticks = 0
 
     def lost(self, line: Line, error: PeerError | None) -> None:

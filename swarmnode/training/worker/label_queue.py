@@ -19,7 +19,7 @@ LABELS_S = 10.0  # after the values are here; at most half of the lease's time
 
 
 class ReceivedLabels(NamedTuple):
-    """LABELS as received."""
+    """Message with the labels of a microbatch, as a trainer sent it."""
 
     body: Labels
     payload: bytes | bytearray
@@ -27,7 +27,7 @@ class ReceivedLabels(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """Labels that no microbatch has taken yet."""
+    """Labels that arrived before their microbatch, with the memory that they take."""
 
     received: ReceivedLabels
     memory: Reservation

@@ -82,7 +82,7 @@ class TrainingMeter(StageMeter):
 
 
 class MicrobatchStage(Protocol):
-    """The members of a `TrainingStage` that a microbatch uses (`stage.py`)."""
+    """Interface to `TrainingStage` (`stage.py`): the members that a microbatch uses."""
 
     switchboard: Switchboard
     compressor: ActivationCompressor
@@ -236,7 +236,7 @@ class MicrobatchInFlight:
     # computing, on the thread of the part's device
 
     def _forward(self, part: TrainingPart, units: Span, values: Values | None) -> Encoded:
-        """Compute and encode the values for the next hop."""
+        """Compute the layers `units` on their device, and return the outputs encoded for the next peer of the route."""
         outputs = self._outputs(part, units, values)
         peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)

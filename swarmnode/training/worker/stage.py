@@ -256,13 +256,13 @@ class TrainingStage:
         self._answer(line, FrameKind.LEAD)
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a command that takes time, and cancel the previous one of its kind."""
+        """Start `work` for a command of the coordinator as a task, and cancel the task of the `earlier` command of its kind."""
         if earlier is not None:
             earlier.cancel()
         return self._tasks.spawn(work, "command")
 
     def _answer(self, line: Line, kind: FrameKind) -> None:
-        """Send a STATUS after everything begun before is done."""
+        """Send a STATUS to the coordinator, in answer to a command of this kind, after the work begun before is finished."""
         self._tasks.spawn(self._tell(line, kind), "status")
 
     async def _tell(self, line: Line, kind: int = 0) -> None:

@@ -70,7 +70,7 @@ class MissedSteps:
         return len(self._steps)
 
     def clear(self) -> None:
-        """Forget all updates, to listen anew."""
+        """Forget all updates that were received in advance, and release their memory."""
         while self._steps:
             self._steps.popleft().memory.release()
         self._forgotten_until = 0
@@ -132,7 +132,7 @@ class StageState:
         return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
 
     def agree(self, agreed: Agreed, groups: Iterable[Group]) -> None:
-        """Record the agreement of the replicas of each group."""
+        """Record the result of an all-reduce, and for each block the replicas that took part."""
         self.agreed = agreed
         for group in groups:
             if group.how != How.APART:

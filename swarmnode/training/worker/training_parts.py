@@ -103,7 +103,7 @@ class TrainingPart:
         return self.executor.call(Urgency.CONTROL, function, kind=kind, owner=owner)
 
     def drop(self, place: int) -> asyncio.Future[None]:
-        """Forget a microbatch that will not come back, after the device's pending work for it."""
+        """Forget the microbatch `place`, whose gradients will not come back, after the device's pending work for it."""
 
         def drop() -> None:
             if self._learner is not None:
@@ -134,7 +134,7 @@ class TrainingParts:
 
     @property
     def span(self) -> Span:
-        """All layers of the node."""
+        """Layers [start, end) that the node trains, on all its devices."""
         return Span(self.segment.start, self.segment.end)
 
     @property
@@ -162,7 +162,7 @@ class TrainingParts:
         return min(MAX_IN_FLIGHT, sum(windows)) if all(windows) else 0
 
     async def begin(self, run: Run, step: int) -> DeviceLearners:
-        """Create the learners of a run."""
+        """Create a learner on each device for a training run, from step `step` on."""
         held: set[int] = set()
         learners = []
         for part in self:

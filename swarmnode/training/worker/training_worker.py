@@ -118,7 +118,8 @@ class TrainingWorker(Stage):
         states: SharedStates,
         awaits_others: Callable[[], bool],
     ) -> TrainingWorker:
-        """Load layers whose weights are on this machine, and start to train them. Raises CheckpointError, LocalError."""
+        """Load the layers `units`, whose weights are on this machine, and start to train them. Raises CheckpointError,
+        LocalError."""
         host, hardware = place.host, place.hardware
         layout = hardware.lay_out(units, place.speed_cache, host.swarm.id)
         loaded = [[await load_units(checkpoint, part, hardware) for part in replica] for replica in layout]
@@ -158,7 +159,7 @@ class TrainingWorker(Stage):
         return math.inf if run is None else self._step_time.rest_s(run.steps)
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the stage's sections of the announcement."""
+        """Return the sections of the node's announcement that describe training and serving."""
         self._compare_with_real_work()
         self._step_time.note(self.training.state.step, self.host.clock.monotonic())
         step = self.training.state.learnt_step
@@ -242,7 +243,7 @@ class TrainingWorker(Stage):
         self.training.compressor.on_choice = on_choice
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop leading, and let the serving sessions move to other peers."""
+        """Stop coordinating the training, and let serving sessions move to other peers, for at most `timeout_s` seconds."""
         await self._election.close()
         if self.serving is not None:
             await self.serving.drain(timeout_s)

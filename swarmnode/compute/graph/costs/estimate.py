@@ -101,7 +101,7 @@ def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
 
 
 def type_bytes(kind: TensorType, batch: int) -> int:
-    """Return the bytes of a value."""
+    """Return the bytes of a value of this type, for a batch of `batch` samples."""
     size: int = torch_constant(kind.dtype).itemsize
     for length in kind.sizes(batch):
         size *= length
@@ -109,7 +109,7 @@ def type_bytes(kind: TensorType, batch: int) -> int:
 
 
 def values_bytes(values: Iterable[Value], batch: int) -> int:
-    """Return the bytes of several values, such as those of a boundary."""
+    """Return the bytes of several values together, such as those that pass from one peer to the next."""
     return sum(type_bytes(value.type, batch) for value in values)
 
 

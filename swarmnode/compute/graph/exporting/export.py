@@ -182,7 +182,8 @@ class _Attempt:
         return read_program(self.module, self.trace(shapes))
 
     def trace(self, shapes: Any) -> Any:
-        """Return an ExportedProgram of functional operators."""
+        """Trace the module for these `shapes` and return the ExportedProgram. If torch stops at a branch on values, trace again
+        with the branches that the example batch takes."""
         try:
             return _trace(self.results, self.args, self.kwargs, shapes, self.answers or ())
         except Exception as error:

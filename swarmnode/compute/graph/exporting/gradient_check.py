@@ -74,7 +74,7 @@ class SameDraws(TorchDispatchMode):
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Restore parameters, gradients, buffers, modes and the random state after the enclosed passes."""
+    """Restore parameters, gradients, buffers, modes and the random state of `module` after the `with` block."""
     tensors = [*module.parameters(), *module.buffers()]
     kept = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     training = {name: part.training for name, part in module.named_modules()}

@@ -13,7 +13,7 @@ OUTPUT = "output"  # name of the output of a module that returns one tensor
 
 
 class Loss(nn.Module):
-    """Wrapper of a module that returns only its loss."""
+    """Wrapper of a module whose forward returns only the loss, found in the module's output."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ class LowRankCompressor(GradientCompressor):
             torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
 
     def _first_factor(self, place: int) -> Tensor:
-        """Return a random factor that is the same on all members."""
+        """Return a random factor for the matrix `place`, the same on all members."""
         generator = torch.Generator().manual_seed(place)
         return torch.randn(self.sizes[place] // self.shapes[place][0], self.averaging.rank, generator=generator)
 
@@ -121,7 +121,7 @@ class Wanted:
         return sum(products[1:], products[0])
 
     def add_to(self, place: int, out_N: Tensor) -> None:
-        """Add a tensor to `out_N`."""
+        """Add the tensor at `place`, with its values carried over from earlier steps, to `out_N`."""
         for source in self._sources:
             out_N.add_(source[place])
 
@@ -141,7 +141,7 @@ class SmallRound:
         return f"SmallRound({self.round!r})"
 
     def transmitted(self) -> list[Tensor]:
-        """Return the values that this member sent, without what is left over for later steps."""
+        """Return the values that this member sent: its tensors without the values left over for later steps."""
         return [tensor - left for tensor, left in zip(self._tensors, self.left_over, strict=True)]
 
 

@@ -88,7 +88,7 @@ class FlatVector:
             view.copy_(values)
 
     def copy(self) -> Tensor:
-        """Return all elements, in memory of their own."""
+        """Return a copy of all elements as one tensor."""
         return torch.cat([self._nothing(), *self._tensors])
 
     def split(self, sizes: Sequence[int]) -> list[Tensor]:

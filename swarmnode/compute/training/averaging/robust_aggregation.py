@@ -126,7 +126,7 @@ class GradientComparison:
         return f"<GradientComparison over {self.elements} elements>"
 
     def clear(self) -> None:
-        """Begin another attempt."""
+        """Forget all values, before another attempt at the same all-reduce."""
         self.elements = 0
         self._weights: Sequence[float] = ()
         self._ways_PK = torch.zeros(())
@@ -236,7 +236,7 @@ class OutlierDetector:
         return f"<OutlierDetector {self._histories}>"
 
     def begin(self) -> None:
-        """Begin another attempt to reduce."""
+        """Forget the values of the attempt before, as the all-reduce is tried again."""
         self._attempt, self._members = [], set()
 
     def clipping(self, group: Hashable, contributors: Sequence[str], members: Iterable[str]) -> CentredClipping:
@@ -266,7 +266,7 @@ class OutlierDetector:
         return found
 
     def accept(self, histories: dict[str, History]) -> None:
-        """Adopt the histories of a committed step."""
+        """Replace the histories of all members by those of a committed step."""
         self._histories = histories
 
 

@@ -81,7 +81,7 @@ class Batches(ABC):
         return self.rows(self._numbers(step, number, run), run)
 
     def _numbers(self, step: int, number: int, run: Run) -> list[int]:
-        """Return the numbers of the samples of a microbatch."""
+        """Return the numbers of the samples in microbatch `number` of `step`, in an order shuffled by the run's seed."""
         samples = self.samples(run)
         first = step * run.batch + number * run.microbatch
         return [_drawn(first + row, samples, run.seed) for row in range(run.microbatch)]
