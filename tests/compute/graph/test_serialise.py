@@ -99,7 +99,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_weights_used_here_and_there_are_refused(raw: bytes) -> None:
     tree = json.loads(raw)
     tree["cuts"] = list(range(1, len(tree["nodes"])))
-    with pytest.raises(CheckpointError, match="only the first and the last may share"):
+    with pytest.raises(CheckpointError, match="only the first and the last layer may share"):
         Layout(decode_graph(json.dumps(tree).encode()))
 
 
