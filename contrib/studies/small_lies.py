@@ -168,7 +168,7 @@ def as_served() -> Iterator[tuple[int, int]]:
 
 
 def record(folder: Path, model: str, texts: int, seed: int) -> None:
-    """Every run of every kernel, one process after another."""
+    """Compute all texts with every kernel, in one process after another, and save the results in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "ids.pt").exists():
         checkpoint = open_plain(model, folder / "model") if model else small_llama(folder / "model", seed)
@@ -196,7 +196,7 @@ def small_llama(folder: Path, seed: int) -> Checkpoint:
 
 
 def texts_of(checkpoint: Checkpoint, texts: int, seed: int) -> Tensor:
-    """ids_ST: of this repository's pages where the model has a tokenizer, else drawn."""
+    """Return ids_ST from this repository's pages if the model has a tokenizer, else at random."""
     if not (checkpoint.path / "tokenizer.json").exists():
         return torch.randint(
             0, checkpoint.config.vocab_size, (texts, LENGTH), generator=torch.Generator().manual_seed(seed)

@@ -39,7 +39,10 @@ class Partition:
 
 
 def partition(graph: Graph, units: int = UNITS) -> Partition:
-    """The graph with its cuts. The last unit computes all means over labels, since it receives their shares."""
+    """Cut a graph into pieces of about 1 / `units` of its time and weights each, and return it with remarks.
+
+    The last piece computes all means over labels, since it receives their shares.
+    """
     graph, sums = _means_last(graph)
     batch = graph.batch
     seconds = [0.0, *accumulate(reference_seconds(estimate_nodes(graph, batch).values()))]

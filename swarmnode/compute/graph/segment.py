@@ -116,7 +116,8 @@ class GraphSegment(Segment):
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """See `Segment`. Raises ProtocolError for values that are not those of the boundary, or out of an operator's range."""
+        """Run layers [start, end), as `Segment.forward` describes. Raises ProtocolError for values that are not those of the
+        boundary, or out of an operator's range."""
         boundary = self.layout.boundaries[start]
         batch = batch_of(self.layout, start, described(values))
         coming, tensors = boundary, values

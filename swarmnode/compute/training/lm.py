@@ -104,7 +104,8 @@ class SpanSegment(Segment):
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
+        """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the B * (T - 1) tokens that have a
+        token before them."""
         self._check(values, start)
         if end == self.units:
             self._check_labels(labels, values[0].shape[:2])

@@ -48,7 +48,7 @@ class Gate:
         ProtocolError if it is refused."""
 
     def opened(self, link: GuardedLink) -> None:
-        """Called with each link that was admitted."""
+        """Take note of a link that was admitted; does nothing here."""
 
     def closed(self, link: GuardedLink) -> None:
         """Note the end of a link. Also called for a link that was never admitted, and more than once."""

@@ -208,7 +208,7 @@ def _nearest_receivers(apart_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> 
 
 
 def _by_lines(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Bits/s [N, N], infinite if neither line was measured."""
+    """Return bits/s [N, N] by the narrower of the sender's uplink and the receiver's downlink; infinite if neither was measured."""
     lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
     bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers]).reshape(-1, 2)
     known_bps = np.where(bps > 0, bps, np.inf)

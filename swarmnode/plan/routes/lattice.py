@@ -143,7 +143,7 @@ class Lattice:
         )
 
     def _solve(self, exit_s: Floats) -> tuple[Floats, list[Indexes]]:
-        """Cost from the start of segment 0 on each candidate to the end, and for each segment the next candidate."""
+        """Return the cost from segment 0 on each candidate to the end, and for each segment the next candidate."""
         cost: Floats = self._compute[-1] + np.where(self._may_leave[-1], exit_s, np.inf)
         choices: list[Indexes] = []
         for k in range(len(self._holders) - 2, -1, -1):
@@ -178,7 +178,8 @@ class Lattice:
 def _links(
     view: View, candidates: Sequence[Candidate], client: PeerId | None
 ) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """Seconds that a position takes from candidate to candidate and to the client, and which candidates are the same peer."""
+    """Return the seconds of one position from candidate to candidate, those to the client, and which candidates are the same
+    peer."""
     names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
     seconds = position_times(view, [*names, client])
     index = np.array([names[candidate.peer] for candidate in candidates])

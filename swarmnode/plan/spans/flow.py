@@ -76,7 +76,8 @@ def worth(level_BU: Floats) -> Floats:
 
 
 def bound(units: int, peers: Iterable[tuple[int, float]]) -> float:
-    """The max-flow upper bound of any placement of peers of (capacity in layers, layers/s), in tokens/s.
+    """Return an upper bound, in tokens/s, of any placement of `peers`, given as (capacity in layers, layers/s); 0 if they cannot
+    hold all `units` layers.
 
     At T tokens/s a peer does at most min(v, T x capacity) layer passes a second, and all layers together need T x layers.
     """
@@ -93,7 +94,7 @@ def bound(units: int, peers: Iterable[tuple[int, float]]) -> float:
 
 
 def _first(supply_BSE: Floats) -> Floats:
-    """`first_BIJ`[b, i, j]: layers/s of the peers that hold layer j and begin after layer i - 1; infinite where j < i.
+    """Return first_BIJ, the layers/s of the peers that hold layer j and begin after layer i - 1; infinite if j < i.
 
     Row i stands for the previous member i - 1 of a set, row 0 for none.
     """
@@ -109,7 +110,7 @@ def _first(supply_BSE: Floats) -> Floats:
 
 
 def _tightest(supply_BSE: Floats, open_BU: Bools) -> tuple[Floats, Bools]:
-    """The least ratio holders / layers over sets of open layers, and the largest set that has it."""
+    """Return the least ratio of layers/s to size over all sets of open layers, and the largest set that has this ratio."""
     first_BIJ = np.where(open_BU[:, None, :], _first(supply_BSE), np.inf)
     level_B = first_BIJ[:, 0].min(axis=1)  # of single units: an upper bound
     level_B[~np.isfinite(level_B)] = 0.0  # nothing is open there
@@ -124,7 +125,8 @@ def _tightest(supply_BSE: Floats, open_BU: Bools) -> tuple[Floats, Bools]:
 
 
 def _cheapest(first_BIJ: Floats, level_B: Floats) -> tuple[Floats, Indexes, Bools]:
-    """The set of layers that minimises holders - level x size: its cost, its size, its members."""
+    """Find the set of layers with the least cost, its holders' layers/s minus `level_B` times its size. Returns its cost, its
+    size and its members."""
     batch, _, units = first_BIJ.shape
     rows = np.arange(batch)
     cost_BI = np.full((batch, units + 1), np.inf)

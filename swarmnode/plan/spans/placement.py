@@ -105,14 +105,15 @@ class Move:
         return self.gain == float("inf")
 
     def is_same_wish(self, other: Move) -> bool:
-        """Whether wanting one is still wanting the other: the same span, or both fill gaps, whichever these are."""
+        """Return whether this wish to move and `other` are the same: both go to the same layers, or both fill gaps."""
         return self.span == other.span or (self.fills and other.fills)
 
 
 def choose_span(view: View, joiner: Joiner) -> Span:
-    """The span that `joiner` should take. It has as many layers as fit, at most the whole model.
+    """Return the layers that `joiner` should take: as many as fit into its memory, at most the whole model.
 
-    Peers that drain are leaving and do not count; claims (JOINING) count where they were there before ours.
+    Draining peers do not count, as they are leaving. Of the joining peers, those that joined before `joiner` count, each with the
+    layers that this rule gives it.
     """
     others = [peer for peer in view.peers if peer.peer != joiner.peer]
     settled = (peer for peer in others if peer.state in (State.LOADING, State.READY))
@@ -241,7 +242,7 @@ def _windows(units: int, size: int) -> list[Span]:
 
 
 def _best_span(capacity_index: CapacityIndex, peer: PeerView, capacity: int) -> Span:
-    """The best window of min(capacity, layers) layers by the rule above."""
+    """Return the best range of min(`capacity`, all) layers for `peer`, by the rule of this module."""
     return _best_window(capacity_index, _windows(capacity_index.units, _size(capacity_index.units, capacity)), peer)
 
 
@@ -270,7 +271,7 @@ def _least(windows: Sequence[Span], cost: Callable[[Span], Any]) -> list[Span]:
 
 
 def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
-    """Layers still not held once `window` is taken, and how many more peers of this size they need."""
+    """Return the number of layers without a holder once `window` is taken, and how many more peers of its size they need."""
     missing = peers = run = 0
     for unit, is_held in enumerate([*held, True]):
         if is_held or window.start <= unit < window.end:
@@ -300,7 +301,8 @@ def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s:
 
 
 def _hops(reach: Sequence[int], window: Span) -> int:
-    """Hops of the shortest route over all spans and `window`; more than there are layers where they leave a gap."""
+    """Return the number of hops of the shortest route, with one more peer on `window`; more than there are layers if some layer
+    has no holder."""
     units = len(reach)
     reached = hops = 0
     while reached < units:

@@ -110,7 +110,7 @@ class Passage(ABC):
 
     @abstractmethod
     def done(self) -> None:
-        """Called once the gradient is back at the first hop."""
+        """Handle that the gradient is back at the first hop."""
 
     def arrived(self, way: Way, hop: int) -> None:
         """Queue the microbatch at hop `hop`, to be computed in the direction `way`."""

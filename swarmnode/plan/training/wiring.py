@@ -171,8 +171,8 @@ def _lot(peer: PeerId) -> int:
 
 
 class _Cuts(NamedTuple):
-    """Layer numbers of the C possible handovers, and the layer that each peer can reach from each cut but the last; the cut
-    itself if none."""
+    """Numbers of the C layers where a microbatch may change peers, and the layer that each peer can reach from each of them; the
+    cut itself if none."""
 
     unit_C: Indexes
     reach_PC: Indexes
@@ -196,7 +196,8 @@ def _able(spans: Sequence[Span], fixed: Sequence[int]) -> Bools:
 
 
 def _reach(able_PU: Bools) -> Indexes:
-    """[P, U]: how far a peer may take a microbatch that enters at a layer; the layer itself where it may not take it."""
+    """Return [P, U]: the end of the layers that a peer may compute for a microbatch that enters at a layer; the layer itself if
+    it may not compute it."""
     units = able_PU.shape[1]
     ends_PU = np.where(able_PU, units, np.arange(units))
     reach_PU: Indexes = np.minimum.accumulate(ends_PU[:, ::-1], axis=1)[:, ::-1]

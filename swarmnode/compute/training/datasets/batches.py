@@ -185,7 +185,8 @@ class ArrayBatches(Batches):
         return bool(self._label_shares)
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """See `Batches.microbatch`. In a run that weighs by labels its shares of the means are the last of its labels."""
+        """Return microbatch `number` of step `step`. In a run that weighs by labels, the last label is the microbatch's shares of
+        the means."""
         made = super().microbatch(step, number, run)
         if not run.weighs_labels:
             return made
