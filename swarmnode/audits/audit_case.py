@@ -341,7 +341,7 @@ class AuditCase:
     # -- asking
 
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
-        """Fetch the account of every hop. Raises the first error of a fetch."""
+        """Fetch from every hop of the route its signed account of the session. Raises the first error of a fetch."""
         return list(await asyncio.gather(*(self._fetch(hop.peer, session) for hop in route)))
 
     async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:

@@ -146,7 +146,7 @@ class BackupServer:
         await self._offer()
 
     async def close(self) -> None:
-        """Stop taking states."""
+        """Stop accepting other peers' training states."""
         await self._server.close()
         await self._tasks.close()
         await self._board.close()
@@ -276,7 +276,7 @@ class BackupSender:
             self._tasks.spawn(self._send_forever(), "sends")
 
     async def close(self) -> None:
-        """Stop sending."""
+        """Stop sending this node's training states to other peers."""
         await self._tasks.close()
         await self._board.close()
 

@@ -45,7 +45,7 @@ NAME = "this machine"
 
 
 class LocalSource(Source):
-    """The backups on this machine, as a source of chunks."""
+    """Source of chunks that reads the training states which this machine keeps for other peers."""
 
     def __init__(self, backups: BackupFolder) -> None:
         self.name = NAME

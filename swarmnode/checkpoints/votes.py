@@ -116,7 +116,7 @@ class Electorate:
 
     @classmethod
     def of(cls, directory: Directory) -> Electorate:
-        """Return the peers that a directory knows now."""
+        """Return the electorate of the peers that `directory` knows now."""
         return cls(directory.peers(), directory.ready_after())
 
     def owner(self, peer: PeerId) -> str:
@@ -264,5 +264,5 @@ def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: 
 
 
 def named(block: int) -> str:
-    """Return the block's name in texts for users."""
+    """Return the name of a block of parameters in texts for users: its layer, or the weights that two layers share."""
     return "the weights that the first and the last layer share" if block == SHARED else f"layer {block}"

@@ -118,7 +118,7 @@ class GetSketches(Body, frozen=True):
 
 
 class BlockTiles(Body, frozen=True):
-    """Length of the sketch of a block's gradients, in tiles."""
+    """Number of tiles in the sketch of the gradients of the block `block`."""
 
     block: Block
     tiles: Annotated[int, Meta(ge=1, lt=MAX_TILES)]

@@ -246,7 +246,7 @@ class Work(Body, frozen=True):
 
 
 class Lease(Body, frozen=True):
-    """Attempt at a microbatch, for the trainer to feed along this route."""
+    """Command to a trainer to send a microbatch along a route of stages. Each lease is one attempt."""
 
     term: Term
     lease: LeaseNumber

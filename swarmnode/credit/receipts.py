@@ -62,7 +62,7 @@ class ReceiptKeeper:
         return credit_of(self._folder.receipts)
 
     async def start(self) -> None:
-        """Start accepting receipts."""
+        """Start accepting receipts that clients sign for this node's work."""
         await self._server.start()
         if self._priorities is not None:
             await self._priorities.start()

@@ -96,7 +96,7 @@ class StageServer:
         return next(running, None) or self._traces.get(trace)
 
     async def start(self) -> None:
-        """Start answering incoming links."""
+        """Start to accept sessions of other peers."""
         await self.switchboard.start()
         await self._trace_server.start()
 
@@ -138,7 +138,7 @@ class StageServer:
     # -- services for sessions
 
     def freed(self, session: bytes) -> None:
-        """Drop a session that is over; see `SessionHost.freed`."""
+        """Drop a session whose memory is free; see `SessionHost.freed`."""
         gone = self._sessions.pop(session)
         self._traces.keep(gone.trace_id, gone.trace)
         self._replicas.of(gone.key).forget(gone.key)

@@ -69,7 +69,7 @@ class ChunkServer:
             await board.start()
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop answering other peers' requests for chunks."""
         await self._tasks.close()
         for board in self._boards:
             await board.close()

@@ -76,7 +76,7 @@ class LabelMean:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """The values that tell how many labels count."""
+        """References to the values that decide how many labels count: the labels and, if there are any, the weights of classes."""
         return (self.labels,) if self.weight is None else (self.labels, self.weight)
 
     @property

@@ -100,7 +100,7 @@ class CacheBudget:
 
 
 class CachePool:
-    """Caches of the sessions of one span. Used from the compute thread only."""
+    """KV caches of the sessions in one node's layers. Used from the compute thread only."""
 
     def __init__(
         self, span: ModelSpan, limit_bytes: int, ledger: MemoryLedger | None = None, *, windows: Windows | None = None

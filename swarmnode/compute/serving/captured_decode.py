@@ -53,7 +53,7 @@ class StaticColumns(AttentionCache):
         return f"StaticColumns({len(self._buffers)} layers of up to {self.get_max_length()} columns)"
 
     def fits(self, cohort: Cohort) -> bool:
-        """Return whether the cohort's windows have not moved since."""
+        """Return whether the cohort's sliding windows begin where they did when these buffers were set up."""
         return self._first_kept == first_kept(cohort)
 
     def begin(self, cohort: Cohort) -> None:

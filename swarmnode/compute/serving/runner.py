@@ -314,7 +314,7 @@ class StageRunner:
             yield StepOutput(work.session_id, member.length - work.count, y[:, end - wanted : end])
 
     def _run_prompt(self, work: StepInput) -> StepOutput:
-        """Run many new positions of one session, in chunks; all of them or none."""
+        """Run many new positions of one session in chunks. If a chunk fails, none of the positions is kept."""
         opened = self._sessions[work.session_id]
         start = opened.cached.length
         rows, length = work.x.shape[:2]

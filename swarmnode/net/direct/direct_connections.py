@@ -178,7 +178,7 @@ class DirectListener:
 
 
 class Introducer(Protocol):
-    """The part of p2pd's control that direct connections use (`libp2p/p2pd_control.py`)."""
+    """Interface to p2pd's control (`libp2p/p2pd_control.py`): the members that direct connections use."""
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
         """Open a stream to `peer` within `timeout_s` seconds. Raises PeerLost, NetworkDown."""

@@ -67,11 +67,13 @@ class KeyPair:
         return f"<KeyPair {self.public.hex()}>"
 
     def as_opener(self, acceptor_public: bytes, occasion: Occasion) -> Agreement:
-        """Agree with the acceptor. Raises ProtocolError if its public key gives no shared secret."""
+        """Return the keys agreed with the acceptor of the connection. Raises ProtocolError if its public key gives no shared
+        secret."""
         return self._agree(acceptor_public, occasion, self.public + acceptor_public)
 
     def as_acceptor(self, opener_public: bytes, occasion: Occasion) -> Agreement:
-        """Agree with the opener. Raises ProtocolError if its public key gives no shared secret."""
+        """Return the keys agreed with the opener of the connection. Raises ProtocolError if its public key gives no shared
+        secret."""
         return self._agree(opener_public, occasion, opener_public + self.public)
 
     def _agree(self, theirs: bytes, occasion: Occasion, both_public: bytes) -> Agreement:

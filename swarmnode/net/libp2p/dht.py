@@ -53,7 +53,7 @@ class EngineDht(Dht):
         return f"<EngineDht knows {len(self._routing_table)} peers, keeps {len(self._store)} keys>"
 
     async def start(self, p2p: P2P) -> None:
-        """Take part through a running p2pd."""
+        """Start to take part in the DHT, over the connections of a running p2pd."""
         self._peer = p2p.peer_id.to_base58()
         self._routing_table = RoutingTable(self._peer)
         calls = TableCalls(

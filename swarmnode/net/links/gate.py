@@ -16,7 +16,7 @@ from swarmnode.net.interfaces import PeerId
 
 
 class GuardedLink(Protocol):
-    """The part of a link that a gate uses (`link.py`)."""
+    """Interface to a link (`link.py`): the members that a gate uses."""
 
     peer: PeerId
     closed: bool  # true if nothing more can be sent

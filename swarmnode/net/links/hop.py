@@ -277,7 +277,7 @@ def _front(entry: Entry, count: int) -> Entry:
 
 
 def _is_divisible(entry: Entry) -> bool:
-    """Return whether the entry's first positions are its first bytes."""
+    """Return whether the entry can be cut between positions: its first positions are its first bytes."""
     info = entry.body.tensor
     return info.shape[0] == 1 and info.codec in (Codec.NONE, Codec.BF16, Codec.FP16)
 

@@ -163,7 +163,7 @@ class Switchboard:
         return self._config.ledger
 
     async def start(self) -> None:
-        """Serve incoming links."""
+        """Start to accept links from other peers."""
         await self._network.serve(self._protocol, self._serve)
 
     async def call(self, peer: PeerId, on_frame: OnFrame, on_lost: OnLost) -> Channel:

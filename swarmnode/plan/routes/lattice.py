@@ -162,7 +162,7 @@ class Lattice:
         return cost, choices[::-1]
 
     def _route(self, first: int, choices: list[Indexes], cost_s: float) -> Route:
-        """Follow the choices from `first` and join the segments of each stay."""
+        """Return the route that follows `choices` from the candidate `first`. Adjoining segments on one peer become one hop."""
         path = [first]
         for choice in choices:
             path.append(int(choice[path[-1]]))

@@ -207,7 +207,7 @@ def averaging_s(peer: PeerId, groups: Sequence[ClusteredGroup]) -> float:
 
 
 class AveragingClusters:
-    """Clusters of the groups of one training. A group is identified by its blocks."""
+    """Clusters of members for averaging, chosen for each group of replicas. A group is identified by its blocks."""
 
     def __init__(self) -> None:
         self._chosen: dict[tuple[int, ...], tuple[tuple[PeerId, ...], Clusters]] = {}

@@ -235,7 +235,7 @@ class StepForecast:
     # -- sketched
 
     def _passing_s(self, held_LNU: Floats) -> Floats:
-        """Sketch the passes of all microbatches: computing, with lines side by side, and the way of the first one."""
+        """Estimate roughly the seconds of all microbatches: computing, with lines side by side, and the way of the first one."""
         least = UNHELD / self.latency_s
         work_LN = np.maximum(held_LNU @ self.load.work_U, 1e-12)
         rates_LNU = held_LNU * (self.network.work_per_s_N / work_LN)[..., None]  # microbatches/s through each unit
@@ -263,8 +263,8 @@ class StepForecast:
         return np.where(hops_LV > 1e-9 * self.clusters.rise_L.sum(), hops_LV, 0.0)
 
     def _averaging_s(self, held_LNU: Floats) -> Floats:
-        """Sketch the averaging: each replica of a layer sends a part to every other one, twice, through its line and then
-        along its slowest path."""
+        """Estimate roughly the seconds of averaging: each replica of a layer sends a part to every other one, twice, through its
+        line and then along its slowest path."""
         gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
         replicas_LU = np.maximum(held_LNU.sum(axis=1), 1.0)
         parts_LNN = (held_LNU * (gradient_U / replicas_LU)[:, None]) @ held_LNU.transpose(0, 2, 1)

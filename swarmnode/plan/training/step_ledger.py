@@ -22,7 +22,7 @@ from swarmnode.plan.view import Span
 
 @dataclass
 class Holding:
-    """Counts of one live replica: per layer of its span, a bit for each counted microbatch."""
+    """Microbatches that one live replica (a peer's stage) has counted: a bit mask for each of its layers."""
 
     span: Span
     masks: dict[int, int] = field(default_factory=dict)
@@ -120,7 +120,8 @@ class StepLedger:
     def call_back(
         self, lease: OutstandingLease, stages: Collection[PeerId], suspects: frozenset[PeerId] | None = None
     ) -> None:
-        """Wait until each of these stages has released a lease; if there are none, it is over."""
+        """Call a lease back: it ends once each of `stages` has released it, at once if there are none. `suspects` may have made
+        it fail."""
         lease.called_back, lease.releasing, lease.suspects = True, set(stages), suspects
         if not stages:
             self._leases.pop(lease.lease, None)

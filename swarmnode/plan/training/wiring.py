@@ -205,7 +205,7 @@ def _reach(able_PU: Bools) -> Indexes:
 
 
 class _Cheapest:
-    """The cheapest chain, computed from the end of the model backwards."""
+    """Search for the cheapest chain of peers through all layers, computed from the end of the model backwards."""
 
     def __init__(self, cuts: _Cuts, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
         self.cuts_C, self.reach_PC = cuts

@@ -60,7 +60,7 @@ class Ends:
             runner.open(session, rows=rows, max_length=max_length, padding=padding)
 
     def close(self, session: Hashable) -> None:
-        """End a session."""
+        """End a session and forget its positions."""
         for runner in (self._embedding, self._head):
             runner.close(session)
 

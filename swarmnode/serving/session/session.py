@@ -99,7 +99,7 @@ class StageSession:
 
     @property
     def epoch(self) -> int:
-        """Number of the client's present route; grows with each."""
+        """Number of the client's present route for this session; it grows with each new route."""
         return self.opened.epoch
 
     def _new_timing(self) -> Timing:
@@ -385,7 +385,8 @@ class StageSession:
         return self._orphaned is not None
 
     def free(self) -> None:
-        """Free everything here and downstream. Safe to call twice."""
+        """End the session here: free its memory and close its links to the hops before and after. Calling it again changes
+        nothing."""
         if self._freed:
             return
         self._freed = True

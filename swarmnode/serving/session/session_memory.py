@@ -83,7 +83,7 @@ class SessionMemory:
         return self._promises[key].cache_bytes
 
     def release(self, key: int) -> None:
-        """Take back the promise to a session that is over."""
+        """Release the memory that was promised to a session."""
         self._promises.pop(key).journal.release()
         self._claim()
 

@@ -39,7 +39,7 @@ class Conveyed:
 
     @property
     def is_ids(self) -> bool:
-        """Whether token ids went over the edge."""
+        """Whether the values are token ids rather than hidden states."""
         return bool(self.entries) and self.entries[0].body.tensor.dtype in ID_DTYPES
 
     @property
@@ -73,7 +73,7 @@ class Conveyed:
 
 
 class Transcript:
-    """Transcript of one session at one hop. Only sessions of one row are kept."""
+    """Record of what one session sent and received at one hop, for audits. Only sessions of one row are kept."""
 
     def __init__(self, downstream: Hop, output_stream: OutputStream, *, keeps: bool) -> None:
         self._downstream = downstream

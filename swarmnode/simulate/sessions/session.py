@@ -117,7 +117,7 @@ class Session(ABC):
 
 
 class RingSession(Session):
-    """Session that is followed token by token around the ring of its hops."""
+    """Simulated session, followed token by token around the peers of its route."""
 
     _token_at_s = 0.0
 

@@ -42,7 +42,8 @@ class Suspicion:
         return self.at + min(MAX_PROBATION_S, PROBATION_S * 2.0 ** min(self.strikes - 1, 10))
 
     def lifted_by(self, announcement: Announcement, now: float) -> bool:
-        """Return whether `announcement` brings the peer back."""
+        """Return whether `announcement` ends the suspicion: the peer has restarted, or it announces itself again and the
+        probation is over."""
         if announcement.started_at > self.started_at:
             return True
         issued_after = announcement.sequence > self.sequence and announcement.issued_at > self.at

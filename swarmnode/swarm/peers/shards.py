@@ -83,12 +83,12 @@ def level_for(peers: float) -> int:
 
 
 def places(units: int) -> list[Place]:
-    """Return all places of a large swarm whose model has `units` layers."""
+    """Return the places (ranges of layers) that announcements in a large swarm are stored under, for a model of `units` layers."""
     return [WIDE, *(str(number) for number in range(-(-units // RANGE_UNITS)))]
 
 
 def places_of(span: tuple[int, int]) -> list[Place]:
-    """Return the places of a peer with this span in a large swarm."""
+    """Return the places (ranges of layers) that a peer's announcement is stored under in a large swarm."""
     if span[0] >= span[1]:
         return [WIDE]
     first, last = span[0] // RANGE_UNITS, (span[1] - 1) // RANGE_UNITS
@@ -96,7 +96,7 @@ def places_of(span: tuple[int, int]) -> list[Place]:
 
 
 def own_shard(place: Place, peer: PeerId, peers: float) -> Shard:
-    """Return the shard of `peer` at a place of about `peers` peers."""
+    """Return the key that the announcement of `peer` is stored under, at a place of about `peers` peers."""
     level = level_for(peers)
     return Shard(place, level, _number(peer, level))
 

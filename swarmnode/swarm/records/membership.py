@@ -35,7 +35,7 @@ class InviteUse:
 
 
 class InviteUses:
-    """Known uses by invite. It neither waits nor reads a clock."""
+    """Known users of each invite with a limited number of uses."""
 
     def __init__(self) -> None:
         self._by_invite: dict[bytes, dict[PeerId, InviteUse]] = {}

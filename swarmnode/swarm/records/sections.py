@@ -44,7 +44,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Introduction(Section, frozen=True, kw_only=True):
-    """Name and addresses of the peer. Filled by the host."""
+    """Section of an announcement with the name and the addresses of the peer. Filled by the host."""
 
     name: str | UnsetType = UNSET
     addresses: tuple[str, ...] | UnsetType = UNSET
@@ -59,7 +59,7 @@ class Place(Section, frozen=True, kw_only=True):
 
 
 class Machine(Section, frozen=True, kw_only=True):
-    """Device, number format and memory. Filled by the hardware probe."""
+    """Section of an announcement with the peer's device, number format and memory. Filled by the hardware probe."""
 
     device: str | UnsetType = UNSET
     number_format: str | UnsetType = UNSET
@@ -83,7 +83,7 @@ class ServingLoad(Section, frozen=True, kw_only=True):
 
 
 class TrainingNews(Section, frozen=True, kw_only=True):
-    """Step, load and codecs of the training. Filled by the training worker."""
+    """Section of an announcement with the step, load and codecs of the training. Filled by the training worker."""
 
     training_step: int | UnsetType = UNSET
     step_load: tuple[int, int, int] | UnsetType = UNSET
@@ -108,7 +108,8 @@ class PathNews(Section, frozen=True, kw_only=True):
 
 
 class Hearsay(Section, frozen=True, kw_only=True):
-    """Speeds of other peers while this peer used them. Filled by the observed latency."""
+    """Section of an announcement with the speeds of other peers, as this peer measured them in use. Filled by the observed
+    latency."""
 
     unit_us: dict[bytes, int] | UnsetType = UNSET
 

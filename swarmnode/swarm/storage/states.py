@@ -246,7 +246,7 @@ class StateStore:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
 
     def _on_strides(self, named: Iterable[int]) -> set[int]:
-        """Return the steps that peers with slow uplinks back up."""
+        """Return the newest two steps on each of the wider intervals between checkpoints, which peers with slow uplinks back up."""
         apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
         return {step for steps in apart for step in [step for step in named if step % steps == 0][-2:]}
 

@@ -80,7 +80,8 @@ class Agreed:
 
 @dataclass(eq=False)
 class AllReducer:
-    """The all-reduces of one stage, one attempt at a time. `codecs`: those that the swarm allows."""
+    """Maker of a stage's all-reduces with the replicas of its layers, one attempt at a time. `codecs`: those that the swarm
+    allows."""
 
     peer: PeerId
     switchboard: Switchboard
@@ -281,7 +282,7 @@ class AllReducer:
 
 
 def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
-    """Return the gradient. Raises NotFinite: NaN of our own is reported by us, with its layer."""
+    """Return the gradient of `blocks` as one vector. Raises NotFinite, naming the layer, if it holds NaN or infinity."""
     learner.squared_norm(blocks)
     return learner.gradient(blocks)
 

@@ -59,8 +59,10 @@ Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
 
 @dataclass(frozen=True)
 class _Work:
-    """Round of a circle, as one member does it. `gathered`: its cluster's sums, by owner, of parts that other clusters
-    contribute to as well."""
+    """State of one member in a round of an all-reduce.
+
+    `gathered` has its cluster's sums, by owner, of the parts that other clusters contribute to as well.
+    """
 
     circle: Circle
     duties: Duties
@@ -167,7 +169,7 @@ class Attempt:
         return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (2 * self._chunk_bytes * max(1, len(self._sources)))))
 
     def _patience(self, peer: PeerId) -> Patience:
-        """Return the patience with a partner, whose chunks share its link with those of all others."""
+        """Return how long to wait for a partner, whose parts share its link with those of all other members."""
         still_s = STILL.wait_s(rtt_s=self.switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
         slowest_s = self._chunk_bytes * len(self.partners) / SLOWEST_BYTES_PER_S
         return Patience(still_s, EXCUSES * still_s + slowest_s)

@@ -37,7 +37,7 @@ class Circle:
 
     @property
     def longest_part(self) -> int:
-        """Largest number of elements that travel at once."""
+        """Largest number of elements of the vector that are sent in one message."""
         sizes = Counter(map(self.cluster_of, self.weights))
         return (
             longest_part_in_turns(self.length, list(sizes.values())) if len(sizes) > 1 else longest_part(sizes.total())

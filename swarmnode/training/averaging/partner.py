@@ -34,7 +34,7 @@ MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers included: the members are not 
 
 
 class AttemptId(NamedTuple):
-    """Id of an attempt; ids grow from each attempt to the next."""
+    """Id of an attempt at an all-reduce; ids grow from each attempt to the next."""
 
     term: int
     step: int
@@ -91,7 +91,7 @@ class Progress:
         return f"<Progress of {self.peer}: {state}, did something {self._clock() - self._acted_at_s:.1f} s ago>"
 
     def acted(self) -> None:
-        """Note that the peer sent or granted a chunk."""
+        """Record that the partner sent or granted a part, so that its patience starts anew."""
         self._acted_at_s = self._excused_at_s = self._clock()
         self._wake()
 
@@ -268,7 +268,7 @@ class Partner:
             channel.close(Error(ErrorCode.MALFORMED))
 
     def excuse(self, waits_for: PeerId) -> None:
-        """Tell the partner that we wait for `waits_for`."""
+        """Tell the partner that this node waits for the member `waits_for`, so that its silence is no fault."""
         channel = self._incoming or self._outgoing
         if channel is not None and channel.open:
             channel.send(Waiting(self._attempt.run, waits_for))
@@ -311,7 +311,7 @@ class EarlyPulls:
         return len(self._pulls)
 
     def keep(self, channel: Channel, body: Pull) -> None:
-        """Keep a pull of an attempt that has not begun here."""
+        """Keep a PULL, a request for parts, of an all-reduce attempt that has not begun here yet."""
         known = self._pulls.pop(channel.peer, None)
         if known is not None:
             known.channel.close(Error(ErrorCode.STALE))

@@ -90,7 +90,7 @@ class Coordinator:
         return f"<Coordinator of term {self.term}, {self._machine.phase.name}, {self._worker_group!r}, {self._step_loop!r}>"
 
     def start(self) -> None:
-        """Start the clock."""
+        """Start the periodic check of deadlines and events."""
         self._tasks.spawn(self._tick(), "clock")
 
     async def close(self) -> None:

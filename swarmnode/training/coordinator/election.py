@@ -87,12 +87,12 @@ class CoordinatorElection:
         return self._machine.phase
 
     def start(self) -> None:
-        """Start to watch for a coordinator."""
+        """Start to look for a coordinator, and to take over if it is this node's turn."""
         self._tasks.spawn(self._watch(), "watch")
         self._tasks.spawn(self._follow_directory(), "directory")
 
     async def close(self) -> None:
-        """Stop watching, and stop leading."""
+        """Stop looking for a coordinator, and stop coordinating."""
         await self._tasks.close()
         if self._coordinator is not None:
             await self._coordinator.close()
@@ -126,7 +126,7 @@ class CoordinatorElection:
                 self._coordinator.enlist(ready_peers(self.directory))
 
     def _has_leader(self) -> bool:
-        """Return whether a peer that may lead does."""
+        """Return whether this node coordinates the training, or follows a peer that may coordinate."""
         coordinator = self.stage.following.coordinator
         return self._coordinator is not None or (coordinator is not None and self._may_lead(coordinator))
 

@@ -98,7 +98,7 @@ class Strikes:
         return tuple(self._banned)
 
     def forgive(self, peer: PeerId) -> None:
-        """Record a success of `peer`: its failures and its pause end."""
+        """Record a success of `peer`: its failures and its back-off end."""
         self._backoff.succeeded(peer)
         self._in_a_row.pop(peer, None)
 

@@ -126,7 +126,7 @@ class WorkerHandle:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the stage is in a run, or has steps of one on its disk."""
+        """Whether the stage takes part in a training run, or has steps of one on its disk."""
         status = self.status
         return status is not None and bool(status.run) and (status.condition != Condition.BLANK or bool(status.kept))
 

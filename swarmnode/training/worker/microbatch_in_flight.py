@@ -97,7 +97,7 @@ class MicrobatchStage(Protocol):
         """Handle a broken backward pass: all that its device had counted is lost."""
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report that a layer met NaN in a microbatch, or that a peer sent it."""
+        """Report to the coordinator that a layer met NaN in a microbatch, or that a peer sent it."""
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """Free the resources of a microbatch that has ended, in whatever way."""

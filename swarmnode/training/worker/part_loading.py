@@ -92,7 +92,7 @@ async def load_units(checkpoint: Checkpoint, part: DevicePart, hardware: Hardwar
 
 
 def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
-    """Return a function that loads layers with the founder's weights."""
+    """Return a function that loads the weights that the swarm was created with, for a range of layers."""
     if isinstance(checkpoint, GraphCheckpoint):
         return functools.partial(load_graph_segment, checkpoint.path, device=device)
     return functools.partial(load_segment, checkpoint, device=device)

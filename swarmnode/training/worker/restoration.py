@@ -46,7 +46,7 @@ class Restoration:
         self._tasks.spawn(self._watch(), "watch")
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop watching for layers whose states must be restored."""
         await self._tasks.close()
 
     async def _watch(self) -> None:

@@ -103,7 +103,7 @@ class TrainingStage:
         return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
 
     async def start(self) -> None:
-        """Start to answer peers."""
+        """Start to answer other peers' messages about this training."""
         await self.switchboard.start()
         await self.spot_checks.start()
 

@@ -218,7 +218,7 @@ class StageState:
     # -- ways to a step
 
     async def begin(self, run: Run) -> None:
-        """Begin a run at step 0, with the current parameters."""
+        """Begin the training run at step 0, with the parameters that the stage has now."""
         await self._take_up(run, 0)
         self._founded = self._is_founding
         if not self._founded:

@@ -81,7 +81,8 @@ class TrainingPart:
         return learner
 
     def refound(self) -> asyncio.Future[None]:
-        """Load the founder's parameters on the part's thread. The result raises CheckpointError or LocalError."""
+        """Load the weights that the swarm was created with, on the part's thread. The result raises CheckpointError or
+        LocalError."""
         return self.call("load what the swarm was founded with", self._refound)
 
     def _refound(self) -> None:
@@ -171,7 +172,7 @@ class TrainingParts:
         return DeviceLearners(learners, self.segment)
 
     async def refound(self) -> None:
-        """Load the founder's parameters of all parts. Raises CheckpointError, LocalError."""
+        """Load the weights that the swarm was created with, on all devices. Raises CheckpointError, LocalError."""
         for part in self:
             await part.refound()
 
@@ -227,6 +228,6 @@ class TrainingParts:
         first.memory.average(run, gradient_bytes, copies=int(copies))
 
     def close(self) -> None:
-        """Free all memory."""
+        """Free the memory of all devices' parts."""
         for part in self:
             part.memory.close()

@@ -166,7 +166,7 @@ class _Estimator:
 
 
 class _Input(msgspec.Struct, frozen=True):
-    """Tensor that a call takes. `trained`: its gradient is wanted."""
+    """Tensor argument of an operator: dtype, shape, and whether its gradient is wanted (`trained`)."""
 
     dtype: str
     sizes: tuple[int, ...]

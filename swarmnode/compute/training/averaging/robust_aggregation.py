@@ -212,7 +212,8 @@ class History:
 
     @property
     def constancy(self) -> float:
-        """Constancy of the ways: about 1 if each step's way is independent of the earlier ones."""
+        """Measure of how little a member's deviation changes its direction: about 1 if each step's direction is independent of
+        the earlier ones."""
         return float(self.ways_K.square().sum()) / self.squares if self.squares else 1.0
 
     @property
@@ -223,7 +224,8 @@ class History:
 
 
 class OutlierDetector:
-    """Observations of one member on the contributors of its groups, itself included. `seed` is its secret."""
+    """Detector, at one member of an all-reduce, of members whose contributions stand out. `seed` is a secret number of this
+    member."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -271,7 +273,7 @@ class OutlierDetector:
 
 
 def suspect(histories: Mapping[str, History]) -> str | None:
-    """Return the peer that stands out the most; None if none does."""
+    """Return the member whose history of contributions stands out the most; None if none does."""
     farthest = max(histories, key=lambda peer: histories[peer].distance, default=None)
     if farthest is not None and histories[farthest].distance > FAR:
         return farthest
