@@ -120,7 +120,7 @@ class Electorate:
         return cls(directory.peers(), directory.ready_after())
 
     def owner(self, peer: PeerId) -> str:
-        """Return the owner of the peer's vote; the peer itself if it is unknown."""
+        """Return the voter that `peer` belongs to: peers of one address group share a vote. An unknown peer votes for itself."""
         known = self.announced.get(peer)
         return peer if known is None else owner_of(Claimant(wide_group(known.addresses), peer))
 

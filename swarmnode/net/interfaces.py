@@ -197,7 +197,7 @@ class Network(Protocol):
     @property
     @abstractmethod
     def dht(self) -> Dht:
-        """The table that all peers of the swarm keep together."""
+        """Distributed hash table that the peers of the swarm keep together."""
 
     @abstractmethod
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:

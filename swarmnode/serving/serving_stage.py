@@ -166,7 +166,7 @@ class ServingStage(Stage):
         return KeptSpan.of(self.hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything, except the weights if `keep_span`."""
+        """Stop serving and free all memory. The weights stay if `keep_span` is true."""
         for part in self._parts:
             part.stop_packing()
         await self.tasks.close()

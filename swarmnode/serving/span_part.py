@@ -152,7 +152,7 @@ class SpanPart:
         self._closed = True
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything, except the weights if `keep_span`."""
+        """Stop computing and free all memory of the part. The weights stay if `keep_span` is true."""
         self.stop_packing()
         await self.worker.close()
         self.runner.close_all(keep_span=keep_span)

@@ -444,7 +444,7 @@ def _finished(job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
 
 
 def _told(result: JobResult) -> Finish:
-    """Return the function for a result that is already known."""
+    """Return a function that returns `result`, which needs no outputs of the device."""
     return lambda _fetched: result
 
 

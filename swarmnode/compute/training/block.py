@@ -206,7 +206,7 @@ class Block:
     # -- state
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that decide how the block goes on, by name: references, not copies."""
+        """Return the training state of the block (parameters, buffers, the optimiser's memory) by name: references, not copies."""
         tensors: dict[str, Tensor] = {f"parameter/{name}": value.detach() for name, value in self.parameters.items()}
         tensors.update({f"buffer/{name}": buffer for name, buffer in self.buffers.items()})
         for slot, named in self.optimizer.slots.items():

@@ -228,7 +228,7 @@ class DeviceLearners:
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
-        """Return the tensors that decide how this block goes on, by name: references, not copies."""
+        """Return the training state of a block (parameters, buffers, the optimiser's memory) by name: references, not copies."""
         return self._leader(block).state(block)
 
     def copy_state(self) -> dict[int, dict[str, Tensor]]:

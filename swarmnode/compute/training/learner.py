@@ -409,7 +409,7 @@ class Learner:
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
-        """Return the tensors that decide how this block goes on, by name: references, not copies."""
+        """Return the training state of a block (parameters, buffers, the optimiser's memory) by name: references, not copies."""
         return self._blocks[block].state()
 
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:

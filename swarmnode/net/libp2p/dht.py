@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class EngineDht(Dht):
-    """A peer's part in the table. Each restart of p2pd brings a new routing table and new calls; stored records and known keepers
-    stay."""
+    """Part of one peer in the DHT. Each restart of p2pd brings a new routing table and new calls; stored records and known
+    keepers stay."""
 
     def __init__(
         self, valid: RecordValidator | None, groups: AddressGroups, *, client_mode: bool, timeout_s: float

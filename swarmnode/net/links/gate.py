@@ -68,7 +68,7 @@ class Gate:
     # -- the table
 
     def admits(self, peer: PeerId) -> bool:
-        """Return whether calls of a peer to the table are answered."""
+        """Return whether this peer answers calls of `peer` to the DHT."""
         return True
 
     async def introduce(self, peer: PeerId, *, anew: bool = False) -> None:

@@ -92,7 +92,8 @@ class MovePolicy:
 
 @dataclass(frozen=True)
 class Move:
-    """Move to `span`. The wish must last for `delay_s` seconds first, as it may be another peer's turn."""
+    """Wish of a peer to move to the layers `span`. The wish must last for `delay_s` seconds first, as another peer's move may
+    make it needless."""
 
     span: Span
     gain: float  # relative throughput; infinite where a gap is filled

@@ -28,7 +28,7 @@ class Holding:
     masks: dict[int, int] = field(default_factory=dict)
 
     def mask(self, unit: int) -> int:
-        """Return the bits of a layer; 0 if the replica does not hold it."""
+        """Return the bit mask of the microbatches counted for a layer; 0 if the replica does not hold the layer."""
         return self.masks.get(unit, 0)
 
 

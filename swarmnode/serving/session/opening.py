@@ -36,7 +36,7 @@ class EarlyAttaches:
         return f"<EarlyAttaches to {len(self._waiting)} sessions>"
 
     def take(self, session: bytes) -> list[tuple[Channel, Attach]]:
-        """Remove and return the messages for a session that is open now."""
+        """Remove and return the ATTACH messages that arrived before the session was opened; empty if there are none."""
         return self._waiting.pop(session, [])
 
     def keep(self, channel: Channel, body: Attach) -> None:

@@ -34,7 +34,7 @@ class Conveyed:
 
     @property
     def length(self) -> int:
-        """Number of positions sent over the edge, from position 0 on."""
+        """Number of positions conveyed, from position 0 on."""
         return self.entries[-1].end if self.entries else 0
 
     @property
@@ -106,7 +106,7 @@ class Transcript:
 
     @property
     def sent(self) -> Conveyed:
-        """Entries sent on until now; empty at the last hop, or if nothing is kept."""
+        """Entries sent to the next hop up to now; empty at the last hop, or if nothing is kept."""
         return Conveyed(tuple(self._downstream.journal) if self._keeps else (), self._downstream.had)
 
     @property

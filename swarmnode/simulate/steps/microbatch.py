@@ -107,7 +107,7 @@ class SimulatedStage:
 
     @property
     def lives(self) -> bool:
-        """Whether the peer is still in the same life, so that it answers."""
+        """Whether the peer has neither vanished nor moved to other layers since, so that this stage still answers."""
         return self.peer.life == self.life
 
 

@@ -208,7 +208,7 @@ class Directory:
         return self._peer_table.why_suspected(peer)
 
     def hurry(self) -> None:
-        """Read at once, because a caller waits for a change."""
+        """Read the announcements at once, instead of after the usual interval, because a caller waits for a change."""
         self._calm = 1.0
         self._look.set()
 

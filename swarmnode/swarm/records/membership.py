@@ -51,7 +51,8 @@ class InviteUses:
         return len(self._by_invite.get(invite, ()))
 
     def admits(self, member: Member, now: float) -> bool:
-        """Return whether the member has a place. It takes one if a place is free or it wins one in a race."""
+        """Return whether `member` may use its invite. With a limited number of uses it takes a free one, or wins one from a peer
+        that joined at the same time."""
         if not member.uses:
             return True
         if member.invite not in self._by_invite and len(self._by_invite) >= MAX_INVITES:

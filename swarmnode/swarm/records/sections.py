@@ -51,7 +51,7 @@ class Introduction(Section, frozen=True, kw_only=True):
 
 
 class Place(Section, frozen=True, kw_only=True):
-    """State and layers of the peer. Filled by the node and its placement."""
+    """Section of an announcement with the state and the layers of the peer. Filled by the node and its placement."""
 
     state: int | UnsetType = UNSET
     span: tuple[int, int] | UnsetType = UNSET
@@ -91,7 +91,7 @@ class TrainingNews(Section, frozen=True, kw_only=True):
 
 
 class DiskOffer(Section, frozen=True, kw_only=True):
-    """Disk space for training states of other peers. Filled by the backup server."""
+    """Section of an announcement with the disk space for training states of other peers. Filled by the backup server."""
 
     backup_bytes: int | UnsetType = UNSET
 

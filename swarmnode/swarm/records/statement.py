@@ -58,7 +58,8 @@ class Edge(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Statement(Signable, frozen=True):
-    """Statement about positions [first, first + count) of a session in layers [start, end) of the model."""
+    """Signed statement of a hop about its work on positions [first, first + count) of a session, in layers [start, end) of the
+    model."""
 
     swarm: bytes
     peer: Peer

@@ -258,7 +258,7 @@ class Coordinator:
 
     @property
     def _run(self) -> Run | None:
-        """The run in force; None until the first rendezvous has ended."""
+        """Settings of the training run in force; None until the first rendezvous has ended."""
         return None if self._step_loop is None else self._step_loop.run
 
     @property

@@ -106,7 +106,8 @@ class Command:
 
 @dataclass
 class WorkerHandle:
-    """A stage: the line to it, its last status, and its unanswered commands, in order. `clock` returns seconds."""
+    """Coordinator's view of one stage: the line to it, its last status, and its unanswered commands, in order. `clock` returns
+    seconds."""
 
     peer: PeerId
     line: Line

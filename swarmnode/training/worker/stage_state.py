@@ -156,7 +156,7 @@ class StageState:
 
     @property
     def learner(self) -> DeviceLearners:
-        """The learner of the run. Raises LocalError before a run has begun."""
+        """Learners of this node's devices in the present training run. Raises LocalError before a run has begun."""
         if self._learner is None:
             raise LocalError("no training has begun here; begin one with `swarmnode train`")
         return self._learner

@@ -62,7 +62,7 @@ class TrainingPart:
 
     @property
     def learner(self) -> Learner:
-        """The learner of the run. Raises LocalError before a run has begun."""
+        """Learner of this device in the present training run. Raises LocalError before a run has begun."""
         if self._learner is None:
             raise LocalError("no training has begun here; begin one with `swarmnode train`")
         return self._learner
@@ -114,7 +114,7 @@ class TrainingPart:
 
 
 class TrainingParts:
-    """The training parts of a node, by replica, in order. Used on the event loop."""
+    """Parts of a node's layers for training, one for each device, by replica, in order. Used on the event loop."""
 
     def __init__(self, replicas: Sequence[Sequence[TrainingPart]]) -> None:
         self.replicas = tuple(tuple(replica) for replica in replicas)
