@@ -129,7 +129,8 @@ class Backward(Body, frozen=True):
 
 
 class Lead(Body, frozen=True):
-    """Claim that the sender leads from now on. A stage follows the highest term that it knows, and answers STATUS."""
+    """Message that the sender coordinates the training from now on. A stage follows the highest term that it knows, and answers
+    STATUS."""
 
     term: Term
     key: Key = b""  # key of the seals of this term's leases

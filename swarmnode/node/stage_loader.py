@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageLoader:
-    """Loader of spans, one after another. `states` is None unless the swarm trains.
+    """Loader of a node's layers, one range after another.
 
-    `awaits_others` returns whether a new stage should wait until other peers are at their places.
+    `states` is None unless the swarm trains. `awaits_others` returns whether a new stage should wait until other peers hold the
+    layers that they are meant to hold.
     """
 
     place: Workplace

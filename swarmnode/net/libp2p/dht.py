@@ -169,12 +169,12 @@ class EngineDht(Dht):
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise NetworkDown("p2pd ended in the middle of an operation on the DHT")
+                raise NetworkDown("p2pd ended in the middle of an operation on the DHT; the node starts it again")
             return task.result()
         finally:
             task.cancel()
 
     def _running(self) -> TableCalls:
         if self._calls is None:
-            raise NetworkDown("p2pd is not running")
+            raise NetworkDown("p2pd is not running; the node starts it again")
         return self._calls

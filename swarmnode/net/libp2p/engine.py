@@ -202,7 +202,7 @@ class Engine(Network):
 
     def _running(self) -> P2pdControl:
         if self._control is None:
-            raise NetworkDown("p2pd is not running")
+            raise NetworkDown("p2pd is not running; the node starts it again")
         return self._control
 
     # -- streams

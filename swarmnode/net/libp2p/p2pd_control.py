@@ -249,7 +249,7 @@ class P2pdControl:
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await _message(reader))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise NetworkDown("p2pd ended before it answered") from error
+            raise NetworkDown("p2pd ended before it answered; the node starts it again") from error
         finally:
             writer.transport.abort()
         return answer
@@ -265,7 +265,7 @@ class P2pdControl:
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await stream.preamble())
         except PeerLost as error:
-            raise NetworkDown("p2pd ended before it answered") from error
+            raise NetworkDown("p2pd ended before it answered; the node starts it again") from error
         except BaseException:
             stream.abort()
             raise

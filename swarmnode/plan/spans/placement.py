@@ -64,7 +64,7 @@ class Hysteresis:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """The peer that decides: how many layers fit into its memory, and how fast it computes them."""
+    """Peer that chooses its layers: the number of layers that fit into its memory, and its speed."""
 
     peer: PeerId
     capacity_units: int

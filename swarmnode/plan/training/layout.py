@@ -38,7 +38,8 @@ FEW_CLUSTERS = 8  # at one scale: more have no stage each, but teams
 
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """The stages of the model, and `places`, the stage of each of N peers; an empty span for a peer that stands by."""
+    """Layout of a training: the `stages` that the model is cut into, and `places`, the stage of each of N peers. The place of a
+    peer that stands by is an empty span."""
 
     stages: Sequence[Span]
     places: Sequence[Span]

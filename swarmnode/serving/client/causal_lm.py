@@ -135,7 +135,7 @@ class RemoteCache(Cache):
         for each row."""
         order, rows = beam_idx.tolist(), self.session.spec.rows
         if len(order) != rows or not all(0 <= row < rows for row in order):
-            raise UsageError(f"a reordering must name {rows} rows below {rows}, not {order}")
+            raise UsageError(f"a reordering must list {rows} row numbers below {rows}, not {order}")
         self.reorder = tuple(self.reorder[row] for row in order) if self.reorder else tuple(order)
 
     def close(self) -> None:

@@ -103,9 +103,7 @@ class ModelLimits:
     def check_session(self, rows: int, length: int) -> None:
         """Raise UsageError if no session can have `rows` rows of `length` positions."""
         if not 1 <= rows <= MAX_ROWS:
-            raise UsageError(
-                f"{rows} sequences together are not possible: between 1 and {MAX_ROWS} are (batch x beams)"
-            )
+            raise UsageError(f"{rows} sequences at once are not possible: use 1 to {MAX_ROWS} (batch x beams)")
         if not 1 <= length <= self._bound:
             raise UsageError(
                 f"{length} positions were asked for, the model has {self._bound}: shorten prompt or max_new_tokens"

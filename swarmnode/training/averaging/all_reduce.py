@@ -143,7 +143,7 @@ class AllReducer:
             self._gradient_compressors.clear()
             self._detector = _new_detector()
         if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
-            raise ProtocolError("the REDUCE lets replicas update apart, which this run does not do")
+            raise ProtocolError("the REDUCE lets replicas update apart, which this run does not allow")
         if not all(is_bearable(group, self.peer, self._received_bps(group)) for group in body.groups):
             raise ProtocolError("the REDUCE uses clusters over paths that are far too slow, as measured here")
         circles = {

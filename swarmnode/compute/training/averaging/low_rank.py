@@ -101,7 +101,8 @@ class LowRankCompressor(GradientCompressor):
 
 
 class Wanted:
-    """Values that a member wants to send, by tensor: its own and its residual, which are never added up whole."""
+    """Values that a member wants to send, by tensor: its own, and those left out in earlier steps. The two are never added up
+    whole."""
 
     def __init__(self, tensors: Sequence[Tensor], residuals: Sequence[Tensor] | None, shapes: Sequence[Size]) -> None:
         self._sources = [tensors] if residuals is None else [tensors, residuals]
